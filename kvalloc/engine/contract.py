@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvalloc.errors import (
+    InputError,
     KVAllocError,
     SampleError,
     UnsupportedModelError,
@@ -55,6 +56,17 @@ class Failed:
         known = isinstance(self.error, KVAllocError) or not str(self.error).strip()
         kind = "" if known else f"{type(self.error).__name__}: "
         return one_line(f"{kind}{one_line(self.error)}")
+
+    def of_every_sample(self, model_id: str) -> KVAllocError:
+        """Return the error of a job of whose samples none could be measured, this one first."""
+        if isinstance(self.error, KVAllocError):
+            return self.error
+        error = InputError(
+            f"{model_id} cannot be measured, since every sample fails, the first by {self.reason}; "
+            f"{option('budget', '20%')} alone needs no measurement"
+        )
+        error.__cause__ = self.error
+        return error
 
     @classmethod
     def of(cls, error: Exception) -> Failed:

@@ -415,7 +415,7 @@ class LossProbe:
             layers=self._cache.layers,
             visible=torch.ones(1, self.n_tokens, dtype=torch.bool, device="cpu"),
             next_positions=torch.tensor([self.n_tokens], device=self.prompt_ids.device),
-            ids=self.prompt_ids[None],
+            read=self.prompt_ids[None],
         )
 
     def _measured(self, logits: Tensor) -> Tensor:

@@ -326,7 +326,7 @@ def measure_job(
         else:
             measured[index] = dict(result)
     if not measured:
-        raise failed[min(failed)].error
+        raise failed[min(failed)].of_every_sample(job.shape.model_id)
     if failed:
         steps.advance(steps.total)  # what those had left
     profile = _assemble(job, measured)

@@ -255,7 +255,7 @@ class SurrogateFit:
             half, moments = self._half(index), NormalEquations(moments=own["moments"])
             halves[half] = halves[half] + moments if half in halves else moments
         if len(halves) < 2:  # so that some failed: there are two samples at least
-            raise failed[min(failed)].error
+            raise failed[min(failed)].of_every_sample(self.shape.model_id)
         first, second = halves[0], halves[1]
         explained = {
             ridge: (second.r_squared(first.fit(ridge)) + first.r_squared(second.fit(ridge))) / 2

@@ -8,12 +8,13 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path, PurePath
 from typing import Any
 
 from kvalloc.errors import (
     InputError,
+    KVAllocError,
     MissingDependencyError,
     UnsupportedModelError,
     nearest,
@@ -173,6 +174,27 @@ def check_not_loaded(model: object) -> None:
         raise UnsupportedModelError("a LoadedModel is a model and its tokenizer; pass its .model")
 
 
+def _config_errors_named(read: Callable[..., ModelShape]) -> Callable[..., ModelShape]:
+    """Let an error of a model's config, which is code of another package, name the model."""
+
+    @wraps(read)
+    def reading(model: Any, **options: Any) -> ModelShape:
+        try:
+            return read(model, **options)
+        except KVAllocError:
+            raise
+        except Exception as error:
+            why = f"{type(error).__name__}: {one_line(error).partition('. ')[0]}"
+            raise UnsupportedModelError(
+                f"the sizes of the KV cache of {type(model).__name__} cannot be read from its "
+                f"config ({why}); kvalloc works on models with the same attention heads in every "
+                "layer"
+            ) from error
+
+    return reading
+
+
+@_config_errors_named
 def shape_of(model: Any, *, model_id: str | None = None) -> ModelShape:
     """Return the sizes of a model's KV cache, read from its config.
 

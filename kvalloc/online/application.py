@@ -29,13 +29,16 @@ from kvalloc.online.conflicts import check_conflicts
 from kvalloc.online.default import Default
 from kvalloc.online.per_prompt import NOT_OF_A_PROMPT, PromptOptions, PromptTarget
 from kvalloc.online.prompt_size import PromptSize
+from kvalloc.runtime.attention.masks import shown_columns
 from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.hooks import (
     end_serving,
+    end_watching,
     give_to_copies,
     keep_from_copies,
     named_arguments,
     serve,
+    watch_calls,
 )
 from kvalloc.runtime.lossless import check_lossless, generate_lossless, verify_with
 from kvalloc.runtime.making import build_cache
@@ -236,6 +239,8 @@ class Applied:
         self._warned_of_whole, self._lossless = False, lossless
         self._decoder = decoder_of(model)
         serve(self._decoder, self._read)
+        embeds = getattr(model, "base_model", model) is not self._decoder
+        self._watching = watch_calls(model) if embeds else None
         self._before = vars(model).get("generate", _MISSING)
         model.generate = _reduced(self, generate)
         keep_from_copies(model, _without_applied)
@@ -255,6 +260,8 @@ class Applied:
         if self._held is None:
             return
         end_serving(self._decoder, self._read)
+        if self._watching is not None:
+            end_watching(self._model, self._watching)
         self._held = None
         give_to_copies(self._model, _without_applied)
         # One that ended earlier, below a later one, is still in the chain: take it out, too.
@@ -406,14 +413,13 @@ def _is_chunked(model: Any, arguments: Mapping[str, Any]) -> bool:
 def _size(ids: Tensor, mask: Tensor, *, chunked: bool) -> PromptSize:
     """Return what is known of a prompt to whoever makes its cache."""
     lengths = tuple(mask.sum(dim=1).tolist())
-    return PromptSize(
-        tokens=int(ids.shape[1]), lengths=lengths, embedded=ids.ndim > 2, chunked=chunked
-    )
+    return PromptSize(tokens=int(ids.shape[1]), lengths=lengths, chunked=chunked)
 
 
 def _mask(model: Any, arguments: Mapping[str, Any], ids: Tensor) -> Tensor:
     """Return what is no padding of a prompt, (rows, tokens), as ``generate()`` will see it."""
-    given, pad = arguments.get("attention_mask"), setting(model, arguments, "pad_token_id")
+    given = shown_columns(arguments.get("attention_mask"))
+    pad = setting(model, arguments, "pad_token_id")
     if isinstance(given, Tensor) and given.shape == ids.shape[:2]:
         return given.bool()
     ends = setting(model, arguments, "eos_token_id")

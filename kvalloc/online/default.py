@@ -110,7 +110,7 @@ class Default:
             As `kvalloc.make_cache`.
         """
         if self.target_loss is not None:
-            share = self._least_share(shape_of(model), self.target_loss, size)
+            share = self._least_share(model, self.target_loss, size)
             return replace(self, share=share, target_loss=None).cache(model, size)
         if self.share is None:
             share = self._largest_share(shape_of(model), size)
@@ -118,8 +118,7 @@ class Default:
         setting, tokens = self.setting(shape_of(model), rotates=rotates_halves(model)), size.tokens
 
         def way_of(setting: Setting, length: int | None) -> Way:
-            limit = context_limit(model)
-            return chosen_way(setting, length, limit=limit, embedded=size.embedded)
+            return chosen_way(setting, length, limit=context_limit(model))
 
         if tokens is None:
             profile = way_of(setting, None).profile(None)
@@ -192,10 +191,11 @@ class Default:
                 return part / _PARTS
         return (part + 1) / _PARTS  # the least share, which is refused with what it needs
 
-    def _least_share(self, shape: ModelShape, loss: float, size: PromptSize) -> float:
+    def _least_share(self, model: Any, loss: float, size: PromptSize) -> float:
         """Return the least share that is predicted to lose no more at a prompt's length."""
         use = f"{option('target_loss', f'{loss:g}')} is solved from"
-        file = self.setting(shape).require_file(use, f", or give {option('budget', '20%')}")
+        setting = self.setting(shape_of(model), rotates=rotates_halves(model))
+        file = setting.require_file(use, f", or give {option('budget', '20%')}")
         tokens = max(size.lengths or (size.tokens or load_fitted(file).context_tokens,))
         return share_for_loss(file, loss, grid_length(tokens))
 

@@ -16,7 +16,7 @@ from typing import Any, Unpack
 import numpy as np
 
 from kvalloc.accounting import FloatArray
-from kvalloc.engine.contract import Advance, Engine, Failed, engine_of
+from kvalloc.engine.contract import Advance, Engine, Failed, engine_of, none_failed
 from kvalloc.errors import InputError, option
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.fitted import FittedModel
@@ -28,11 +28,13 @@ from kvalloc.measure.job import Job, Steps, measured_samples
 from kvalloc.measure.profiling import ProfileOptions, measure_job, read_options
 from kvalloc.measure.sampling import Sample, SampleSet, choose_samples
 from kvalloc.measure.scorer_fitting import FitOptions, SurrogateFit
+from kvalloc.models.attention import rotary_frequencies
 from kvalloc.models.loading import require_run_packages
 from kvalloc.online.solved import SINKS, WIDTHS, WINDOW, solve_share
 from kvalloc.online.solving import loss_summary
 from kvalloc.prompts.calibration import KINDS, calibration_prompts
 from kvalloc.prompts.texts import Document, Prompt
+from kvalloc.scorers.surrogate import surrogate_frequencies
 from kvalloc.units import duration, keywords_of
 
 EACH_KIND = 4
@@ -110,6 +112,8 @@ def fit(
     require_run_packages()
     engine = engine_of(model)
     facts = engine.facts(model_id)
+    check = partial(_check_rotation, facts.shape.full_layers)
+    none_failed(engine.run(check, {0: None}, lambda steps: None))
     output = _output(output, fitted_file(facts.shape))
     context, seed = options.get("context", 1024), options.get("seed", 0)
     second, losses, others = _samples(tokenizer, texts, context, options.get("samples"), seed)
@@ -163,6 +167,13 @@ def fit(
         fitted.save(output)
         kept.finish()
     return fitted
+
+
+def _check_rotation(layers: Sequence[int], model: Any, item: None, advance: Advance) -> None:
+    """Refuse a model whose layers no surrogate can be fitted to, before prompts are made."""
+    frequencies = rotary_frequencies(model)
+    for layer in layers:
+        surrogate_frequencies(frequencies[layer])
 
 
 def _samples(

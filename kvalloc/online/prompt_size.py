@@ -15,15 +15,12 @@ class PromptSize:
         Length, padding included; None where it is not known.
     lengths : tuple of int
         Tokens of each row, without padding; empty for a single row without any.
-    embedded : bool
-        Whether the prompt comes as embeddings, which cannot be read again.
     chunked : bool
         Whether it comes in several forwards.
     """
 
     tokens: int | None = None
     lengths: tuple[int, ...] = ()
-    embedded: bool = False
     chunked: bool = False
 
     @property

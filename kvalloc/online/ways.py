@@ -100,9 +100,12 @@ class Setting:
             If the model was not measured.
         """
         if self.file is None:
+            why = f"was not measured; run it once{instead}"
+            if not self.rotates:
+                why = "cannot be measured, since a layer does not rotate halves of its queries"
+                why += instead.replace(", or", ";")
             raise InputError(
-                f"{use} what 'kvalloc fit' measures of a model, and {self.shape.model_id} was not "
-                f"measured; run it once{instead}"
+                f"{use} what 'kvalloc fit' measures of a model, and {self.shape.model_id} {why}"
             )
         return self.file
 
@@ -371,7 +374,7 @@ class Twice(Way):
 
     def advice(self, tokens: int) -> str:
         """Return what spares the second read; see `Way.advice`."""
-        if self.setting.file is not None:
+        if self.setting.file is not None or not self.setting.rotates:  # then there is none
             return super().advice(tokens)
         return f"; 'kvalloc fit' once, and one read does, {Decided.cost} times a plain prefill"
 
@@ -400,7 +403,6 @@ def chosen_way(
     tokens: int | None,
     *,
     limit: int | None = None,
-    embedded: bool = False,
 ) -> Way:
     """Return how a row is served that may hold its full cache.
 
@@ -411,15 +413,13 @@ def chosen_way(
         Its length, where it is known.
     limit : int or None
         Tokens that the model was made for.
-    embedded : bool
-        Whether the prompt comes as embeddings, which cannot be read again.
     """
     if tokens is not None:
         if (solved := setting.solved_tokens(tokens)) is not None:
             return Decided(setting=setting, solved_tokens=solved)
         if setting.entries(tokens) == tokens:
             return Whole.of(setting, tokens)
-    if tokens is None or embedded:
+    if tokens is None:
         return Late(setting=setting)
     again = tokens + min(PIECE, tokens) + CARRIED_TOKENS
     return (Late if limit is not None and again > limit else Twice)(setting=setting)

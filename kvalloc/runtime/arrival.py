@@ -247,8 +247,8 @@ class Arrival:
             return torch.nn.functional.pad(old, (0, new_tokens), value=True)
         if not isinstance(mask, Tensor) or mask.ndim != 2:
             raise UnsupportedRequestError(
-                "a ready-made attention mask does not fit layers that keep different entries; pass "
-                "a 2-D attention_mask or none"
+                f"an attention_mask of the kind {type(mask).__name__} is unknown here; pass a 2-D "
+                'one or none, or load the model with attn_implementation="sdpa"'
             )
         if tuple(mask.shape) != (batch, seen + new_tokens):
             raise UnsupportedRequestError(

@@ -25,6 +25,7 @@ from kvalloc.models.names import can_take_back
 from kvalloc.models.structure import context_limit
 from kvalloc.runtime import conversation, hooks, refusals
 from kvalloc.runtime.arrival import Arrival, row_tokens
+from kvalloc.runtime.attention.masks import shown_columns
 from kvalloc.runtime.drafts import part, unread
 from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.options import CacheOptions
@@ -123,7 +124,9 @@ class BudgetCache(Cache, hooks.HookedCache):
         own, batch = dict(arguments), len(self._order)
         for name in _BY_ROW:
             given = own.get(name)
-            if isinstance(given, Tensor) and len(given) == batch:
+            if name == "position_ids" and isinstance(given, Tensor) and given.shape[-2] == batch:
+                own[name] = given[..., place, :]  # in front are the axes of an image's positions
+            elif isinstance(given, Tensor) and len(given) == batch:
                 own[name] = given[place]
         return own
 
@@ -378,6 +381,8 @@ class BudgetCache(Cache, hooks.HookedCache):
             self._take()
         end = seen + refusals.new_tokens_shape(arguments)[1]
         cuts = sorted({one for own in self._prompts for one in conversation.cuts(own, end)})
+        mask = arguments.get("attention_mask")
+        refusals.refuse(mask_in_pieces=cuts and shown_columns(mask) is not mask)
         self._ahead = True
         try:
             for column in cuts:
@@ -426,13 +431,18 @@ class BudgetCache(Cache, hooks.HookedCache):
             turn_of_nothing=not new and (seen, seen),
             turn_beyond=beyond and (seen, new, limit),
         )
-        hides = False
+        hides, mask = False, arguments.get("attention_mask")
+        ready_made = shown_columns(mask) is not mask
+        refusals.refuse(ready_made=self.reduced and ready_made)
+        if ready_made:  # nothing was evicted, so it fits
+            columns = None if self.prompt_complete else shown_columns(mask)
+            arguments = {**arguments, "attention_mask": columns}
         with ExitStack() as begun:
             for place, prompt in self.groups:
                 hides |= prompt.begin(self._of(arguments, place), masks)
                 begun.callback(prompt.end, completed=False)
             begun.pop_all()
-        if not hides:
+        if ready_made or not hides:
             return None
         forwards = (prompt.forward for prompt in self._prompts)
         visible = self._in_order([own.step.visible for own in forwards if own is not None])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from kvalloc.accounting import IntArray
 from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.runtime.refusals import token_ids
+from kvalloc.runtime.refusals import new_tokens, refuse
 
 
 class Decide(Protocol):
@@ -48,8 +48,9 @@ def prompt_rows(arguments: Mapping[str, Any], visible: Tensor) -> list[IntArray]
     UnsupportedRequestError
         If the prompt is not given as token ids.
     """
-    use = "budgets of a prompt's own are decided from its token ids"
-    rows = token_ids(arguments, use, "use a stored profile").cpu().numpy().astype(np.int64)
+    ids = new_tokens(arguments)
+    refuse(decides_from_embeddings=ids.ndim > 2)
+    rows = ids.cpu().numpy().astype(np.int64)
     return [row[shown] for row, shown in zip(rows, visible.numpy(), strict=True)]
 
 

@@ -36,8 +36,9 @@ from kvalloc.models.attention import (
     AttentionSwitch,
     Compute,
 )
+from kvalloc.models.structure import decoder_of
 from kvalloc.runtime import refusals
-from kvalloc.runtime.attention.masks import stored_mask
+from kvalloc.runtime.attention.masks import stored_mask, with_columns
 from kvalloc.runtime.drafts import joined
 
 _numbers = itertools.count()
@@ -114,6 +115,7 @@ class _Installed:
     caches: int = 0
     open_forwards: dict[int, _OpenForward] = field(default_factory=dict)
     serving: list[weakref.WeakMethod[Serve]] = field(default_factory=list)
+    bare: set[int] = field(default_factory=set)  # threads whose call of the model brings no cache
 
 
 _ATTENTION = "kvalloc_token"
@@ -174,6 +176,26 @@ def serve(decoder: nn.Module, method: Serve) -> None:
 def end_serving(decoder: nn.Module, method: Serve) -> None:
     """Undo one `serve`."""
     vars(decoder)[_INSTALLED].serving.remove(weakref.WeakMethod(method))
+
+
+def watch_calls(model: nn.Module) -> RemovableHandle:
+    """Note which calls of a model bring no cache: some models then make one for their decoder."""
+    keep_from_copies(model, _without_hooks)
+    return model.register_forward_pre_hook(_note_call, with_kwargs=True)
+
+
+def end_watching(model: nn.Module, handle: RemovableHandle) -> None:
+    """Undo one `watch_calls`."""
+    handle.remove()
+    give_to_copies(model, _without_hooks)
+
+
+def _note_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if torch.compiler.is_dynamo_compiling():
+        return
+    if (entry := _installed(decoder_of(module))) is not None:
+        brings = names.cache_among(named_arguments(module.forward, args, kwargs)) is not None
+        (entry.bare.discard if brings else entry.bare.add)(threading.get_ident())
 
 
 def _install(decoder: nn.Module) -> _Installed:
@@ -250,7 +272,8 @@ def give_to_copies(module: nn.Module, change: Callable[[dict[str, Any]], None]) 
 
 def _without_hooks(state: dict[str, Any]) -> None:
     hooks = dict(names.forward_hooks(state))
-    ours = {k for each in hooks.values() for k, hook in each.items() if hook in (_before, _after)}
+    own = (_before, _after, _note_call)
+    ours = {k for each in hooks.values() for k, hook in each.items() if hook in own}
     for name, each in hooks.items():
         state[name] = type(each)((k, value) for k, value in each.items() if k not in ours)
     state.pop(_INSTALLED, None)
@@ -285,13 +308,15 @@ def _before_eager(
     method = entry.serving[-1]() if entry.serving else None
     if cache is None and method is None:
         return None
-    arguments = named_arguments(module.forward, args, kwargs)
+    arguments = with_columns(named_arguments(module.forward, args, kwargs))
     begin = partial(_begin, module, entry, arguments=arguments)
     if cache is not None:
         return (), begin(cache)
     if names.is_paged(names.cache_among(arguments)):
         refusals.warn_of_plain(refusals.PAGED_MAKES_NONE)
-    changed = method(arguments, begin) if method and _makes_cache(module, arguments) else None
+    makes = _makes_cache(module, arguments, bare=threading.get_ident() in entry.bare)
+    entry.bare.discard(threading.get_ident())
+    changed = method(arguments, begin) if method and makes else None
     return None if changed is None else ((), changed)
 
 
@@ -330,12 +355,18 @@ def _begin(
     return arguments
 
 
-def _makes_cache(module: nn.Module, arguments: Mapping[str, Any]) -> bool:
-    """Return whether a forward that brings no reduced cache would make a cache."""
+def _makes_cache(module: nn.Module, arguments: Mapping[str, Any], *, bare: bool) -> bool:
+    """Return whether a forward that brings no reduced cache would make a cache.
+
+    It has made one already if a bare call of the model comes to the decoder with an empty cache.
+    """
+    cache = names.cache_among(arguments)
+    if cache is not None and not (bare and cache.get_seq_length() == 0):
+        return False
     asked = arguments.get("use_cache")
     if asked is None:
         asked = getattr(module.config, "use_cache", True)
-    return bool(asked) and names.cache_among(arguments) is None
+    return bool(asked)
 
 
 def _after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -548,6 +579,7 @@ def _before_traced(
         or not entry.switch.renames
         or kwargs.get("use_cache") is False
         or kwargs.get("output_attentions")
+        or isinstance(kwargs.get("attention_mask"), dict)
     ):
         names.break_graph(refusals.UNCOMPILED)
     tokens, seen = torch.ops.kvalloc.begin(cache.number, tokens, kwargs.get("attention_mask"))

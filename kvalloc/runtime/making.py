@@ -49,7 +49,7 @@ def make_layers(model: nn.Module, shape: ModelShape) -> list[Any]:
     expected = [full if t == "full" else sliding for t in shape.layer_types]
     found = [type(layer) for layer in layers]
     if found != expected:
-        kinds = ", ".join(sorted({kind.__name__ for kind in found}))
+        kinds = ", ".join(sorted({kind.__name__ for kind in found})) or "any kind"
         raise UnsupportedModelError(
             f"transformers caches {type(model).__name__} in {len(found)} layers of {kinds}; "
             "kvalloc reduces full attention next to sliding-window attention only"

@@ -221,9 +221,6 @@ class Prompt:
         mask = arguments.get("attention_mask")
         if self.given is not None and self.arrival.complete:
             record_past(self.layers)
-        if self.arrival.complete and not self.reduced and getattr(mask, "ndim", 2) != 2:
-            mask = None  # nothing was evicted, so any mask of transformers' own fits
-        arguments = {**arguments, "attention_mask": mask}
         self._decide_on_arrival(arguments)
         whole = self.arrival.complete and self.whole is None and not self.reduced
         step = self.arrival.step(self.n_seen, batch, new_tokens, mask, whole=whole)

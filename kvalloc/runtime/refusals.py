@@ -90,6 +90,14 @@ REFUSALS: dict[type[KVAllocError], dict[str, str]] = {
         "weights": "output_attentions=True is not supported: layers keep different entries, so the "
         "weights' columns would not mean the same tokens",
         # One forward
+        "ready_made": "an attention mask that is not causal, given or made by the model around its "
+        "images, does not fit layers that keep different entries; pass a 2-D attention_mask or "
+        "none, and images in the first prompt alone",
+        "mask_in_pieces": "a forward with an attention mask that is not causal, given or made by "
+        "the model around its images, cannot be read in pieces; leave out {option[memory]}, or "
+        "drafts",
+        "repeats_both": "a scorer has the model repeat a prompt, but its chunks came as token ids "
+        "and as inputs_embeds; send all in one form, or choose another scorer",
         "no_tokens": "this forward has neither input_ids nor inputs_embeds",
         "checkpointed": "with gradient checkpointing a model in training fills no cache; call "
         "model.eval(), or model.gradient_checkpointing_disable()",
@@ -115,6 +123,9 @@ REFUSALS: dict[type[KVAllocError], dict[str, str]] = {
         "follow: its last queries have been noted; reset the cache and start again",
         "prompt_begun": "{0} is for a new prompt, but this cache has seen one already or was made "
         "with prompt_tokens; call cache.reset(), or make a new cache",
+        "decides_from_embeddings": "budgets of a prompt's own are decided from its token ids, but "
+        "the decoder got embeddings: inputs_embeds, or those of a model that puts images between "
+        "its tokens; name {option[budget=20%]} alone, or use a stored profile",
         "decides_from_chunk": "budgets of a prompt's own are decided from the whole prompt, but "
         "only a chunk of it has come; send it in one piece, show all of it first with "
         "cache.decide(), or use a stored profile",
@@ -336,7 +347,13 @@ def check_kept(policy: EvictionPolicy, kept: Tensor, budgets: Tensor) -> None:
 
 
 def new_tokens_shape(arguments: Mapping[str, Any]) -> tuple[int, int]:
-    """Return rows and new tokens of a forward, from its input ids or embeddings.
+    """Return rows and new tokens of a forward, as `new_tokens` finds them."""
+    rows, columns = new_tokens(arguments).shape[:2]
+    return rows, columns
+
+
+def new_tokens(arguments: Mapping[str, Any]) -> Tensor:
+    """Return the embeddings of a forward, (batch, n, hidden_size), or else its ids, (batch, n).
 
     Raises
     ------
@@ -344,25 +361,10 @@ def new_tokens_shape(arguments: Mapping[str, Any]) -> tuple[int, int]:
         If there is neither.
     """
     among = (arguments.get(name) for name in ("inputs_embeds", "input_ids"))
-    given: Any = next((one for one in among if isinstance(one, Tensor)), None)
+    given = next((one for one in among if isinstance(one, Tensor)), None)
     refuse(no_tokens=given is None)
-    return int(given.shape[0]), int(given.shape[1])
-
-
-def token_ids(arguments: Mapping[str, Any], use: str, instead: str) -> Tensor:
-    """Return the token ids of a prompt, (batch, n_tokens), or say for what they are needed.
-
-    Raises
-    ------
-    UnsupportedRequestError
-        If it came as embeddings.
-    """
-    ids = arguments.get("input_ids")
-    if arguments.get("inputs_embeds") is not None or not isinstance(ids, Tensor):
-        raise UnsupportedRequestError(
-            f"{use}, but this prompt came as inputs_embeds; pass input_ids, or {instead}"
-        )
-    return ids
+    assert given is not None
+    return given
 
 
 def warn_of_plain(why: object) -> None:

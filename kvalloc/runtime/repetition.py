@@ -16,7 +16,7 @@ from kvalloc.models.attention import AttentionStates, Compute, Observed, interce
 from kvalloc.models.names import cache_keyword
 from kvalloc.models.structure import context_limit
 from kvalloc.runtime.arrival import Step, row_tokens
-from kvalloc.runtime.refusals import token_ids
+from kvalloc.runtime.refusals import new_tokens, refuse
 from kvalloc.scorers import Scorer
 from kvalloc.scorers.base import awaited_tokens, repetitions
 from kvalloc.scorers.later_pass import (
@@ -103,15 +103,15 @@ class HeldPrompt:
         False marks padding.
     next_positions : Tensor of int64, (batch,)
         Position of the token after each row.
-    ids : Tensor of int64, (batch, n_prompt)
-        The prompt.
+    read : Tensor of int64, (batch, n_prompt), or (batch, n_prompt, hidden_size)
+        The prompt, as token ids or as embeddings.
     """
 
     decoder: nn.Module
     layers: Sequence[Any]
     visible: Tensor
     next_positions: Tensor
-    ids: Tensor
+    read: Tensor
 
     def parts(self) -> list[tuple[Tensor, Tensor]]:
         """Return all rows whose padding is in the same places, and the columns that are none.
@@ -146,12 +146,12 @@ class HeldPrompt:
             layers.append(LaterLayer(held, rows, places, len(columns), sliding=sliding))
         return Cache(layers=layers)
 
-    def run(self, cache: Cache, ids: Tensor, rows: Tensor) -> None:
-        """Let the decoder read tokens, (n_rows, n_new_tokens), right after some rows."""
-        positions = self.next_positions[rows].to(ids.device)[:, None]
+    def run(self, cache: Cache, read: Tensor, rows: Tensor) -> None:
+        """Let the decoder read some tokens, (n_rows, n_new_tokens, ...), right after some rows."""
+        positions = self.next_positions[rows].to(read.device)[:, None]
         self.decoder(
-            input_ids=ids,
-            position_ids=positions + torch.arange(ids.shape[1], device=ids.device),
+            **{"input_ids" if read.ndim == 2 else "inputs_embeds": read},
+            position_ids=positions + torch.arange(read.shape[1], device=read.device),
             use_cache=True,
             **cache_keyword(self.decoder, cache),
         )
@@ -175,12 +175,12 @@ class WholePrompt:
     ----------
     positions : Tensor of int64, (batch, n_tokens)
         On the host.
-    ids : Tensor of int64, (batch, n_tokens)
-        Its tokens, where the model is to repeat them.
+    read : Tensor of int64, (batch, n_tokens), or (batch, n_tokens, hidden_size)
+        Its tokens or embeddings, if the model is to repeat them.
     """
 
     def __init__(self) -> None:
-        self.positions = self.ids = torch.empty(0, 0, dtype=torch.long, device="cpu")
+        self.positions = self.read = torch.empty(0, 0, dtype=torch.long, device="cpu")
 
     def add(self, arguments: Mapping[str, Any], step: Step, *, repeats: bool) -> None:
         """Note a forward of the prompt; one that has failed may come again.
@@ -195,25 +195,26 @@ class WholePrompt:
         Raises
         ------
         UnsupportedRequestError
-            If the model is to repeat the prompt, but it comes as embeddings.
+            If the model is to repeat a prompt that is token ids in part and embeddings in part.
         """
         seen, end = step.seen, step.seen + step.new_tokens
         if repeats:
-            use = "a scorer has the model repeat the prompt's tokens"
-            ids = token_ids(arguments, use, "choose another scorer")
-            self.ids = torch.cat([self.ids[:, :seen], ids], dim=1) if seen else ids
+            read = new_tokens(arguments).detach()
+            refuse(repeats_both=seen and self.read.ndim != read.ndim)
+            self.read = torch.cat([self.read[:, :seen], read], dim=1) if seen else read
         positions = arguments.get("position_ids")
         if not isinstance(positions, Tensor):
             positions = torch.arange(seen, end, device="cpu")[None]
-        positions = positions.cpu().expand(step.batch, -1)
+        positions = positions.cpu()  # (n_axes, batch, n_tokens) where a model has several axes
+        positions = positions.reshape(-1, *positions.shape[-2:]).amax(dim=0).expand(step.batch, -1)
         before = self.positions[:, :seen]
         self.positions = torch.cat([before, positions], dim=1) if seen else positions
 
     def select(self, rows: Tensor) -> None:
         """Let row i go on with what is known of row ``rows[i]``."""
         self.positions = self.positions[rows.cpu()]
-        if len(self.ids):
-            self.ids = self.ids[rows.to(self.ids.device)]
+        if len(self.read):
+            self.read = self.read[rows.to(self.read.device)]
 
     def next_positions(self, visible: Tensor) -> Tensor:
         """Return the position of what follows each row, (batch,), on the host."""
@@ -251,7 +252,7 @@ class WholePrompt:
             layers=layers,
             visible=visible,
             next_positions=self.next_positions(visible),
-            ids=self.ids,
+            read=self.read,
         )
 
 
@@ -289,11 +290,11 @@ def repeat_prompt(prompt: HeldPrompt, wanted: Wanted, *, sinks: int) -> LaterNot
         noted: list[LaterNotes] = []
         for rows, columns in (parts := prompt.parts()):
             noted.append({layer: {} for layer in looks})
-            for ids, step in _pieces(prompt, rows, columns, later, sinks):
+            for again, step in _pieces(prompt, rows, columns, later, sinks):
                 shown = columns if step.shown is None else step.shown
                 handler = _repeating(looks, noted[-1], step, sinks)
                 with intercept_attention(prompt.decoder, handler):
-                    prompt.run(prompt.cache(rows, columns, shown), ids, rows)
+                    prompt.run(prompt.cache(rows, columns, shown), again, rows)
         for layer, own in noted[0].items():
             for key in own:
                 notes[layer][key] = _together([each[layer][key] for each in noted], parts)
@@ -342,12 +343,12 @@ def check_context(later: Later, places: Sequence[int], n_tokens: Sequence[int], 
 def _pieces(
     prompt: HeldPrompt, rows: Tensor, columns: Tensor, later: Later, sinks: int
 ) -> list[tuple[Tensor, LaterStep]]:
-    """Return the tokens of each repetition of some rows, (n_rows, n), and what they are."""
-    own, n_prompt = prompt.ids[rows.to(prompt.ids.device)], int(prompt.visible.shape[1])
+    """Return what each repetition of some rows reads, (n_rows, n, ...), and what it is."""
+    own, n_prompt = prompt.read[rows.to(prompt.read.device)], int(prompt.visible.shape[1])
     pieces = []
     for begin in range(0, columns.numel(), later.tokens):
         repeated = columns[begin : begin + later.tokens]
-        read = columns[max(begin - CARRIED_TOKENS, 0) : begin + later.tokens]
+        again = columns[max(begin - CARRIED_TOKENS, 0) : begin + later.tokens]
         leading, shown = columns[: min(sinks, begin)], columns
         if later.nearby is not None:
             first, end = max(begin - later.nearby, 0), begin + later.tokens + later.nearby
@@ -358,7 +359,7 @@ def _pieces(
             leading=leading if leading.numel() else None,
             shown=shown if len(shown) < n_prompt else None,
         )
-        pieces.append((own[:, read.to(own.device)], step))
+        pieces.append((own[:, again.to(own.device)], step))
     return pieces
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from kvalloc.errors import InputError, UnsupportedRequestError
+from kvalloc.errors import InputError, UnsupportedRequestError, option
 from kvalloc.formats.shipped_profiles import load_surrogate
 from kvalloc.formats.surrogate import FittedSurrogate
 from kvalloc.models.attention import AttentionStates
@@ -200,15 +200,21 @@ def entry_features(states: AttentionStates) -> Tensor:
     return torch.cat(_features(states), dim=-1)
 
 
+def surrogate_frequencies(frequencies: Tensor | str) -> Tensor:
+    """Return the frequencies by which keys are rotated back; see `known_frequencies`."""
+    return known_frequencies(
+        frequencies,
+        who="the scorer surrogate, which 'kvalloc fit' makes,",
+        instead=f"name {option('budget', '20%')} alone, which needs no fit, or a scorer that looks "
+        "at attention, such as snapkv",
+    )
+
+
 def _features(states: AttentionStates) -> list[Tensor]:
     """Return the parts of `entry_features`."""
     import torch
 
-    frequencies = known_frequencies(
-        states.frequencies,
-        who="the scorer surrogate",
-        instead="use a scorer that looks at attention, such as snapkv",
-    ).to(states.keys.device)
+    frequencies = surrogate_frequencies(states.frequencies).to(states.keys.device)
     keys, values, places = states.keys.float(), states.values.float(), states.positions
     if places is None:
         places = torch.arange(keys.shape[2], device=keys.device)

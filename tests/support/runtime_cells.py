@@ -558,8 +558,6 @@ def refusal(cell: Cell) -> str | None:
         return "adds up"
     if sharing == "shared" and policy not in RANKING:
         return "chooses for each layer on its own"
-    if scorer_of(cell) == "reconstruction" and arrival == "inputs_embeds":
-        return "came as inputs_embeds"
     if policy in COMBINING and "chunks" in arrival and mode == "early" and policy not in HOLDING:
         return "merges entries"
     uneven = level == "head" or "padd" in arrival or arrival == "different_lengths"

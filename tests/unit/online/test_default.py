@@ -240,11 +240,11 @@ def test_a_row_of_padding_alone_is_answered_as_the_plain_model_does(tiny, kind, 
     assert applied.last_cache.kept_tokens_by_row[1].max() > 19
 
 
-def ways_of(model, tokens=TOKENS, *, embedded=False, **asked):
+def ways_of(model, tokens=TOKENS, **asked):
     """Who chooses the entries, by the scorer's name."""
     kept = {name: asked.pop(name) for name in [*asked] if name in ("fitted", "decode_every")}
     default = Default.parse(**asked, options=CacheOptions(**kept))
-    cache = default.cache(model, PromptSize(tokens=tokens, embedded=embedded))
+    cache = default.cache(model, PromptSize(tokens=tokens))
     return str(cache.profile.policy.scorer)
 
 
@@ -254,7 +254,6 @@ def ways_of(model, tokens=TOKENS, *, embedded=False, **asked):
         (0.2, TOKENS, {}, Twice),
         (0.2, 760, {"limit": 1024}, Twice),  # a piece of 256, and 8 tokens that lead over
         (0.2, 761, {"limit": 1024}, Late),
-        (0.2, TOKENS, {"embedded": True}, Late),
         (0.2, None, {}, Late),
         (0.2, 12, {}, Whole),
         (1.0, TOKENS, {}, Whole),
@@ -269,10 +268,17 @@ def test_a_prompt_that_cannot_be_read_again_is_not(tiny, model):
     assert ways_of(model, budget="20%") == "reconstruction"
     assert ways_of(model, budget="20%", decode_every=8) == "reconstruction"  # has no part in it
     assert ways_of(model, tokens=761, budget="20%") == "lookahead"  # of 1,024 positions
-    embeds = model.get_input_embeddings()(tiny.prompt(TOKENS))
-    with kvalloc.apply(model, budget="20%") as applied:
-        model.generate(inputs_embeds=embeds, max_new_tokens=AWAITED + 2, do_sample=False)
-    assert applied.last_cache.profile.policy.scorer == "lookahead"
+
+
+def test_embeddings_are_read_again_as_tokens_are(tiny, model):
+    ids = tiny.prompt(TOKENS)
+    kept = []
+    for prompt in ({"input_ids": ids}, {"inputs_embeds": model.get_input_embeddings()(ids)}):
+        with torch.no_grad(), kvalloc.apply(model, budget="20%") as applied:
+            model(**prompt)
+        assert applied.last_cache.profile.policy.scorer == "reconstruction"
+        kept.append(applied.last_cache.kept_indices(1))
+    assert torch.equal(*kept)
 
 
 def test_values_are_not_fitted_where_queries_cannot_be_put_elsewhere(tiny):

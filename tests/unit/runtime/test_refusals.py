@@ -319,6 +319,29 @@ def chunk_of_undecided(model):
     forward(model, cache, input_ids=tiny.prompt(20))
 
 
+def embedded(model, cache, tokens=CONTEXT):
+    embeds = model.get_input_embeddings()(tiny.prompt(tokens)).detach()
+    forward(model, cache, input_ids=None, inputs_embeds=embeds)
+
+
+def in_two_forms(model):
+    cache = made(model, profile_of(model, scorer="reconstruction"), prompt_tokens=CONTEXT)
+    forward(model, cache, input_ids=tiny.prompt(20))
+    embedded(model, cache, CONTEXT - 20)
+
+
+def undecided_embeddings(model):
+    decide = {"decide": lambda decoder, rows: []}
+    embedded(model, build_cache(model, profile_of(model), CacheOptions(), **decide))
+
+
+def around_drafts(model, tokens=CONTEXT + 4):
+    cache = made(model, prompt_tokens=CONTEXT)
+    cache.activate_past_recording()
+    mask = torch.ones(1, 1, tokens, tokens, dtype=torch.bool)
+    forward(model, cache, input_ids=tiny.prompt(tokens), attention_mask=mask)
+
+
 def without_its_model(model):
     cache = read(model)
     cache.decoder = lambda: None
@@ -408,6 +431,13 @@ CASES = {
     "compiled_layers": (with_compiled_layer, "compile the whole model"),
     "unused": (partial(forward, use_cache=False), "use_cache=False"),
     "weights": (partial(forward, output_attentions=True), "output_attentions=True"),
+    "repeats_both": (in_two_forms, "token ids and as inputs_embeds"),
+    "decides_from_embeddings": (undecided_embeddings, "budget='20%' alone, or use a stored"),
+    "ready_made": (
+        partial(masked, mask=torch.ones(1, 1, 2, CONTEXT + 2, dtype=torch.bool)),
+        "not causal, given or made by the model around its images",
+    ),
+    "mask_in_pieces": (around_drafts, "cannot be read in pieces"),
     "no_tokens": (partial(forward, input_ids=None), "neither input_ids nor inputs_embeds"),
     "checkpointed": (trained, "gradient checkpointing"),
     "attention": (own_attention, "flash and flex attention, not on mine"),
@@ -513,11 +543,7 @@ MORE = [
     (InputError, partial(made, policy="snapvk"), "no policy or scorer 'snapvk'.* 'snapkv'"),
     (UnsupportedRequestError, one_hidden, "when they arrived"),
     (UnsupportedRequestError, partial(masked, mask=torch.ones(1, 2)), "expected 62"),
-    (
-        UnsupportedRequestError,
-        partial(masked, mask=torch.ones(1, 1, 2, CONTEXT + 2, dtype=torch.bool)),
-        "ready-made",
-    ),
+    (UnsupportedRequestError, partial(masked, mask=torch.ones(1)), "of the kind Tensor"),
     *(
         ("no_decode_every", partial(made, decode_every=wrong), "decode_every")
         for wrong in (-1, True, 2.5)

@@ -1,0 +1,189 @@
+"""Each family of models is served and right, or refused in one true line."""
+
+import copy
+import warnings
+
+import families
+import pytest
+import tiny_models
+import torch
+import transformers
+
+import kvalloc
+from kvalloc.errors import InputError, UnsupportedModelError, UnsupportedRequestError
+from kvalloc.models import names
+from kvalloc.models.attention import rotates_halves
+
+TOKENS, PADDING = 160, 30
+HYBRID = "of the kind (linear_attention|hybrid)|does not go through"  # of older versions
+REFUSED = {
+    "gemma4 by layer": "cannot be read from its config .*'head_dim' is a per-layer",
+    "gemma4 shared": "shares keys and values between layers",
+    "gemma3n shared": "shares keys and values between layers",
+    "qwen3.5": "linear_attention",
+    "qwen3-next": "linear_attention",
+    "llama4": "chunked_attention",
+    "deepseek": "latent attention",
+    "mimo": "MiMoV2FlashModel has values of 4 numbers, but the config says values of 8",
+    "jamba": HYBRID,
+    "zamba2": HYBRID,
+    "bamba": HYBRID,
+    "falcon-h1": HYBRID,
+    "lfm2": "of the kind conv",
+    "mamba": "no num_attention_heads",
+    "rwkv": "no num_attention_heads",
+    "bloom": "does not go through transformers' attention interface",
+    "t5": "encoder-decoder",
+    "bart": "encoder-decoder",
+    "qwen3.5 with images": "linear_attention",
+    "llama4 with images": "chunked_attention",
+}
+NOT_FITTED = ("cohere", "cohere2", "glm4", "smollm3", "exaone4", "gpt2")
+SERVED = [one for one in (*families.TEXT_ONLY, *families.WITH_IMAGES) if one not in REFUSED]
+IMAGES = [
+    one for one in families.WITH_IMAGES if one not in (*REFUSED, "llava", "llava-next", "mistral3")
+]
+TEXTS = [" ".join(f"w{i * j % 97}" for j in range(400)) for i in range(3, 9)]
+
+
+def prompt(rows=1):
+    torch.manual_seed(3)
+    return torch.randint(4, 118, (rows, TOKENS))
+
+
+def padded(rows=2):
+    ids, mask = prompt(rows), torch.ones(rows, TOKENS, dtype=torch.long)
+    mask[0, :PADDING] = ids[0, :PADDING] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def written(model, **inputs):
+    settings = {"max_new_tokens": 3, "do_sample": False, "return_dict_in_generate": True}
+    out = model.generate(**inputs, **settings, output_logits=True)
+    return torch.stack(out.logits)
+
+
+def fit(model, path):
+    tokenizer = tiny_models.WordTokenizer()
+    return kvalloc.fit(
+        model, tokenizer, TEXTS, output=path / "f.safetensors", context=128, samples=4
+    )
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_family_that_is_not_served_is_refused_by_every_call(name, tmp_path):
+    model, tokenizer = families.family(name), tiny_models.WordTokenizer()
+    for call in (
+        lambda: kvalloc.apply(model, budget="100%"),
+        lambda: kvalloc.apply(model, budget="30%", scorer="snapkv", solver="uniform"),
+        lambda: kvalloc.profile(model, tokenizer, TEXTS, context=128, samples=2),
+        lambda: fit(model, tmp_path),
+    ):
+        with pytest.raises(UnsupportedModelError, match=REFUSED[name]) as caught:
+            call()
+        assert type(model).__name__.partition("For")[0] in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_a_family_that_is_served_is_right_and_reduced(name):
+    model, rows = families.family(name), padded()
+    alone = {"input_ids": prompt(), "attention_mask": torch.ones(1, TOKENS).long()}
+    with torch.no_grad():
+        plain, plain_alone = written(model, **rows), model(**alone, use_cache=True).logits
+    for budget, n_alike in (("100%", 3), ("30%", 1)):
+        with kvalloc.apply(model, budget=budget) as applied:
+            found = written(model, **rows)
+        torch.testing.assert_close(found[:n_alike], plain[:n_alike], atol=1e-4, rtol=0)
+        assert applied.last_cache.kept_tokens_by_row[0].max() <= TOKENS + 2 - PADDING
+    assert 0.1 < applied.last_cache.share <= 0.3
+    with warnings.catch_warnings(), torch.no_grad(), kvalloc.apply(model, budget="30%") as applied:
+        warnings.simplefilter("error")
+        out = model(**alone, use_cache=True)
+    assert torch.equal(out.logits, plain_alone)
+    assert names.cache_among(out) is applied.last_cache
+    assert 0.1 < applied.last_cache.share <= 0.3
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_images_are_read_as_the_plain_model_reads_them(name):
+    model = families.family(name)
+    image = families.with_image(name, prompt(3)) | {"attention_mask": padded(3)["attention_mask"]}
+    plain = written(model, **image)
+    for budget, n_alike in (("100%", 3), ("30%", 1)):
+        with kvalloc.apply(model, budget=budget) as applied:
+            found = written(model, **image)
+        torch.testing.assert_close(found[:n_alike], plain[:n_alike], atol=1e-4, rtol=0)
+    assert 0.1 < applied.last_cache.share <= 0.3
+    with torch.no_grad(), kvalloc.apply(model, budget="30%") as applied:
+        out = model(**image, use_cache=True)
+        assert names.cache_among(out) is applied.last_cache
+
+
+@pytest.mark.parametrize("name", ["gemma3 with images", "smolvlm"])
+def test_a_later_turn_of_text_follows_an_image(name):
+    model = families.family(name)
+    image = families.with_image(name, prompt())
+    with kvalloc.apply(model, budget="30%") as applied:
+        text = model.generate(**image, max_new_tokens=3, do_sample=False)
+        cache = applied.last_cache
+        text = torch.cat([text, prompt()[:, :20]], dim=1)
+        given = {names.generation_argument(): cache}
+        if name.startswith("gemma"):
+            given["token_type_ids"] = torch.zeros_like(text)
+        model.generate(text, **given, max_new_tokens=3, do_sample=False)
+    assert cache.get_seq_length() == TOKENS + 3 + 20 + 2
+    assert cache.share <= 0.3
+
+
+def test_a_cache_of_the_users_own_stays_with_a_model_that_makes_one():
+    model, own = families.family("smolvlm"), transformers.DynamicCache()
+    with torch.no_grad(), kvalloc.apply(model, budget="30%") as applied:
+        model(prompt(), **{names.generation_argument(): own})
+        assert (own.get_seq_length(), applied.last_cache) == (TOKENS, None)
+        model(prompt())
+        assert applied.last_cache.reduced
+        held = copy.deepcopy(model)
+    for each in (model, held):
+        out = each(prompt(), use_cache=True)
+        assert type(names.cache_among(out)) is transformers.DynamicCache
+
+
+def test_budgets_decided_from_token_ids_are_refused_where_a_decoder_gets_embeddings():
+    model, inputs = families.family("llava"), padded()
+    line = "decided from its token ids, but the decoder got embeddings.*budget='20%' alone"
+    with kvalloc.apply(model, budget="30%", scorer="snapkv", solver="uniform"):
+        with pytest.raises(UnsupportedRequestError, match=line):
+            written(model, **inputs)
+        with torch.no_grad(), pytest.warns(UserWarning, match=f"makes a plain cache.*{line}"):
+            model(**inputs)
+
+
+@pytest.mark.parametrize("name", NOT_FITTED)
+def test_no_fit_is_named_for_a_model_that_has_none(name, tmp_path):
+    model = families.family(name)
+    with pytest.raises(UnsupportedModelError, match="rotate .*budget='20%' alone, which needs no"):
+        fit(model, tmp_path)
+    with torch.no_grad(), kvalloc.apply(model, budget="30%") as applied:
+        model(prompt())
+    assert "kvalloc fit" not in applied.last_cache.profile.detail
+    with pytest.raises(InputError, match="cannot be measured, .* its queries; give budget="):
+        kvalloc.apply(model, target_loss=0.1)
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "olmo3", "hunyuan"])
+def test_a_rotation_is_found_whatever_the_file_calls_it(name):
+    assert rotates_halves(families.family(name))
+
+
+def test_a_model_that_fails_in_every_sample_is_named():
+    model, tokenizer = tiny_models.tiny_model(), tiny_models.WordTokenizer()
+
+    def fail(module, args, kwargs):
+        if args[0].shape[1] > 1:  # the model has been looked at
+            raise RuntimeError("an odd shape")
+
+    model.model.layers[1].register_forward_pre_hook(fail, with_kwargs=True)
+    line = "LlamaForCausalLM cannot be measured.* RuntimeError: an odd shape; budget='20%' alone"
+    with pytest.raises(InputError, match=line):
+        kvalloc.profile(model, tokenizer, TEXTS, context=64, samples=2)
