@@ -237,8 +237,8 @@ class KVAllocLM(LM):  # type: ignore[misc]  # lm_eval has no types
 
     def _start_token(self) -> int:
         """Return what stands for an empty prompt."""
-        marks = (getattr(self._tokenizer, f"{name}_token_id", None) for name in ("bos", "eos"))
-        start = next((mark for mark in marks if mark is not None), None)
+        start = self._tokenizer.bos_token_id
+        start = self._tokenizer.eos_token_id if start is None else start
         if start is None:
             raise InputError("an empty prompt needs a model with a start mark; give a context")
         return int(start)

@@ -53,7 +53,7 @@ _APPLIED = "_kvalloc_applied"
 WHOLE_TEXTS = (
     "a forward read a whole text and nothing followed it, so its logits are the full cache's: a "
     "reduced cache changes what comes after. Read the context, then pass its cache on with the "
-    "tokens to score, as kvalloc.interop.lm_eval does"
+    "tokens to score, as the model 'kvalloc' of lm-eval does"
 )
 """Said once of forwards such as those that score multiple choice."""
 

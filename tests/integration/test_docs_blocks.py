@@ -40,6 +40,8 @@ SIZES = {
 
 NOT_RUN = {
     ("README.md", "installs; CI runs every line of this page in a fresh environment"),
+    ("clients.md", "tests/integration/test_clients.py serves it"),
+    ("clients.md", "these packages are in no environment of this project"),
     ("evaluating.md", "takes hours; a quick form takes minutes"),
     ("evaluating.md", "lm-eval and its data sets are in no environment of this project"),
     ("from_kvpress.md", "kvpress has an environment of its own, where a test runs this"),
