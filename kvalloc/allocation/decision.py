@@ -166,6 +166,7 @@ def decide(
         policy=scores.policy,
         share_groups=request.groups,
         requested=requested,
+        **request.target.steering(),
         solver=solver.name,
         solver_options=options,
         decided_by=checked.decided_by,

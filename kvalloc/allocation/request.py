@@ -152,6 +152,10 @@ class Target(ABC):
         """Return plain values for a budget profile, which `read` reads."""
         return {"target": self.kind, "value": self.value}
 
+    def steering(self) -> dict[str, Any]:
+        """Return the fields of a budget profile by which the target goes on steering its cache."""
+        return {"plain_if_full": self.value == 1, "fits_a_peak": self.at_peak}
+
     @staticmethod
     def read(record: Mapping[str, Any]) -> Target:
         """Return the target that `record` stored among other fields of a request.
@@ -294,6 +298,9 @@ class _Share(_Size):
 
     def shown(self) -> str:
         return f"{100 * self.value:g}%"
+
+    def steering(self) -> dict[str, Any]:
+        return {**super().steering(), "target_share": self.value}
 
     def amount(self) -> str:
         return f"{self.shown()} of the bytes of a cache at 16 bits"

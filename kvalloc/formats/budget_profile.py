@@ -154,6 +154,17 @@ class BudgetProfile(JsonRecord):
     at 16 bits count two bytes there, in whatever type the model has them. ``budgets`` are those of
     ``context_tokens``."""
 
+    target_share: float | None = Field(default=None, gt=0, le=1)
+    """Share of the bytes of a cache at 16 bits that was asked for, which a conversation fills again
+    as it grows; None if something else was asked for."""
+
+    fits_a_peak: bool = False
+    """Whether all that the cache takes while the prompts are read fits a size."""
+
+    plain_if_full: bool = True
+    """Whether nothing is evicted or rounded if budgets keep everything. False if less than all was
+    asked for."""
+
     page_tokens: int = Field(default=1, ge=1)
     """Tokens of a page, in which memory is accounted."""
 
@@ -225,7 +236,8 @@ class BudgetProfile(JsonRecord):
     """Where the groups were chosen: no budgets of any grouping are better than this."""
 
     requested: dict[str, Any] = Field(default_factory=dict)
-    """The target of the request: its name and value, and the bytes or the value it stands for."""
+    """The target of the request: its name and value, and the bytes or the value it stands for.
+    Provenance: nothing that is kept depends on it."""
 
     retention: float | None = Field(default=None, ge=0, le=1 + 1e-9)
     """Predicted retention at these budgets: mean over layers of the kept share of score mass,
@@ -295,12 +307,12 @@ class BudgetProfile(JsonRecord):
 
     @property
     def reduces(self) -> bool:
-        """Whether a cache evicts or rounds: less than everything is kept, or was requested."""
+        """Whether a cache evicts or rounds: less than everything is kept, or was asked for."""
         kept = self.budgets[list(self.shape.full_layers)]
         if self._rounds or (kept < self.context_tokens).any():
             return True
         share = self.share_of_16_bits
-        return bool((self.requested.get("value", 1) if share is None else share) != 1)
+        return not self.plain_if_full if share is None else share != 1
 
     @property
     def _rounds(self) -> bool:
@@ -416,7 +428,7 @@ class BudgetProfile(JsonRecord):
             return 0
         own = int(self._bytes_of(self.budgets, reference)[full].sum())
         most = own * context_tokens // reference
-        if (share := self.asked_share) is not None:
+        if (share := self.target_share) is not None:
             everything = self.shape.n_kv_heads * len(full) * self.shape.bytes_per_entry
             most = max(most, int(share * everything * context_tokens))
         over = int(self._bytes_of(budgets, context_tokens)[full].sum()) - most
@@ -482,25 +494,13 @@ class BudgetProfile(JsonRecord):
         stored = self.head_bytes_at(context_tokens)[list(self.shape.full_layers)]
         return float(stored.mean()) / (context_tokens * self.shape.bytes_per_entry)
 
-    @property
-    def fits_a_peak(self) -> bool:
-        """Whether all that the cache takes while the prompts are read was to fit a size."""
-        return bool(self.requested.get("target") == "memory")
-
-    @property
-    def asked_share(self) -> float | None:
-        """The share of the bytes that was asked for; None where something else was."""
-        share = self.requested.get("value") if self.requested.get("target") == "budget" else None
-        known = isinstance(share, float) and 0 < share <= 1  # a file may state anything
-        return share if known else None
-
     def filled_bytes_at(self, context_tokens: int) -> int:
         """Return the bytes of full attention that a conversation of so many tokens is filled to.
 
         Where a share of the bytes was asked for rounded entries, it is that which they take of the
         length that they are of; 0 where budgets keep their proportions at any length.
         """
-        if self.asked_share is None or self.length_rule == "fixed" or self.share_groups:
+        if self.target_share is None or self.length_rule == "fixed" or self.share_groups:
             return 0
         if self.bits is None or self.share_of_16_bits is not None:
             return 0

@@ -282,7 +282,7 @@ _UNDECIDED: dict[str, Any] = {
         *("solver_options", "sense", "objective", "bound", "bound_source", "prices"),
         *("termination", "value_per_mib", "price_source", "limits", "grouping_bound", "requested"),
         *("retention", "predicted_loss", "model_error", "measured_loss"),
-        *("problem_digest", "share_of_16_bits"),
+        *("problem_digest", "share_of_16_bits", "target_share", "fits_a_peak", "plain_if_full"),
         "page_tokens",
     )
 }

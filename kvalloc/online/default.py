@@ -141,16 +141,14 @@ class Default:
                 text = f"row{'s' * (len(rows) > 1)} {', '.join(map(str, rows))}: {text}"
             _LOG.info("%s; %s", text, rest)
             text = one_line(text, DETAIL)
-            requested = {**profile.requested, "value": share}
-            if self.alone:
-                requested["memory"] = self.options.memory
-            profile = profile.replace(requested=requested, detail=text)
-            memory = self.options.memory and self.options.memory * len(rows) // len(lengths)
-            options = replace(self.options, by_layer=way.by_layer, memory=memory)
+            memory = self.options.memory if self.alone else None
+            profile = _asked(profile, share, text, memory)
+            part = self.options.memory and self.options.memory * len(rows) // len(lengths)
+            options = replace(self.options, by_layer=way.by_layer, memory=part)
             longer = way.longer()
             if longer is not None:  # of the same request
-                longer = longer.replace(requested=requested, detail=text)
-            within = partial(_profile_within, way.setting, requested, text)
+                longer = _asked(longer, share, text, memory)
+            within = partial(_profile_within, way.setting, text, memory)
             cache = build_cache(
                 model,
                 profile,
@@ -262,13 +260,22 @@ class Default:
 
 
 def _profile_within(
-    setting: Setting, requested: dict[str, Any], text: str, share: float, tokens: int
+    setting: Setting, text: str, memory: int | None, share: float, tokens: int
 ) -> BudgetProfile:
     """Return the budgets by which a conversation of so many tokens goes at a share."""
     way = chosen_way(replace(setting, share=share), tokens)
     if not isinstance(way, Decided | Whole):
         way = Early(setting=way.setting)
-    return way.profile(tokens).replace(requested={**requested, "value": share}, detail=text)
+    return _asked(way.profile(tokens), share, text, memory)
+
+
+def _asked(profile: BudgetProfile, share: float, text: str, memory: int | None) -> BudgetProfile:
+    """Return a profile by which a cache keeps a share, of a memory if one is asked for alone."""
+    requested = {**profile.requested, "value": share}
+    if memory is not None:
+        requested["memory"] = memory
+    whole = share == 1
+    return profile.replace(requested=requested, target_share=share, plain_if_full=whole, detail=text)
 
 
 def _settings_of_rows(setting: Setting, lengths: Sequence[int]) -> list[Setting]:

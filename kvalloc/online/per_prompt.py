@@ -162,6 +162,7 @@ class PromptTarget:
             budgets=np.full((shape.n_layers, shape.n_kv_heads), context, dtype=np.int64),
             policy=self.scorer.policy(self.sinks),
             requested=self.request.target.record(),
+            **self.request.target.steering(),
             detail="everything, until a prompt has come",
         )
 

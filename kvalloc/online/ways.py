@@ -221,6 +221,7 @@ class Way:
             bits=None if width == 16 else bits,
             by_prompt=self.by_prompt,
             policy=policy,
+            target_share=setting.share,
             requested={"target": "budget", "value": setting.share},
         )
 

@@ -128,14 +128,14 @@ class Prompt:
             if (
                 longer is None
                 or longer is own
-                or longer.share_at(tokens) > (longer.asked_share or 0)
+                or longer.share_at(tokens) > (longer.target_share or 0)
             ):
                 return False
         else:
             within, shape = self.plan.within, own.shape
             wider = shape.plain_bytes_per_entry / shape.bytes_per_entry
             share = left * wider / max(self.token_bytes * tokens, 1)
-            if within is None or share > (REFIT * (own.asked_share or 0) if self.bits else wider):
+            if within is None or share > (REFIT * (own.target_share or 0) if self.bits else wider):
                 return False
             longer = within(max(min(share, 0.999), 1e-6), tokens)
         self.profile = self.arrival.profile = longer
@@ -262,7 +262,7 @@ class Prompt:
         if not step.seen:
             self.schedule = plan.schedule(in_chunks=not step.completes)
             self.whole = WholePrompt() if self.schedule.holds else None
-            late = not step.completes and plan.bits
+            late = not step.completes and bool(plan.bits)
             refusals.refuse(rounded_beyond_memory=late and plan.profile.fits_a_peak)
         tokens = self.arrival.row_tokens(step.visible, step.prompt_tokens)
         if self.whole is not None:
@@ -273,7 +273,7 @@ class Prompt:
             targets = self._targets_of(visible, row_tokens(visible))
             self.whole.check_room(step.visible, tokens, self._looks(targets), plan.limit)
             return {}
-        in_chunks = step.seen or not step.completes
+        in_chunks = step.seen > 0 or not step.completes
         refusals.refuse(
             merges_chunks=in_chunks and policy.combines and policy.name,
             adds_up_chunks=not step.completes and policy.needs_whole_prompt,
@@ -404,8 +404,8 @@ class Prompt:
         return targets
 
     def _check_read(self, targets: Mapping[int, IntArray]) -> None:
-        uneven = self.reader and any((own != own[0, 0]).any() for own in targets.values())
-        refusals.refuse(reads_unevenly=uneven and self.plan.policy.name)
+        uneven = any((own != own[0, 0]).any() for own in targets.values())
+        refusals.refuse(reads_unevenly=self.reader is not None and uneven and self.plan.policy.name)
 
     @property
     def goes_on_observing(self) -> bool:
@@ -534,7 +534,7 @@ class Prompt:
     def check_crop(self, remove: int) -> None:
         """Refuse to take so many tokens back where that cannot be right."""
         arriving = bool(self.n_seen) and not self.arrival.complete
-        into = self.awaited_tokens and remove > self.n_following
+        into = self.awaited_tokens > 0 and remove > self.n_following
         refusals.refuse(
             crop_amid_prompt=arriving,
             crop_into_held=into and self.arrival.prompt_tokens,
@@ -565,7 +565,7 @@ class Prompt:
 
     def decide(self, inputs: Mapping[str, Any]) -> None:
         """Decide the budgets of a prompt before it arrives; see `BudgetCache.decide`."""
-        refusals.refuse(prompt_begun=self.n_seen and "decide()")
+        refusals.refuse(prompt_begun=self.n_seen > 0 and "decide()")
         batch, tokens = refusals.new_tokens_shape(inputs)
         visible = self.arrival.visible_after(0, batch, tokens, inputs.get("attention_mask"))
         decoder = self.plan.decoder()

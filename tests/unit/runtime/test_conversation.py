@@ -60,7 +60,7 @@ def test_the_share_holds_at_the_end_of_every_turn(model, share):
 
 
 def test_what_scales_leave_as_a_conversation_grows_is_filled_with_entries(model):
-    asked = {"bits": np.full((4, 2), 4), "requested": {"target": "budget", "value": 0.3}}
+    asked = {"bits": np.full((4, 2), 4), "target_share": 0.3}
     profile = tiny.make_profile(model, 40, 0.5, level="head", **asked)
     cache = kvalloc.make_cache(model, profile)
     with torch.no_grad():
@@ -75,7 +75,7 @@ def test_what_scales_leave_as_a_conversation_grows_is_filled_with_entries(model)
 def test_a_conversation_goes_by_the_budgets_of_a_longer_text_once_their_share_holds(
     model, tmp_path
 ):
-    asked = {"level": "head", "requested": {"target": "budget", "value": 0.21}}
+    asked = {"level": "head", "target_share": 0.21}
     short = tiny.make_profile(model, 20, 0.9, bits=np.full((4, 2), 4), **asked)
     longer = tiny.make_profile(model, 256, 0.4, bits=np.array([[8, 4]] * 4), **asked)
     assert longer.share_at(50) > 0.21 > longer.share_at(150)
@@ -94,6 +94,26 @@ def test_a_conversation_goes_by_the_budgets_of_a_longer_text_once_their_share_ho
     assert 0.95 * longer.share_at(256) < cache.share <= longer.share_at(256)
     cache.reset()
     assert cache.profile is short
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"fits_a_peak": True}, {"target_share": 0.3}, {"plain_if_full": False}], ids=str
+)
+@pytest.mark.parametrize("kept", [0.3, 1.0])
+def test_what_was_requested_is_provenance_and_steers_nothing(model, changes, kept):
+    bits = {"bits": np.full((4, 2), 4)} if kept < 1 else {}
+    profile = tiny.make_profile(model, 40, kept, level="head", **bits, **changes)
+    found = set()
+    for asked in ({}, {"target": "budget", "value": 0.1}, {"target": "memory", "value": 9999}):
+        cache = kvalloc.make_cache(model, profile.replace(requested=asked))
+        sizes = []
+        with torch.no_grad():
+            for turn in (40, 100, 150):
+                model(tiny.prompt(turn), past_key_values=cache)
+                cache.end_turn()
+                sizes += [int(cache.kept_tokens.sum()), cache.retained_bytes]
+        found.add(tuple(sizes))
+    assert len(found) == 1
 
 
 @pytest.mark.parametrize(
