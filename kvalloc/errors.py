@@ -142,15 +142,20 @@ def outside_range(package: str) -> str:
     return ""
 
 
-_BELOW_USERS = ("kvalloc.", "torch.", "transformers.", "accelerate.", "peft.")
+_BETWEEN = ("kvalloc", "torch", "transformers", "accelerate", "peft", "contextlib")
+"""Packages whose lines stand between a user's line and a warning."""
 
 
 def warn_user(message: object) -> None:
-    """Warn at the user's line: outside of kvalloc and of what runs a model."""
-    frame, level = inspect.currentframe(), 1
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(_BELOW_USERS):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(str(message), stacklevel=level)
+    """Warn at the user's line, each time: no registry notes that the line has warned before."""
+    frame = inspect.currentframe()
+    assert frame is not None
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
+        frame = frame.f_back
+    line, module = frame.f_lineno, frame.f_globals.get("__name__")
+    warnings.warn_explicit(
+        str(message), UserWarning, frame.f_code.co_filename, line, module, registry={}
+    )
 
 
 def plain(text: str) -> str:

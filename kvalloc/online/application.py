@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial, wraps
@@ -23,7 +24,13 @@ from kvalloc.errors import (
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.formats.shipped_profiles import load_profile
 from kvalloc.models.loading import check_not_loaded
-from kvalloc.models.names import cache_among, generation_argument, uncompiled, without_cache
+from kvalloc.models.names import (
+    cache_among,
+    generation_argument,
+    is_paged,
+    uncompiled,
+    without_cache,
+)
 from kvalloc.models.structure import decoder_of
 from kvalloc.online.conflicts import check_conflicts
 from kvalloc.online.default import Default
@@ -43,7 +50,15 @@ from kvalloc.runtime.hooks import (
 from kvalloc.runtime.lossless import check_lossless, generate_lossless, verify_with
 from kvalloc.runtime.making import build_cache
 from kvalloc.runtime.options import CacheOptions
-from kvalloc.runtime.refusals import check_generate, is_assisted, refuse, setting, warn_of_plain
+from kvalloc.runtime.refusals import (
+    OWN_MAKES_NONE,
+    PAGED_MAKES_NONE,
+    check_generate,
+    is_assisted,
+    refuse,
+    setting,
+    warn_of_plain,
+)
 from kvalloc.units import keywords_of, parse_bytes
 
 _LOG = logging.getLogger(__name__)
@@ -189,8 +204,9 @@ class Applied:
     """Reduced caches in effect: from now on until `remove`, or until the ``with`` is left.
 
     Every ``generate()`` gets a fresh cache, and so does every forward of the model or its decoder
-    that would make one; where that cannot be reduced, one warning says why. A call that brings a
-    cache keeps it. Prompts may be prefilled in chunks (``prefill_chunk_size``).
+    that would make one. Where that cannot be reduced, a warning says why each time, or an error if
+    a memory is given; so it does of a call that brings a cache of another kind, which keeps it.
+    Prompts may be prefilled in chunks (``prefill_chunk_size``).
     Nesting works: the latest one counts, in whichever order they end.
 
     Parameters
@@ -234,11 +250,13 @@ class Applied:
         self._held: BudgetCache | None = make(PromptSize(chunked=_is_chunked(model, {})))
         if lossless:
             verify_with(self._held, model)
-        self._model, self._make, self._warned = model, make, False
+        self._limited = self._held.options.memory is not None or self._held.profile.fits_a_peak
+        self._model, self._make = model, make
+        self._said: weakref.WeakSet[Any] = weakref.WeakSet()  # caches of others in forwards
         self._read_tokens: int | None = None  # of the latest cache, if a forward made it
         self._warned_of_whole, self._lossless = False, lossless
         self._decoder = decoder_of(model)
-        serve(self._decoder, self._read)
+        serve(self._decoder, self._read, limited=self._limited)
         embeds = getattr(model, "base_model", model) is not self._decoder
         self._watching = watch_calls(model) if embeds else None
         self._before = vars(model).get("generate", _MISSING)
@@ -271,18 +289,23 @@ class Applied:
         self, arguments: Mapping[str, Any], begin: Callable[[BudgetCache], dict[str, Any]]
     ) -> dict[str, Any] | None:
         """Begin a forward that would make a cache with a reduced one; None leaves it as it is."""
-        ids = _prompt(arguments)
-        if ids is None or self._lossless:  # what is missing the model says itself
-            return None
+        ids, other = _prompt(arguments), cache_among(arguments)
+        uses = arguments.get("use_cache")
+        if uses is None:
+            uses = getattr(self._decoder.config, "use_cache", True)
+        if other is not None and not self._lossless:
+            self._say_plain(other)
+        if ids is None or self._lossless or not uses or other is not None:
+            return None  # what is missing the model says itself
         # Where no mask says so, a forward takes nothing for padding.
         size = _size(ids, _mask(None, arguments, ids), chunked=_is_chunked(self._model, {}))
         try:
             cache = self._make(size)
             begun = begin(cache)
         except UnsupportedRequestError as error:
-            if not self._warned:
-                warn_of_plain(error)
-            self._warned = True
+            if self._limited:
+                raise
+            warn_of_plain(error)
             return None
         last = self.last_cache
         unfollowed = last is not None and last.get_seq_length() == self._read_tokens
@@ -292,6 +315,15 @@ class Applied:
             self._warned_of_whole = True
         self.last_cache, self._read_tokens = cache, size.tokens
         return begun
+
+    def _say_plain(self, other: Any, *, again: bool = False) -> None:
+        """Warn that another cache is used, once for each; refuse it if the memory is limited."""
+        if isinstance(other, tuple | list) or (other in self._said and not again):
+            return  # models refuse the first themselves
+        why = PAGED_MAKES_NONE if is_paged(other) else OWN_MAKES_NONE.format(type(other).__name__)
+        refuse(plain_beyond_memory=self._limited and why)
+        self._said.add(other)
+        warn_of_plain(why)
 
     def __enter__(self) -> Applied:
         if not self.active:
@@ -332,7 +364,8 @@ def _reduced(applied: Applied, generate: Callable[..., Any]) -> Callable[..., An
         model = applied._model
         arguments = named_arguments(generate, args, kwargs)
         cache, ids = cache_among(kwargs), _prompt(arguments)
-        fresh = cache is None and not setting(model, arguments, "is_assistant")
+        assists = bool(setting(model, arguments, "is_assistant"))
+        fresh = cache is None and not assists
         if fresh:
             check_generate(model, arguments)
             if setting(model, arguments, "cache_implementation") == "dynamic":
@@ -363,6 +396,8 @@ def _reduced(applied: Applied, generate: Callable[..., Any]) -> Callable[..., An
         if cache is not None:  # under the name that this version of transformers takes
             kwargs = {**without_cache(kwargs), generation_argument(): cache}
         if not isinstance(cache, BudgetCache):
+            if not assists:
+                applied._say_plain(cache, again=True)
             return generate(*args, **kwargs)
         seen = cache.get_seq_length()
         try:
@@ -401,7 +436,7 @@ def _check_turn(cache: BudgetCache, ids: Tensor) -> None:
     if before is not None and before.shape[0] == ids.shape[0]:
         shared = min(seen, tokens, before.shape[1])
         differs = (before[:, :shared] != ids[:, :shared].to(before.device)).any(dim=0).nonzero()
-        refuse(other_tokens=len(differs) and (int(differs[0]), seen))
+        refuse(other_tokens=len(differs) > 0 and (int(differs[0]), seen))
     refuse(turn_of_nothing=tokens <= seen and (tokens, seen))
 
 

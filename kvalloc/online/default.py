@@ -275,7 +275,9 @@ def _asked(profile: BudgetProfile, share: float, text: str, memory: int | None) 
     if memory is not None:
         requested["memory"] = memory
     whole = share == 1
-    return profile.replace(requested=requested, target_share=share, plain_if_full=whole, detail=text)
+    return profile.replace(
+        requested=requested, target_share=share, plain_if_full=whole, detail=text
+    )
 
 
 def _settings_of_rows(setting: Setting, lengths: Sequence[int]) -> list[Setting]:

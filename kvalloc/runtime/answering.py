@@ -160,6 +160,6 @@ def _check(model: Any, cache: Cache, ids: Tensor, max_new_tokens: int) -> None:
         asked_in_rows=n_rows != 1 and n_rows,
         asked_nothing=not n_tokens,
         answers_nothing=max_new_tokens < 1 and (max_new_tokens,),
-        asked_of_rows=held and rows != 1 and rows,
+        asked_of_rows=held > 0 and rows != 1 and rows,
         asked_beyond=beyond and (held, n_tokens, max_new_tokens, limit),
     )

@@ -382,7 +382,7 @@ class BudgetCache(Cache, hooks.HookedCache):
         end = seen + refusals.new_tokens_shape(arguments)[1]
         cuts = sorted({one for own in self._prompts for one in conversation.cuts(own, end)})
         mask = arguments.get("attention_mask")
-        refusals.refuse(mask_in_pieces=cuts and shown_columns(mask) is not mask)
+        refusals.refuse(mask_in_pieces=bool(cuts) and shown_columns(mask) is not mask)
         self._ahead = True
         try:
             for column in cuts:
@@ -426,7 +426,7 @@ class BudgetCache(Cache, hooks.HookedCache):
         masks = refusals.check_forward(decoder, arguments, rows)
         seen, limit = self.get_seq_length(), context_limit(decoder)
         _, new = refusals.new_tokens_shape(arguments)
-        beyond = seen and new > 1 and limit is not None and seen + new > limit
+        beyond = seen > 0 and new > 1 and limit is not None and seen + new > limit
         refusals.refuse(
             turn_of_nothing=not new and (seen, seen),
             turn_beyond=beyond and (seen, new, limit),
@@ -562,7 +562,10 @@ class BudgetCache(Cache, hooks.HookedCache):
         for prompt in checked._prompts:
             prompt.check_crop(prompt.n_seen - end)
         if before is not None:
-            self.__dict__.update(before.__dict__, _ahead=False, number=self.number)
+            self._regroup(before._prompts, [place.tolist() for place in before._places])
+            self._before, self._states = [], []
+        if seen and not end:
+            return self.reset()
         if remove := self.get_seq_length() - end:
             for prompt in self._prompts:
                 prompt.crop(remove)
@@ -628,14 +631,21 @@ class BudgetCache(Cache, hooks.HookedCache):
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row ``repeats`` times."""
-        self.batch_select_indices(torch.arange(self.batch, device="cpu").repeat_interleave(repeats))
+        """Repeat every row ``repeats`` times, at least once; see `batch_select_indices`."""
+        rows = torch.arange(self.batch, device="cpu")
+        self.batch_select_indices(rows.repeat_interleave(max(repeats, 0)))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only these rows; one may be kept more than once."""
+        """Keep only these rows; one may be kept more than once. An empty cache stays as it is.
+
+        Raises
+        ------
+        InputError
+            If no row is selected, or one that is not there.
+        """
         if not self.batch:
             return
-        rows = (indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices).cpu()
+        rows = refusals.selected_rows(indices, self.batch)
         if (ids := self.read_ids) is not None:
             self.read_ids = ids[rows.to(ids.device)] if len(ids) == self.batch else None
         if not self._places:

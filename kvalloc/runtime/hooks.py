@@ -66,7 +66,8 @@ class HookedCache:
 Serve: TypeAlias = Callable[
     [Mapping[str, Any], Callable[[Any], dict[str, Any]]], dict[str, Any] | None
 ]
-"""Given a forward's arguments, and what begins it with a cache; returns what that does, or None."""
+"""Given arguments of a forward without a reduced cache, and what begins it with one; returns what
+that does, or None."""
 
 
 @dataclass(slots=True)
@@ -116,6 +117,7 @@ class _Installed:
     open_forwards: dict[int, _OpenForward] = field(default_factory=dict)
     serving: list[weakref.WeakMethod[Serve]] = field(default_factory=list)
     bare: set[int] = field(default_factory=set)  # threads whose call of the model brings no cache
+    limited: bool = False  # whether the latest of them may not let a plain cache be made
 
 
 _ATTENTION = "kvalloc_token"
@@ -160,7 +162,7 @@ def retain(cache: Any, decoder: nn.Module) -> None:
     weakref.finalize(cache, _release, weakref.ref(decoder)).atexit = False
 
 
-def serve(decoder: nn.Module, method: Serve) -> None:
+def serve(decoder: nn.Module, method: Serve, *, limited: bool = False) -> None:
     """Ask a bound method for the cache of each forward that would make one; the latest is asked.
 
     Parameters
@@ -169,13 +171,19 @@ def serve(decoder: nn.Module, method: Serve) -> None:
         It carries the hooks, and as long as that: something else keeps a cache alive.
     method : callable
         Not kept alive by this.
+    limited : bool
+        Whether a compiled forward, for which it is not asked, runs uncompiled.
     """
-    vars(decoder)[_INSTALLED].serving.append(weakref.WeakMethod(method))
+    entry: _Installed = vars(decoder)[_INSTALLED]
+    entry.serving.append(weakref.WeakMethod(method))
+    entry.limited = limited
 
 
 def end_serving(decoder: nn.Module, method: Serve) -> None:
     """Undo one `serve`."""
-    vars(decoder)[_INSTALLED].serving.remove(weakref.WeakMethod(method))
+    entry: _Installed = vars(decoder)[_INSTALLED]
+    entry.serving.remove(weakref.WeakMethod(method))
+    entry.limited = False
 
 
 def watch_calls(model: nn.Module) -> RemovableHandle:
@@ -306,18 +314,57 @@ def _before_eager(
     _close(entry, completed=False)
     cache = _hooked_cache(args, kwargs)
     method = entry.serving[-1]() if entry.serving else None
-    if cache is None and method is None:
-        return None
     arguments = with_columns(named_arguments(module.forward, args, kwargs))
-    begin = partial(_begin, module, entry, arguments=arguments)
+    if (thread := threading.get_ident()) in entry.bare:
+        entry.bare.discard(thread)
+        made = names.cache_among(arguments)  # by the model itself, if it is empty
+        if method is not None and made is not None and made.get_seq_length() == 0:
+            arguments = names.without_cache(arguments)
+    begin, other = partial(_begin, module, entry, arguments=arguments), None
+    if cache is None:
+        other = names.cache_among(arguments)
+        cache, ours = _given_above(module, other)
     if cache is not None:
         return (), begin(cache)
-    if names.is_paged(names.cache_among(arguments)):
-        refusals.warn_of_plain(refusals.PAGED_MAKES_NONE)
-    makes = _makes_cache(module, arguments, bare=threading.get_ident() in entry.bare)
-    entry.bare.discard(threading.get_ident())
-    changed = method(arguments, begin) if method and makes else None
+    if method is None or (ours and other is not None):  # such as a full cache to measure with
+        return None
+    changed = method(arguments, begin)
     return None if changed is None else ((), changed)
+
+
+def _given_above(decoder: nn.Module, other: Any) -> tuple[Any, bool]:
+    """Return a cache that a model was given and did not pass on to its decoder, and who called.
+
+    Methods of modules are asked for their arguments, from the decoder up to the first caller that
+    is none: guidance and drafts run a model beside another with caches of their own. The cache is
+    None if there is none; the second part is whether kvalloc is the caller.
+
+    Raises
+    ------
+    UnsupportedRequestError
+        If the cache has seen tokens, or another one is there in its place.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        own, name, code = frame.f_locals, frame.f_globals.get("__name__", ""), frame.f_code
+        owner = own.get("self")
+        ours = name.startswith("kvalloc.") and name != __name__
+        if ours or not isinstance(owner, nn.Module | None):
+            return None, ours
+        flags = (inspect.CO_VARARGS, inspect.CO_VARKEYWORDS)
+        n_named = code.co_argcount + code.co_kwonlyargcount
+        n_named += sum(bool(code.co_flags & flag) for flag in flags)
+        among = [own.get(one) for one in code.co_varnames[:n_named]] if owner is not None else []
+        among += [two for one in among if isinstance(one, dict) for two in one.values()]
+        among += [two for one in among if isinstance(one, tuple) for two in one]
+        cache = next((one for one in among if isinstance(one, HookedCache)), None)
+        if cache is not None and cache.decoder() is decoder:
+            seen, found = cache.get_seq_length(), "none" if other is None else type(other).__name__
+            lost = other is not None or seen > 0
+            refusals.refuse(given_up=lost and (seen, type(owner).__name__, found))
+            return cache, False
+        frame = frame.f_back
+    return None, False
 
 
 def _begin(
@@ -353,20 +400,6 @@ def _begin(
     else:
         forward.token = entry.switch.enter(forward.attend)
     return arguments
-
-
-def _makes_cache(module: nn.Module, arguments: Mapping[str, Any], *, bare: bool) -> bool:
-    """Return whether a forward that brings no reduced cache would make a cache.
-
-    It has made one already if a bare call of the model comes to the decoder with an empty cache.
-    """
-    cache = names.cache_among(arguments)
-    if cache is not None and not (bare and cache.get_seq_length() == 0):
-        return False
-    asked = arguments.get("use_cache")
-    if asked is None:
-        asked = getattr(module.config, "use_cache", True)
-    return bool(asked)
 
 
 def _after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -560,6 +593,8 @@ def _before_traced(
     entry = _installed(module)
     if cache is None:
         if entry is not None and entry.serving:
+            if entry.limited:  # read as Python, within the memory
+                names.break_graph(refusals.COMPILED_MAKES_NONE)
             _say_that_it_is_plain()
         return None
     if entry is None:

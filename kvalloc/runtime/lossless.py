@@ -82,7 +82,7 @@ def verify_with(cache: BudgetCache, model: Any) -> None:
     """
     seen = cache.get_seq_length()
     refuse(
-        lossless_apart=seen and (seen, 0),
+        lossless_apart=seen > 0 and (seen, 0),
         drafts_read_all=cache.leaves_unread and cache.profile.policy.name,
     )
     offloads = input_device(model).type == "cuda"

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from kvalloc.errors import (
@@ -16,6 +17,7 @@ from kvalloc.errors import (
     SolverError,
     UnsupportedModelError,
     UnsupportedRequestError,
+    one_line,
     warn_user,
 )
 from kvalloc.formats.budget_profile import BudgetProfile
@@ -38,6 +40,10 @@ TURN_BROKEN_OFF = (
 COMPILED_MAKES_NONE = (
     "a compiled forward makes no reduced cache; pass it kvalloc.make_cache(model, profile) as its "
     "cache, or call generate()"
+)
+OWN_MAKES_NONE = (
+    "the {} that was given to it keeps all entries; leave it out, or pass the cache of an earlier "
+    "call on"
 )
 PAGED_MAKES_NONE = (
     "generate_batch() keeps all entries, in pages of its own; call generate(), with several rows"
@@ -62,6 +68,7 @@ REFUSALS: dict[type[KVAllocError], dict[str, str]] = {
         "beyond_memory": "these budgets were decided for {option[memory]} at its peak, and here "
         "the policy {0} takes more than what is kept and one layer in full while the prompt is "
         "read; choose another policy, or decide by {option[budget]}",
+        "plain_beyond_memory": "{option[memory]} would be exceeded by a plain cache: {0}",
         # What the model is set to, and what a call asks for
         "assisted": "use_mtp and speculation_type draft by what only a full cache holds; leave "
         "them out, or take prompt_lookup_num_tokens or assistant_model",
@@ -86,6 +93,9 @@ REFUSALS: dict[type[KVAllocError], dict[str, str]] = {
         "model.generation_config.cache_implementation to None",
         "compiled_layers": "a layer of this model is compiled by itself, which sees nothing of a "
         "cache; compile the whole model, or none of it",
+        "given_up": "a kvalloc cache with {0[0]} tokens was given to {0[1]}, but its layers got "
+        "{0[2]}: the model, a wrapper or transformers gave it up, as Phi-3 does where a text "
+        "passes its original context; begin a new cache for a text of that length",
         "unused": "use_cache=False asks for no cache, so there is nothing to reduce; leave it out",
         "weights": "output_attentions=True is not supported: layers keep different entries, so the "
         "weights' columns would not mean the same tokens",
@@ -156,6 +166,10 @@ REFUSALS: dict[type[KVAllocError], dict[str, str]] = {
         "asked_in_rows": "a question has one row, but this one has {0}; ask one by one",
         "asked_nothing": "the question has no tokens; ask something",
         "answers_nothing": "an answer of {0[0]} tokens says nothing; allow at least 1",
+        "no_rows": "a selection of no rows would leave nothing of the {0} in the cache; call "
+        "cache.reset() to empty it",
+        "rows_outside": "a selection of rows is {0[0]}, but the cache holds {0[1]}, from 0 on; "
+        "give whole numbers below that, or a mask of as many",
         "asked_of_rows": "the cache holds {0} rows, and a question is about one; take one of them "
         "with cache.batch_select_indices",
         "other_tokens": "token {0[0]} of these is not the one that the cache has read there: its "
@@ -202,7 +216,8 @@ def refuse(**conditions: object) -> None:
     Parameters
     ----------
     **conditions
-        By their names in `REFUSALS`: anything that is true where it is met, and says of what.
+        By their names in `REFUSALS`: False or None if it is not met, else True or what the line
+        says, which may be 0.
 
     Raises
     ------
@@ -210,7 +225,7 @@ def refuse(**conditions: object) -> None:
         As the table has it.
     """
     for name, found in conditions.items():
-        if found:
+        if found is not None and found is not False:
             error, message = _TABLE[name]
             raise error(message.format(found, option=OptionNames()))
 
@@ -230,8 +245,8 @@ def check_profile(profile: BudgetProfile) -> None:
     compared = fewest < 16 and kind.reader is not EvictionPolicy.reader
     refuse(
         bits_are_compared=compared and (fewest, name),
-        shared_by_policies=profile.unit_policies is not None and shared,
-        shared_unranked=shared and not issubclass(kind, RankedPolicy) and (shared, name),
+        shared_by_policies=profile.unit_policies is not None and (shared or None),
+        shared_unranked=shared != "" and not issubclass(kind, RankedPolicy) and (shared, name),
     )
 
 
@@ -273,11 +288,11 @@ def check_generate(model: nn.Module, arguments: Mapping[str, Any]) -> None:
     asked = partial(setting, model, arguments)
     cache = asked("cache_implementation") or "dynamic"
     refuse(
-        assisted=asked("use_mtp") or asked("speculation_type"),
+        assisted=bool(asked("use_mtp") or asked("speculation_type")),
         offloaded="offloaded" in cache,
         other_cache=cache != "dynamic" and cache,
         unused=asked("use_cache") is False,
-        weights=asked("output_attentions"),
+        weights=bool(asked("output_attentions")),
     )
 
 
@@ -314,6 +329,8 @@ def check_forward(
     """
     base, batch = base_implementation(decoder.config), new_tokens_shape(arguments)[0]
     masks, weights = mask_function(base), arguments.get("output_attentions")
+    if weights is None:
+        weights = getattr(decoder.config, "output_attentions", False)
     refuse(
         # Looked for once a prompt; `hooks` notices layers that are compiled after it.
         compiled_layers=stored_rows == 0 and has_compiled_layers(decoder),
@@ -321,11 +338,40 @@ def check_forward(
         checkpointed=decoder.training
         and any(getattr(one, "gradient_checkpointing", False) for one in decoder.modules()),
         attention=masks is None and base,
-        weights=getattr(decoder.config, "output_attentions", False) if weights is None else weights,
+        weights=bool(weights),
         other_batch=stored_rows not in (0, batch) and (stored_rows, batch),
     )
     assert masks is not None
     return masks
+
+
+def selected_rows(indices: Any, n_rows: int) -> Tensor:
+    """Return the numbers of selected rows, on the host.
+
+    Parameters
+    ----------
+    indices : Tensor
+        Numbers of rows, from the end if negative, or a mask of all rows.
+    n_rows : int
+        Rows that the cache holds.
+
+    Raises
+    ------
+    InputError
+        If no row is selected, or one that is not there.
+    """
+    rows = torch.as_tensor(indices).cpu()
+    is_mask, dtype = rows.dtype == torch.bool, rows.dtype
+    sound = rows.ndim == 1 and not dtype.is_floating_point and not dtype.is_complex
+    sound &= len(rows) == n_rows if sound and is_mask else True
+    if sound:
+        rows = rows.nonzero()[:, 0] if is_mask else rows.long()
+        sound = bool(((rows >= -n_rows) & (rows < n_rows)).all())
+    refuse(
+        rows_outside=not sound and (one_line(rows.tolist(), 60), n_rows),
+        no_rows=not rows.numel() and n_rows,
+    )
+    return rows % n_rows
 
 
 def check_kept(policy: EvictionPolicy, kept: Tensor, budgets: Tensor) -> None:

@@ -8,7 +8,12 @@ import warnings
 import pytest
 import torch
 from prompt_runs import CONTEXT, SINKS, TARGET, applied, generate
-from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig
+from transformers import (
+    ContinuousBatchingConfig,
+    DynamicCache,
+    GenerationConfig,
+    StaticCache,
+)
 
 import kvalloc
 from kvalloc.errors import InputError, KVAllocError, UnsupportedRequestError, naming_flags
@@ -113,20 +118,62 @@ def test_a_forward_that_brings_or_makes_no_cache_stays_plain(tiny, model):
     assert type(model(ids).past_key_values) is DynamicCache
 
 
-def test_a_forward_that_cannot_be_reduced_says_why_once(tiny):
+def test_a_forward_that_cannot_be_reduced_says_why_each_time(tiny):
     model, ids = tiny.tiny_model(attention="eager"), tiny.prompt(CONTEXT)
     with torch.no_grad():
         expected = model(ids, output_attentions=True)
         with kvalloc.apply(model, tiny.make_profile(model, CONTEXT, 0.4)) as applied:
             with pytest.warns(UserWarning, match="a plain cache.*output_attentions") as said:
                 found = [model(ids, output_attentions=True) for _ in range(2)]
-            assert len(said) == 1
+            assert [one.filename for one in said] == [__file__] * 2
             assert applied.last_cache is None
             assert model(ids).past_key_values is applied.last_cache
     for one in found:
         assert type(one.past_key_values) is DynamicCache
         assert torch.equal(one.logits, expected.logits)
         assert all(map(torch.equal, one.attentions, expected.attentions))
+
+
+OWN = {
+    "generate": lambda model, ids, own: generate(model, ids, past_key_values=own),
+    "forward": lambda model, ids, own: model(ids[:, own.get_seq_length() :], past_key_values=own),
+}
+
+
+@pytest.mark.parametrize("how", OWN)
+def test_a_cache_of_another_kind_is_said_each_time_or_refused(tiny, model, how, recwarn):
+    ids, read = tiny.prompt(CONTEXT), DynamicCache(config=model.config)
+    warnings.simplefilter("default")  # shows what a line warned of once, unless it is always shown
+    with torch.no_grad():
+        model(ids[:, :-1], past_key_values=read)
+        with kvalloc.apply(model, budget="40%") as applied:
+            recwarn.clear()
+            static = StaticCache(config=model.config, max_cache_len=2 * CONTEXT)
+            for own in (DynamicCache(), copy.deepcopy(read), copy.deepcopy(read), static):
+                OWN[how](model, ids, own)
+            said = [str(one.message) for one in recwarn]
+            said = [one for one in said if "keeps all entries" in one]
+            assert ["Static" in one for one in said] == [False] * 3 + [True]
+            assert applied.last_cache is None
+        with (
+            kvalloc.apply(model, budget="40%", memory="1MB"),
+            pytest.raises(UnsupportedRequestError, match="memory would be exceeded by a plain"),
+        ):
+            OWN[how](model, ids, DynamicCache(config=model.config))
+
+
+def test_nothing_plain_is_made_where_a_memory_is_given(tiny, model):
+    ids = tiny.prompt(CONTEXT)
+    embeds = model.get_input_embeddings()(ids)
+    with torch.no_grad(), kvalloc.apply(model, memory="60KiB") as applied:
+        for _ in range(2):
+            with pytest.raises(UnsupportedRequestError, match="output_attentions"):
+                model(ids, output_attentions=True)
+        assert applied.last_cache is None
+        assert model(inputs_embeds=embeds).past_key_values is applied.last_cache is not None
+        found = torch.compile(model, backend="eager")(ids)
+        assert found.past_key_values is applied.last_cache is not None
+    torch.compiler.reset()  # another test compiles the same code
 
 
 def test_generate_batch_says_that_it_is_plain(tiny):

@@ -10,8 +10,10 @@ from transformers import DynamicCache
 
 import kvalloc
 from kvalloc.accounting.costs import POSITION_BYTES
+from kvalloc.errors import InputError
 from kvalloc.online.per_prompt import PromptTarget
 from kvalloc.runtime import make_cache
+from kvalloc.runtime.cache import BudgetCache
 from kvalloc.units import size
 
 # Bytes, lengths and positions; and that all of it belongs to the cache
@@ -50,6 +52,57 @@ def test_rows_selected_by_a_mask_keep_the_budgets_of_their_own_prompts(model):
     assert cache.row_profiles == own
     run(model, tiny.prompt(4, 2, seed=1), cache)
     assert cache.batch == 2
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_rows_are_selected_from_the_end_too_or_refused(model, joined):
+    profile = tiny.make_profile(model, CONTEXT, 0.5)
+    if joined:
+        groups = [
+            ([0, 2], kvalloc.make_cache(model, profile)),
+            ([1], kvalloc.make_cache(model, profile)),
+        ]
+        cache = BudgetCache.joined(groups)
+    else:
+        cache = kvalloc.make_cache(model, profile)
+    run(model, tiny.prompt(CONTEXT, 3), cache)
+    for wrong in ([], [3], [0, -4], [True, False], [[0]], [0.5], torch.zeros(3, dtype=torch.bool)):
+        with pytest.raises(InputError, match="a selection of"):
+            cache.batch_select_indices(torch.as_tensor(wrong))
+        assert cache.batch == 3
+    other, question = copy.deepcopy(cache), tiny.prompt(2, 2, seed=1)
+    cache.batch_select_indices(torch.tensor([-1, 0]))
+    other.batch_select_indices(torch.tensor([2, 0]))
+    assert torch.equal(run(model, question, cache), run(model, question, other))
+
+
+def test_a_cache_that_is_cropped_to_nothing_is_a_new_one(model):
+    profile = tiny.make_profile(model, CONTEXT, 1.0)
+    cache, new = (kvalloc.make_cache(model, profile) for _ in range(2))
+    run(model, tiny.prompt(CONTEXT), cache)
+    cache.crop(CONTEXT + 5)
+    assert cache.get_seq_length() == CONTEXT
+    cache.crop(-CONTEXT)
+    text = tiny.prompt(CONTEXT, seed=3)
+    assert torch.equal(run(model, text, cache), run(model, text, new))
+    assert (cache.kept_tokens == new.kept_tokens).all()
+
+
+def test_going_back_to_a_snapshot_changes_what_was_read_and_not_the_cache():
+    model = tiny.tiny_model()
+    profile = tiny.make_profile(model, CONTEXT, 0.4)
+    cache = kvalloc.make_cache(model, profile, decode_every=4)
+    run(model, tiny.prompt(CONTEXT), cache)
+    cache.mine, other = object(), copy.deepcopy(cache)
+    mine, number = cache.mine, cache.number
+    drafts = tiny.prompt(9, seed=1)
+    cache.activate_past_recording(CONTEXT + 1)
+    run(model, drafts, cache)
+    assert cache._before  # an eviction was due among them
+    cache.crop(-7)
+    assert (cache.mine, cache.number) == (mine, number)
+    run(model, drafts[:, :2], other)
+    assert (cache.kept_tokens == other.kept_tokens).all()
 
 
 def test_rows_of_an_empty_cache_are_repeated_in_vain():

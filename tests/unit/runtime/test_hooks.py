@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import pickle
@@ -15,7 +16,7 @@ import runtime_oracle as tiny
 import torch
 from other_attention import attention_on_cpu
 from prompt_runs import failing_with, run
-from transformers import StaticCache
+from transformers import DynamicCache, StaticCache
 
 import kvalloc
 from kvalloc.errors import (
@@ -23,6 +24,7 @@ from kvalloc.errors import (
     UnsupportedModelError,
     UnsupportedRequestError,
 )
+from kvalloc.models import names
 from kvalloc.runtime import hooks
 
 CONTEXT = 60
@@ -314,6 +316,59 @@ def test_a_forward_that_ends_while_another_begins_disturbs_nobody(model, monkeyp
     second.join(60)
     assert own.retained_bytes == profile.retained_bytes
     assert entry.open_forwards == {}
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0] * 8,
+    "original_max_position_embeddings": 80,
+}
+
+
+@pytest.mark.parametrize("whose", ["apply", "make_cache"])
+def test_phi3_beyond_its_original_context_uses_the_cache_that_it_was_given(whose):
+    """transformers begins a text there without the given cache, and gives it up within one."""
+    model = tiny.tiny_model("phi3", rope_parameters=LONGROPE, original_max_position_embeddings=80)
+    profile = tiny.make_profile(model, CONTEXT, 0.4)
+
+    def generate(tokens):
+        cache = kvalloc.make_cache(model, profile)
+        given = {"past_key_values": cache} if whose == "make_cache" else {}
+        options = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}
+        with kvalloc.apply(model, profile) if whose == "apply" else contextlib.nullcontext() as on:
+            used = model.generate(tiny.prompt(tokens), **given, **options).past_key_values
+            return used, on.last_cache if on else cache
+
+    for tokens in (50, 100):
+        used, own = generate(tokens)
+        assert used is own
+        assert own.get_seq_length() == tokens + 11
+    with pytest.raises(UnsupportedRequestError, match="cache with 80 tokens was given to Phi3"):
+        generate(75)
+
+
+def test_a_cache_that_a_wrapper_does_not_pass_on_is_used_or_refused(model):
+    kind, argument = type(model), names.cache_argument(model)
+
+    class Forgets(kind):
+        def forward(self, input_ids=None, **given):
+            given[argument] = DynamicCache(config=self.config) if self.copies else None
+            return super().forward(input_ids, **given)
+
+    model.__class__, profile = Forgets, tiny.make_profile(model, CONTEXT, 0.4)
+    cache, ids = kvalloc.make_cache(model, profile), tiny.prompt(CONTEXT)
+    with torch.no_grad():
+        model.copies = True
+        with pytest.raises(UnsupportedRequestError, match="given to Forgets, but .* DynamicCache"):
+            model(ids, **{argument: cache})
+        model.copies = False
+        assert names.cache_among(model(ids, **{argument: cache})) is cache
+        with pytest.raises(UnsupportedRequestError, match=f"with {CONTEXT} tokens .* got none"):
+            model(ids[:, :1], **{argument: cache})
+        assert cache.get_seq_length() == CONTEXT
+        model(ids)  # with none, as it is asked
 
 
 def test_unsupported_models_get_no_hooks():

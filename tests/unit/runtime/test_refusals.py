@@ -16,6 +16,7 @@ from transformers import (
     AttentionInterface,
     BloomConfig,
     BloomForCausalLM,
+    DynamicCache,
     GenerationConfig,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -30,6 +31,7 @@ from kvalloc.errors import (
 )
 from kvalloc.formats.budget_profile import Policy
 from kvalloc.models.loading import shape_of
+from kvalloc.models.names import cache_keyword
 from kvalloc.runtime import CacheOptions, answer, loading, make_cache, refusals
 from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.lossless import verify_with
@@ -171,8 +173,22 @@ def beside(model, other, scorer="xkv", **options):
 
 def at_peak(model, **changes):
     """A profile that was decided for a memory."""
-    asked = {"target": "memory", "value": 10**6}
-    return profile_of(model).replace(requested=asked, **changes)
+    return profile_of(model).replace(fits_a_peak=True, **changes)
+
+
+def wrapped(model):
+    """A module that copies the cache that it is given."""
+
+    class Wrapped(torch.nn.Module):
+        def forward(self, ids, cache):
+            return model(ids, **cache_keyword(model, DynamicCache()))
+
+    return Wrapped()
+
+
+def own_under_memory(model):
+    with kvalloc.apply(model, memory="1MB"), torch.no_grad():
+        model(tiny.prompt(CONTEXT), **cache_keyword(model, DynamicCache()))
 
 
 def cropped_into_prompt(model):
@@ -429,6 +445,14 @@ CASES = {
     "offloaded": (lambda model: read(model).offload(0), "cannot be offloaded"),
     "other_cache": (partial(configured, cache_implementation="static"), "asks for a static cache"),
     "compiled_layers": (with_compiled_layer, "compile the whole model"),
+    "given_up": (
+        lambda model: wrapped(model)(tiny.prompt(CONTEXT), cache=made(model)),
+        "given to Wrapped, but its layers got DynamicCache",
+    ),
+    "plain_beyond_memory": (
+        own_under_memory,
+        "exceeded by a plain cache: the DynamicCache",
+    ),
     "unused": (partial(forward, use_cache=False), "use_cache=False"),
     "weights": (partial(forward, output_attentions=True), "output_attentions=True"),
     "repeats_both": (in_two_forms, "token ids and as inputs_embeds"),
@@ -486,7 +510,15 @@ CASES = {
         "layer 0 is a sliding-window layer",
     ),
     "kept_of_nothing": (lambda model: made(model).kept_indices(0), "no prompt yet"),
-    "asked_in_rows": (partial(asked, ids=torch.ones(2, 3)), "this one has 2"),
+    "asked_in_rows": (partial(asked, ids=torch.ones(0, 5)), "this one has 0"),
+    "no_rows": (
+        lambda model: read(model, 2).batch_repeat_interleave(0),
+        r"leave nothing of the 2 that.*cache\.reset",
+    ),
+    "rows_outside": (
+        lambda model: read(model, 2).reorder_cache(torch.tensor([0, 2])),
+        r"is \[0, 2\], but the cache holds 2, from 0 on",
+    ),
     "asked_nothing": (partial(asked, ids=[]), "ask something"),
     "answers_nothing": (partial(asked, ids=[1], max_new_tokens=0), "an answer of 0 tokens"),
     "asked_of_rows": (partial(asked, ids=[1], rows=2), "holds 2 rows"),
