@@ -14,9 +14,6 @@ LayerType = Literal["full", "sliding"]
 HALF_BYTES = 2
 """A number at 16 bits."""
 
-MAX_OTHER_SIGNS = 0.2
-"""Share of signs that quantization to 4 bits may change; of unrelated weights half differ."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
@@ -72,12 +69,9 @@ class ModelShape:
     rotary: str | None = None
     """Rotary settings of the config, as JSON; None if unknown or without."""
 
-    weights_digest: str | None = None
-    """Digest of some of the weights, the same in float32 and bfloat16; None if unknown."""
-
-    weights_signs: str | None = None
-    """Signs of some of the weights, hexadecimal digits: nearly the same at any precision, also of
-    weights quantized to 4 bits; None if unknown."""
+    weights_digests: tuple[str, ...] | None = None
+    """Digests of all weights, rounded to bfloat16, and to float16; one digest of a quantized form;
+    None if unknown."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -98,8 +92,11 @@ class ModelShape:
                 f"model shape: {self.model_id} has no full-attention layer, so there is no budget "
                 "to decide"
             )
-        if self.weights_signs is not None and not fullmatch("[0-9a-f]+", self.weights_signs):
-            raise InputError("model shape: weights_signs is no hexadecimal number")
+        for digest in self.weights_digests or ():
+            if not fullmatch("[0-9a-f]{64}", digest):
+                raise InputError(
+                    f"model shape: weights_digests has {one_line(digest, 80)}, expected SHA-256"
+                )
         if "sliding" in self.layer_types and not self.sliding_window:
             raise InputError("model shape: sliding layers need a sliding_window in tokens")
 
@@ -133,9 +130,8 @@ class ModelShape:
     ) -> None:
         """Raise unless ``other`` is the model this shape describes.
 
-        Identical weights are one model under any name. Weights whose signs differ are another
-        model under any name. In between (other precision, a fine-tune) and where one side does
-        not know its weights, the name decides.
+        The same weights are one model under any name, and other weights another model. If that is
+        unknown, the name decides; see `has_weights_of`.
 
         Parameters
         ----------
@@ -163,13 +159,13 @@ class ModelShape:
                     f"is {other.model_id} with {name} {_brief(theirs)}; make a {file} for this "
                     f"model with '{made_by}'"
                 )
-        if allow_other_model or self._has_weights_of(other) is True:
+        if allow_other_model or self.has_weights_of(other) is True:
             return
         way_out = (
             f"; make a {file} for this model with '{made_by}', or allow another model of the "
             f"same sizes ({option('allow_other_model', True)})"
         )
-        if self._has_weights_of(other) is False:
+        if self.has_weights_of(other) is False:
             raise ModelMismatchError(
                 f"the {file} is for the weights of {self.model_id}, but the model "
                 f"{other.model_id} has other weights{way_out}"
@@ -179,21 +175,17 @@ class ModelShape:
                 f"the {file} is for {self.model_id}, but the model is {other.model_id}{way_out}"
             )
 
-    def _has_weights_of(self, other: ModelShape) -> bool | None:
-        """Return whether both have the same weights; None if that is unknown."""
-        if self.weights_digest is not None and self.weights_digest == other.weights_digest:
-            return True
-        different = self.other_signs(other)
-        return None if different is None or different <= MAX_OTHER_SIGNS else False
+    def has_weights_of(self, other: ModelShape) -> bool | None:
+        """Return whether both have the same weights, whatever floating-point types they are in.
 
-    def other_signs(self, other: ModelShape) -> float | None:
-        """Return the share of the known signs of weights that differ; None if one knows none."""
-        mine, theirs = self.weights_signs, other.weights_signs
-        if mine is None or theirs is None:
+        They do if they agree when rounded to bfloat16, or when rounded to float16. None if one
+        side does not know its weights, or if one of two is a quantized form: rounded weights do
+        not tell from which they were rounded.
+        """
+        mine, theirs = self.weights_digests, other.weights_digests
+        if mine is None or theirs is None or len(mine) != len(theirs):
             return None
-        if len(mine) != len(theirs):
-            return 1.0
-        return (int(mine, 16) ^ int(theirs, 16)).bit_count() / (4 * len(mine))
+        return any(one == another for one, another in zip(mine, theirs, strict=True))
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for a file header."""

@@ -116,7 +116,8 @@ class ModelFacts:
             )
         from kvalloc.models.loading import shape_of
         from kvalloc.models.names import base_implementation
-        from kvalloc.models.structure import input_device, weights_digest
+        from kvalloc.models.structure import input_device
+        from kvalloc.models.weights import weights_digest
 
         return cls(
             shape=shape_of(model, model_id=model_id),
@@ -130,7 +131,7 @@ class ModelFacts:
     def record(self) -> dict[str, Any]:
         """Return the facts as plain values, for the manifest of a checkpoint."""
         # the digests are apart from the sizes, so that a message can say which of the two differ
-        sizes = replace(self.shape, weights_digest=None, weights_signs=None)
+        sizes = replace(self.shape, weights_digests=None)
         others = {name: value for name, value in vars(self).items() if name != "shape"}
         return {**others, "model": sizes.to_dict()}
 

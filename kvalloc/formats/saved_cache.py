@@ -106,7 +106,7 @@ class SavedCacheHeader(FileRecord):
     """Class of the decoder that filled the cache."""
 
     model_digest: str
-    """Digest of its weights (`kvalloc.models.structure.weights_digest`)."""
+    """Digest of its weights (`kvalloc.models.weights.weights_digest`)."""
 
     profile: _Profile
     """The budgets."""

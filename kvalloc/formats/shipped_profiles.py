@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cache, lru_cache, wraps
+from functools import lru_cache, wraps
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -248,9 +247,9 @@ def fitted_folder() -> Path:
 
 
 def fitted_file(shape: ModelShape) -> Path:
-    """Return where `kvalloc.fit` leaves the file of a model: under the digest of its weights."""
+    """Return where `kvalloc.fit` leaves the file of a model: under the digests of its weights."""
     name = re.sub(r"[^\w.-]", "_", shape.model_id.rstrip("/").rsplit("/", 1)[-1])
-    return fitted_folder() / f"{name}-{_weights_key(shape)}.safetensors"
+    return fitted_folder() / f"{'-'.join([name, *_weights_keys(shape)])}.safetensors"
 
 
 def fitted_files() -> list[Path]:
@@ -266,26 +265,28 @@ def find_fitted(shape: ModelShape) -> str | None:
     ProfileFileError
         If the file in the cache folder is not sound.
     """
-    for file in fitted_folder().glob(f"[!.]*-{_weights_key(shape)}.safetensors"):
-        theirs = load_fitted(str(file)).shape
-        digests = {theirs.weights_digest, shape.weights_digest} - {None}
-        if len(digests) < 2:  # else a fine-tune so small that it changes no sign
-            with suppress(ModelMismatchError):
-                theirs.require_same_model(shape)
-                return str(file)
-    return _shipped_fitted(shape)
-
-
-def _weights_key(shape: ModelShape) -> str:
-    """Return what the weights are known by at any floating-point type: their signs."""
-    return hashlib.sha256((shape.weights_signs or "").encode()).hexdigest()[:16]
-
-
-@cache
-def _shipped_fitted(shape: ModelShape) -> str | None:
-    """Return the name of the shipped fitted file of a model, if any."""
-    for name in _shipped(FittedModel):
-        with suppress(ModelMismatchError):
-            load_fitted(name).shape.require_same_model(shape)
-            return name
+    keys = _weights_keys(shape)
+    own = [file for file in fitted_files() if any(key in file.name for key in keys)]
+    for source in (*own, *shipped_fitted()):
+        if load_fitted(str(source)).shape.has_weights_of(shape):
+            return str(source)
     return None
+
+
+def fitted_of_same_sizes(shape: ModelShape) -> str | None:
+    """Return a fitted file of other weights of the same sizes, if there is a sound one."""
+    return _of_same_sizes(str(fitted_folder()), shape)
+
+
+@while_unchanged(maxsize=16)
+def _of_same_sizes(folder: str, shape: ModelShape) -> str | None:
+    for source in (*fitted_files(), *shipped_fitted()):
+        with suppress(ModelMismatchError, ProfileFileError):
+            load_fitted(str(source)).shape.require_same_model(shape, allow_other_model=True)
+            return str(source)
+    return None
+
+
+def _weights_keys(shape: ModelShape) -> list[str]:
+    """Return the beginnings of the digests of a model's weights."""
+    return [digest[:16] for digest in shape.weights_digests or ()]

@@ -33,11 +33,11 @@ from kvalloc.models.structure import (
     check_decoder_only,
     configured_heads,
     context_limit,
-    known_weights,
     rotary_settings,
     size_of,
     text_config,
 )
+from kvalloc.models.weights import known_weights
 from kvalloc.shape import LayerType, ModelShape
 
 DEMO = "demo"
@@ -238,7 +238,7 @@ def shape_of(model: Any, *, model_id: str | None = None) -> ModelShape:
         max_context_tokens=context_limit(model),
         vocab_size=getattr(config, "vocab_size", None),
         rotary=rotary_settings(config),
-        **known_weights(model),
+        weights_digests=known_weights(model),
     )
 
 

@@ -301,6 +301,54 @@ def is_compiled(module: nn.Module) -> bool:
     return compiled or "_orig_mod" in attributes["_modules"]
 
 
+def own_parts(module: Any) -> Iterator[tuple[str, Any]]:
+    """Yield by name what a module computes with: numbers, tensors, active adapters, modules.
+
+    PEFT puts a module around the layer that an adapter changes. Adapters that are off, or merged
+    into the layer, are left out, so that the rest is the same as without the module around it.
+    bitsandbytes stores scales beside a weight. Dropout changes no answer.
+    """
+    attributes = vars(module)
+    for name, value in attributes.items():
+        if isinstance(value, float) and name != "p" and "drop" not in name:
+            yield name, value
+    tensors = {**attributes["_parameters"], **attributes["_buffers"]}
+    yield from ((name, tensor) for name, tensor in tensors.items() if tensor is not None)
+    weight = tensors.get("weight")
+    if weight is not None and not weight.is_floating_point():
+        for holder, name in ((weight, "absmax"), (weight, "SCB"), (attributes.get("state"), "SCB")):
+            if (scales := getattr(holder, name, None)) is not None:
+                yield name, scales
+    adapters = getattr(type(module), "adapter_layer_names", None)
+    for name, child in attributes["_modules"].items():
+        if child is not None and (adapters is None or name in ("base_layer", "original_module")):
+            yield name, child
+    if adapters is None or module.disable_adapters:
+        return
+    for adapter in module.active_adapters:
+        for name in (*module.adapter_layer_names, *module.other_param_names):
+            own: Any = getattr(module, name, None)
+            if adapter not in module.merged_adapters and hasattr(own, "keys") and adapter in own:
+                yield f"{name}.{adapter}", own[adapter]
+
+
+def packed_numbers(module: Any) -> Any:
+    """Return the object in which a module that torch has quantized has its weight and bias."""
+    return getattr(getattr(module, "_packed_params", None), "_packed_params", None)
+
+
+def version(tensor: Tensor) -> int:
+    """Return how often torch saw a tensor written to."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def placement(module: nn.Module) -> Any:
+    """Return accelerate's hook that says where a module computes and has its weights, or None."""
+    hook = vars(module).get("_hf_hook")
+    hooks = getattr(hook, "hooks", (hook,))  # one, or several in a row
+    return next((one for one in hooks if hasattr(one, "weights_map")), None)
+
+
 @cache
 def compile_obstacle() -> str | None:
     """Return why compiled models cannot be served with this version of torch, or None."""

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvalloc.errors import UnsupportedModelError
-from kvalloc.models.names import is_compiled, uncompiled
+from kvalloc.models.names import is_compiled, placement, uncompiled
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
     from torch import Tensor
-
-_SAMPLES = 64
-"""Elements of each sampled weight."""
 
 
 def decoder_of(model: Any) -> Any:
@@ -51,12 +48,24 @@ def plain_weight(weight: Tensor | Callable[[], Tensor]) -> Tensor:
 
 def is_packed(module: Any) -> bool:
     """Whether torch has quantized a layer, and its weight is a method."""
-    return callable(getattr(module, "weight", None))
+    return callable(getattr(type(module), "weight", None))
+
+
+def computing_device(module: Any) -> torch.device:
+    """Return the device on which a module computes, also if its weights are kept elsewhere."""
+    import torch
+
+    for part in module.modules():
+        if (hook := placement(part)) is not None and hook.execution_device is not None:
+            return torch.device(hook.execution_device)
+    packed = (part.weight() for part in module.modules() if is_packed(part))
+    first: Tensor = next(chain(module.parameters(), module.buffers(), packed))
+    return first.device
 
 
 def input_device(model: Any) -> torch.device:
     """Return the device of token ids: that of the embeddings."""
-    return plain_weight(model.get_input_embeddings().weight).device
+    return computing_device(model.get_input_embeddings())
 
 
 def text_config(model: Any) -> Any:
@@ -159,74 +168,3 @@ def rotary_settings(config: Any) -> str | None:
     """Return rotary settings as JSON in one order; None if the config has none."""
     settings = getattr(config, "rope_parameters", None)
     return None if not settings else json.dumps(settings, sort_keys=True, default=str)
-
-
-def known_weights(model: Any) -> dict[str, str | None]:
-    """Return what `ModelShape.require_same_model` compares a model's weights by.
-
-    A few elements are read of the embedding and of each matrix of the first and the last layer.
-    The digest is of their values as bfloat16, so it is the same of weights in float32 and of the
-    same in bfloat16; of other types, and of weights that are not loaded, it is None. Signs are
-    those of the same elements, of any floating-point type. Of weights that torch has quantized
-    both are None: rounding to zero changes signs, too.
-
-    Parameters
-    ----------
-    model : transformers.PreTrainedModel
-
-    Returns
-    -------
-    dict
-        ``weights_digest`` and ``weights_signs``, each None where it is unknown.
-    """
-    import torch
-
-    unknown: dict[str, str | None] = {"weights_digest": None, "weights_signs": None}
-    layers, embedding = decoder_layers(model), model.get_input_embeddings()
-    if layers is None or embedding is None:
-        return unknown
-    ends = (layers[0], layers[len(layers) - 1])
-    if any(is_packed(one) for part in (embedding, *ends) for one in part.modules()):
-        return unknown
-    weights = [embedding.weight, *(w for layer in ends for w in layer.parameters() if w.ndim == 2)]
-    if any(weight.is_meta or not weight.is_floating_point() for weight in weights):
-        return unknown
-    values = torch.cat([_samples(weight) for weight in weights])
-    exact = all(weight.dtype in (torch.float32, torch.bfloat16) for weight in weights)
-    raw = values.to(torch.bfloat16).view(torch.int16).numpy().tobytes()
-    signs = "".join("1" if positive else "0" for positive in (values > 0).tolist())
-    return {
-        "weights_digest": hashlib.sha256(raw).hexdigest() if exact else None,
-        "weights_signs": f"{int(signs, 2):0{-(-len(signs) // 4)}x}",
-    }
-
-
-def weights_digest(module: Any) -> str:
-    """Return a digest of weights from samples of each, fast also for a large model.
-
-    Names, shapes and types of all parameters and 64 values of each, spread evenly: another
-    checkpoint, a fine-tune or another type gives another digest. Somebody who changes values in
-    between on purpose is not noticed. Values of weights that are not loaded are left out.
-
-    Parameters
-    ----------
-    module : nn.Module
-        A model, or its decoder.
-    """
-    hasher, named = hashlib.sha256(), dict(module.named_parameters())
-    packed = {name: one for name, one in module.named_modules() if is_packed(one)}
-    named |= {name: plain_weight(one.weight) for name, one in packed.items()}
-    for name, parameter in sorted(named.items()):
-        hasher.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}\n".encode())
-        if not parameter.is_meta and parameter.numel():
-            hasher.update(_samples(parameter).numpy().tobytes())
-    return hasher.hexdigest()
-
-
-def _samples(weight: Tensor) -> Tensor:
-    """Return up to `_SAMPLES` elements, spread evenly, as float32 on the CPU."""
-    import torch
-
-    count = min(_SAMPLES, weight.numel())
-    places = torch.arange(count, device="cpu") * (weight.numel() - 1) // max(1, count - 1)
-    return weight.detach().reshape(-1)[places.to(weight.device)].float().cpu()

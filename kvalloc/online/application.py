@@ -362,7 +362,10 @@ def _reduced(applied: Applied, generate: Callable[..., Any]) -> Callable[..., An
         if not applied.active:
             return generate(*args, **kwargs)
         model = applied._model
-        arguments = named_arguments(generate, args, kwargs)
+        named = (
+            {"inputs": args[0]} if args else {}
+        )  # also where a wrapper such as PEFT's names none
+        arguments = named | named_arguments(generate, args, kwargs)
         cache, ids = cache_among(kwargs), _prompt(arguments)
         assists = bool(setting(model, arguments, "is_assistant"))
         fresh = cache is None and not assists

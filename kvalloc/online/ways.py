@@ -24,9 +24,9 @@ from kvalloc.accounting.costs import (
     reading_bytes,
     sliding_entries,
 )
-from kvalloc.errors import InputError
+from kvalloc.errors import InputError, option
 from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.formats.shipped_profiles import load_fitted
+from kvalloc.formats.shipped_profiles import fitted_of_same_sizes, load_fitted
 from kvalloc.online.solved import (
     FEW_BELOW,
     SINKS,
@@ -246,11 +246,16 @@ class Way:
 
     def advice(self, tokens: int) -> str:
         """Return what to know of the fitted file, or of a model without one."""
-        if self.setting.file is None:
+        file, shape = self.setting.file, self.setting.shape
+        if file is not None:
+            same = load_fitted(file).shape.has_weights_of(shape)
+            return "" if same else "; fitted to other weights, or to another form of these"
+        if (similar := fitted_of_same_sizes(shape)) is None:
             return ""
-        if different := load_fitted(self.setting.file).shape.other_signs(self.setting.shape):
-            return f"; fitted to other weights, {different:.1%} of whose signs differ"
-        return ""
+        return (
+            f"; {similar} is of other weights of the same sizes, or of another form of these; "
+            f"{option('fitted', similar)} and {option('allow_other_model', True)} take it"
+        )
 
     def _holding_bytes(self, read: Rows, queries: int | None = None) -> int:
         """Return the bytes of the full cache and of stored queries of each row.
@@ -278,6 +283,10 @@ class Whole(Way):
         rounded = int(head_bytes(tokens, setting.bits, setting.shape))
         less = rounded < tokens * setting.shape.bytes_per_entry
         return cls(setting=setting, width=setting.bits if less else 16)
+
+    def advice(self, tokens: int) -> str:
+        """Return nothing: no file is needed."""
+        return ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -375,9 +384,11 @@ class Twice(Way):
 
     def advice(self, tokens: int) -> str:
         """Return what spares the second read; see `Way.advice`."""
+        advice = super().advice(tokens)
         if self.setting.file is not None or not self.setting.rotates:  # then there is none
-            return super().advice(tokens)
-        return f"; 'kvalloc fit' once, and one read does, {Decided.cost} times a plain prefill"
+            return advice
+        once = f"; 'kvalloc fit' once, and one read does, {Decided.cost} times a plain prefill"
+        return once + advice
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.saved_cache import SavedCacheHeader, StoredTensor
-from kvalloc.models.structure import decoder_layers, decoder_of, weights_digest
+from kvalloc.models.structure import computing_device, decoder_layers, decoder_of
+from kvalloc.models.weights import weights_digest
 from kvalloc.runtime.kept import KeptEntries
 from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.making import build_cache
@@ -63,7 +64,7 @@ def filled_cache(
     _check_model(path, header, model, allow_other_model=allow_other_model)
     decide = None if header.row_profiles is None else _decided_before
     options = CacheOptions(
-        allow_other_model=allow_other_model,
+        allow_other_model=True,  # this model filled the cache, whatever its profile is of
         decode_every=header.decode_every,
         memory=header.memory,
     )
@@ -129,8 +130,8 @@ def _devices(model: nn.Module, n_layers: int) -> list[torch.device]:
     """Return the device on which each layer of the model computes."""
     modules = decoder_layers(model)
     if modules is None or len(modules) < n_layers:
-        return [next(model.parameters()).device] * n_layers
-    return [next(module.parameters()).device for module in modules][:n_layers]
+        return [computing_device(model)] * n_layers
+    return [computing_device(module) for module in modules][:n_layers]
 
 
 def _check_model(

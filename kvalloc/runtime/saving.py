@@ -13,7 +13,7 @@ from torch import Tensor
 from kvalloc.errors import UnsupportedRequestError
 from kvalloc.files import atomic_write
 from kvalloc.formats.saved_cache import SavedCacheHeader, StoredTensor, tensor_digest
-from kvalloc.models.structure import weights_digest
+from kvalloc.models.weights import weights_digest
 from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.refusals import refuse
 

@@ -22,7 +22,7 @@ from kvalloc.models.attention import (  # noqa: E402
 )
 from kvalloc.models.loading import shape_of  # noqa: E402
 from kvalloc.models.rope import rotate  # noqa: E402
-from kvalloc.models.structure import weights_digest  # noqa: E402
+from kvalloc.models.weights import weights_digest  # noqa: E402
 from kvalloc.scorers.attention_rows import attention_rows  # noqa: E402
 from kvalloc.scorers.expected_attention import ExpectedAttention  # noqa: E402
 from kvalloc.scorers.projected_values import projected_value_norms  # noqa: E402

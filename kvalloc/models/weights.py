@@ -1,0 +1,235 @@
+"""Digests that tell the weights of models, and all else that forwards compute with, apart."""
+
+from __future__ import annotations
+
+import json
+import re
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from hashlib import sha256
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvalloc.models.names import own_parts, packed_numbers, placement, version
+from kvalloc.models.structure import decoder_of, is_packed, plain_weight, rotary_settings
+from kvalloc.shape import HALF_BYTES
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+_SAMPLES, _EXPERT_SAMPLES = 64, 8
+"""Elements that are sampled of each weight; of each expert if a weight holds those of several."""
+
+_NO_EFFECT = re.compile(
+    "dropout|initializer|name|token_id|use_cache|output_|dtype|architectures|version|quantization|"
+    "return|tie_|label|attn_implementation"
+)
+"""Parts of the names of config fields that change no forward, or whose effect is in the weights."""
+
+
+class _Part(NamedTuple):
+    """A tensor or a number that a forward computes with.
+
+    Attributes
+    ----------
+    stamp : object
+        Changes with it, as far as that can be told without reading tensors.
+    read : callable or None
+        Returns the tensors or the text; None if the stamp is the text.
+    holder : object
+        While it lives, an equal stamp means the same part.
+    """
+
+    stamp: Any
+    read: Callable[[], Any] | None = None
+    holder: Any = None
+
+
+class _Digests(NamedTuple):
+    """Digests of a module's parts.
+
+    Attributes
+    ----------
+    exact : str
+        Of values as they are.
+    rounded : tuple of str, or None
+        Of values rounded to bfloat16, and to float16; of a quantized form the exact one alone;
+        None if weights are not loaded.
+    """
+
+    exact: str
+    rounded: tuple[str, ...] | None
+
+
+_KNOWN: weakref.WeakKeyDictionary[Any, tuple[list[Any], list[Any], _Digests]]
+_KNOWN = weakref.WeakKeyDictionary()
+"""By module: stamps of its parts, weak references to their holders, digests."""
+
+
+def known_weights(model: Any) -> tuple[str, ...] | None:
+    """Return what `ModelShape.has_weights_of` compares.
+
+    The weights are read once. They are read again if a tensor was replaced or written to, or if
+    adapters, their scales or the config changed. Torch does not count writes through ``.data``.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+
+    Returns
+    -------
+    tuple of str, or None
+        Two digests of the decoder and the language-model head: rounded to bfloat16, and to
+        float16. One digest of a quantized form. None if weights are not loaded.
+    """
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    digests = [_remembered(one) for one in (decoder_of(model), head) if one is not None]
+    rounded = [one.rounded for one in digests if one.rounded is not None]
+    if len(rounded) < len(digests):
+        return None
+    if min(map(len, rounded)) == 1:
+        rounded = [(one.exact,) for one in digests]
+    return tuple(sha256("".join(each).encode()).hexdigest() for each in zip(*rounded, strict=True))
+
+
+def weights_digest(module: Any) -> str:
+    """Return a digest of a module's weights in their own types, read now.
+
+    Shapes, types and 64 values of each parameter and buffer, the config and the active adapters
+    are in it. So another checkpoint, fine-tune, adapter or type gives another digest. A change to
+    other values, made on purpose, is not noticed. Weights that accelerate has offloaded are read
+    from where they are; values that are loaded nowhere are left out.
+
+    Parameters
+    ----------
+    module : nn.Module
+        A model, or its decoder.
+    """
+    return _digests(_parts(module)).exact
+
+
+def _remembered(module: nn.Module) -> _Digests:
+    """Return a module's digests; read its parts only if one has changed."""
+    parts = _parts(module)
+    stamps = [part.stamp for part in parts]
+    known = _KNOWN.get(module)
+    if known is None or known[0] != stamps or any(holder() is None for holder in known[1]):
+        holders = [weakref.ref(part.holder) for part in parts if part.holder is not None]
+        known = _KNOWN[module] = (stamps, holders, _digests(parts))
+    return known[2]
+
+
+def _parts(module: nn.Module) -> list[_Part]:
+    """Return all that a module's forward computes with, in one order."""
+    from torch import Tensor
+
+    parts: list[_Part] = []
+    config, rotary = getattr(module, "config", None), ""
+    if config is not None:
+        fields = {name: value for name, value in vars(config).items() if name[0] != "_"}
+        parts.append(_Part(str(fields), lambda: [_effective(config)]))
+        rotary = rotary_settings(config) or ""
+    # frequencies that depend on the length of what was read
+    varies = any(kind in rotary for kind in ("dynamic", "longrope"))
+
+    def collect(module: Any, name: str, hooks: Mapping[str, Any]) -> None:
+        """Add the parts of a module; ``hooks`` of accelerate are those of modules around it."""
+        if is_packed(module):
+            methods = [getattr(module, name, str) for name in ("weight", "bias")]
+            read = partial(lambda methods: [method() for method in methods], methods)
+            parts.append(_Part(id(packed_numbers(module)), read, module))
+            return
+        if (hook := placement(module)) is not None and hook.weights_map is not None:
+            hooks = {**hooks, name: hook}
+        for key, value in own_parts(module):
+            if isinstance(value, float):
+                parts.append(_Part(value))
+            elif isinstance(value, Tensor):
+                if value.is_meta and (around := [one for one in hooks if name.startswith(one)]):
+                    hook, own = hooks[around[-1]], f"{name}{key}"[len(around[-1]) :]
+                    parts.append(_Part((id(hook), own), partial(_offloaded, hook, own), hook))
+                elif not (varies and "inv_freq" in key):
+                    stamps = [_stamp(one) for one in _plain_tensors(value)]
+                    parts.append(_Part(stamps, partial(_plain_tensors, value), value))
+            elif hasattr(value, "named_children"):
+                collect(value, f"{name}{key}.", hooks)
+            else:  # a setting of an adapter
+                parts.append(_Part(json.dumps(value, default=lambda one: type(one).__name__)))
+
+    collect(module, "", {})
+    return parts
+
+
+def _offloaded(hook: Any, name: str) -> list[Tensor]:
+    return _plain_tensors(hook.weights_map[name])
+
+
+def _effective(config: Any) -> str:
+    """Return the fields of a config that may change a forward and are not the default.
+
+    Other versions of transformers know other fields, whose defaults change nothing.
+    """
+    default: dict[str, Any] = {}
+    with suppress(Exception):  # a config that cannot be made without values
+        default = type(config)().to_dict()
+    fields = {
+        name: value
+        for name, value in config.to_dict().items()
+        if name[0] != "_" and not _NO_EFFECT.search(name)
+        if name == "model_type" or name not in default or default[name] != value
+    }
+    return json.dumps(fields, sort_keys=True, default=str)
+
+
+def _plain_tensors(tensor: Any) -> list[Tensor]:
+    """Return the plain tensors of which a tensor consists: several if it has a class of its own."""
+    if not hasattr(type(tensor), "__tensor_flatten__"):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [one for name in names for one in _plain_tensors(getattr(tensor, name))]
+
+
+def _stamp(tensor: Tensor) -> tuple[int, int, int]:
+    return id(tensor), version(tensor), 0 if tensor.is_meta else tensor.data_ptr()
+
+
+def _digests(parts: list[_Part]) -> _Digests:
+    """Read the parts."""
+    import torch
+
+    hashers = {dtype: sha256() for dtype in (None, torch.bfloat16, torch.float16)}
+    loaded = plain = True
+    for value in chain.from_iterable(
+        [one.stamp] if one.read is None else one.read() for one in parts
+    ):
+        if not isinstance(value, torch.Tensor):
+            for hasher in hashers.values():
+                hasher.update(f"{value}\n".encode())
+            continue
+        loaded &= not value.is_meta
+        wide = value.dtype.itemsize >= HALF_BYTES and value.is_floating_point()
+        plain &= wide or value.dtype in (torch.bool, torch.int64)  # masks and positions
+        sampled = _sampled(value)
+        for dtype, hasher in hashers.items():
+            rounded = sampled if dtype is None or not wide else sampled.to(dtype)
+            hasher.update(f"{tuple(value.shape)} {rounded.dtype}\n".encode())
+            hasher.update(rounded.view(torch.uint8).numpy().data)
+    exact, *others = (hasher.hexdigest() for hasher in hashers.values())
+    if not loaded:
+        return _Digests(exact, None)
+    return _Digests(exact, tuple(others) if plain else (exact,))
+
+
+def _sampled(tensor: Tensor) -> Tensor:
+    """Return elements of a tensor, spread evenly, (n_samples,), on the CPU; none if not loaded."""
+    import torch
+
+    if tensor.is_meta or not tensor.numel():
+        return torch.empty(0)
+    values = plain_weight(tensor.detach()).reshape(-1)
+    count = max(_SAMPLES, _EXPERT_SAMPLES * len(tensor) if tensor.ndim > 2 else 0)
+    count = min(count, values.numel())
+    places = torch.arange(count, device="cpu") * (values.numel() - 1) // max(1, count - 1)
+    return values[places.to(values.device)].cpu()
