@@ -256,7 +256,7 @@ class LossProbe:
             stored[:, None].expand(-1, len(keep), -1, -1) for stored in self._stored(layer)
         )
         widths = np.unique(bits).tolist()
-        by_width = {width: quantised_values(values[:, 0], width) for width in widths}
+        by_width = {width: quantised_values(values[None, :, 0], width)[0] for width in widths}
         rounded = [
             torch.stack([by_width[width][head] for width in of_head])
             for head, of_head in enumerate(bits.T.tolist())

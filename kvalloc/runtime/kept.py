@@ -53,9 +53,9 @@ def segment_max(numbers: Tensor, lengths: IntArray) -> Tensor:
     """Return the largest of each segment that has rows, of so many rows each, by column."""
     counts = lengths[lengths > 0]
     if numbers.is_cpu:  # several times as fast there
-        return torch.stack([own.amax(dim=0) for own in numbers.split(counts.tolist())])
-    counts = on_device(counts, numbers.device)
-    return torch.segment_reduce(numbers, "max", lengths=counts, unsafe=True)
+        return torch.stack([own.amax(dim=0) for own in torch.split(numbers, counts.tolist())])
+    lengths_there = on_device(counts, numbers.device)
+    return torch.segment_reduce(numbers, "max", lengths=lengths_there, unsafe=True)
 
 
 def on_device(numbers: IntArray, device: torch.device) -> Tensor:

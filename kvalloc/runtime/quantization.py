@@ -207,13 +207,14 @@ def fits_float16(magnitudes: Tensor, bits: int | None = None) -> Tensor:
     -------
     Tensor of bool, ()
     """
-    fits = magnitudes.max() <= _LARGEST  # not if a number is NaN
+    fits: Tensor = magnitudes.max() <= _LARGEST  # not if a number is NaN
     if bits is None:
         return fits
     steps = magnitudes / (2**bits - 1)
     heads = steps.amax(dim=1)
     small = ((steps > 0) & (steps < _LEAST_CHANNEL_STEP)).any()
-    return fits & ~small & ~((heads > 0) & (heads < _LEAST_STEP)).any()
+    fits &= ~small & ~((heads > 0) & (heads < _LEAST_STEP)).any()
+    return fits
 
 
 def _upper_half(numbers: Tensor, away: Tensor | int) -> Tensor:
