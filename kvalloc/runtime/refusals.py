@@ -193,8 +193,9 @@ REFUSALS: dict[type[KVAllocError], dict[str, str]] = {
         "load it for this one with kvalloc.load_cache, or read the text again",
         "other_dtype": "{0[0]} holds {0[1]} entries, but the model computes in {0[2]}; load the "
         "model in {0[1]}",
-        "other_weights": "{0[0]} was filled by a {0[1]} with other weights than this {0[2]}; load "
-        "that model, or allow another one of the same sizes ({option[allow_other_model=True]})",
+        "other_weights": "{0[0]} was filled by a {0[1]} with other weights, adapters or config "
+        "than this {0[2]}; load that model, or allow another one of the same sizes "
+        "({option[allow_other_model=True]})",
     },
     UnsupportedModelError: {
         "attends_to_others": "layer {0[0]} attends to other keys or values than its cache "

@@ -550,7 +550,7 @@ CASES = {
     ),
     "other_weights": (
         partial(loaded_for, change=retrained),
-        "filled by a LlamaModel with other weights than this LlamaModel.*allow_other_model=True",
+        "LlamaModel with other weights, adapters or config than this Ll.*allow_other_model=True",
     ),
     "attends_to_others": (of_copies, "attends to other keys or values than its cache returned"),
     "budget_missed": (too_few, "score kept 9 entries in KV head 1 of row 0, whose budget is 8"),
