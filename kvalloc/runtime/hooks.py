@@ -357,7 +357,7 @@ def _given_above(decoder: nn.Module, other: Any) -> tuple[Any, bool]:
         among = [own.get(one) for one in code.co_varnames[:n_named]] if owner is not None else []
         among += [two for one in among if isinstance(one, dict) for two in one.values()]
         among += [two for one in among if isinstance(one, tuple) for two in one]
-        cache = next((one for one in among if isinstance(one, HookedCache)), None)
+        cache: Any = next((one for one in among if isinstance(one, HookedCache)), None)
         if cache is not None and cache.decoder() is decoder:
             seen, found = cache.get_seq_length(), "none" if other is None else type(other).__name__
             lost = other is not None or seen > 0
