@@ -361,7 +361,7 @@ def selected_rows(indices: Any, n_rows: int) -> Tensor:
     InputError
         If no row is selected, or one that is not there.
     """
-    rows = torch.as_tensor(indices).cpu()
+    rows = torch.as_tensor(indices, device="cpu")  # whatever the default device is
     is_mask, dtype = rows.dtype == torch.bool, rows.dtype
     sound = rows.ndim == 1 and not dtype.is_floating_point and not dtype.is_complex
     sound &= len(rows) == n_rows if sound and is_mask else True

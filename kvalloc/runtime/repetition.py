@@ -200,7 +200,7 @@ class WholePrompt:
         seen, end = step.seen, step.seen + step.new_tokens
         if repeats:
             read = new_tokens(arguments).detach()
-            refuse(repeats_both=seen and self.read.ndim != read.ndim)
+            refuse(repeats_both=seen > 0 and self.read.ndim != read.ndim)
             self.read = torch.cat([self.read[:, :seen], read], dim=1) if seen else read
         positions = arguments.get("position_ids")
         if not isinstance(positions, Tensor):
