@@ -7,7 +7,7 @@ from kvalloc.allocation.curves import RequestCurves
 from kvalloc.allocation.decision import decide
 from kvalloc.allocation.formulation import pose
 from kvalloc.allocation.request import Request
-from kvalloc.errors import KVAllocError
+from kvalloc.errors import KVAllocError, option
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.shipped_profiles import find_fitted, load_fitted
 from kvalloc.problem.registry import get_solver
@@ -49,6 +49,6 @@ def loss_outlook(profile: BudgetProfile) -> str:
         return f"{unknown}, and these budgets are below the curves of {file}"
     lost *= scores.error_at(share) or 1.0
     return (
-        f"predicted to lose {lost:.2g} nats a token; {share:.1%} of the bytes by --budget could "
-        f"lose {best.expected_loss:.2g} (curves of {file})"
+        f"predicted to lose {lost:.2g} nats a token; {option('budget', f'{share:.1%}')} could lose "
+        f"{best.expected_loss:.2g} in the same bytes (curves of {file})"
     )

@@ -140,6 +140,8 @@ class Default:
             if len(groups) > 1:
                 text = f"row{'s' * (len(rows) > 1)} {', '.join(map(str, rows))}: {text}"
             _LOG.info("%s; %s", text, rest)
+            if way.other_weights:
+                _LOG.warning("%s", way.other_weights)
             text = one_line(text, DETAIL)
             memory = self.options.memory if self.alone else None
             profile = _asked(profile, share, text, memory)
@@ -176,14 +178,14 @@ class Default:
             return part / _PARTS - early.profile(longest).share_at(longest) + 1e-9
 
         def over(part: int, *, decided: bool) -> bool:
-            needs = unfilled(part) * whole + beside if decided and part < _PARTS else 0
+            needs = unfilled(part) * whole + beside if decided else 0
             early = Early(setting=replace(setting, share=part / _PARTS))
             return unfilled(part) >= 0 and early.peak_bytes(read) + needs > memory
 
-        if not over(_PARTS, decided=False):
+        if plain_bytes(shape, columns, rows) <= memory:
             return 1.0
         for decided in (True, False)[setting.file is None or size.chunked :]:
-            parts = range(1, _PARTS + 1)
+            parts = range(1, _PARTS)  # below all of it, which is stored as the model makes it
             part = bisect.bisect_left(parts, True, key=partial(over, decided=decided))
             if part and unfilled(part) >= 0:
                 return part / _PARTS

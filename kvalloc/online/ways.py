@@ -228,7 +228,10 @@ class Way:
     def peak_bytes(self, read: Rows) -> int:
         """Return the bytes of K, V and stored queries while rows of a prompt are read."""
         tokens, rows, columns, chunked = read
-        return self.profile(tokens).peak_bytes_at(tokens, rows, columns=columns, chunked=chunked)
+        profile = self.profile(tokens)
+        if self.setting.share == 1:  # stored as the model makes it
+            return plain_bytes(self.setting.shape, columns, rows)
+        return profile.peak_bytes_at(tokens, rows, columns=columns, chunked=chunked)
 
     def longer(self) -> BudgetProfile | None:
         """Return the budgets by which a conversation goes once it is longer, if they differ."""
@@ -245,17 +248,21 @@ class Way:
         return self.text
 
     def advice(self, tokens: int) -> str:
-        """Return what to know of the fitted file, or of a model without one."""
+        """Return what to know of the prediction, or of a model without one."""
+        return ""
+
+    @property
+    def other_weights(self) -> str:
+        """Return of which file to be warned: it is taken, or could be, and is of other weights."""
         file, shape = self.setting.file, self.setting.shape
-        if file is not None:
-            same = load_fitted(file).shape.has_weights_of(shape)
-            return "" if same else "; fitted to other weights, or to another form of these"
-        if (similar := fitted_of_same_sizes(shape)) is None:
+        of_these = file is not None and load_fitted(file).shape.has_weights_of(shape)
+        similar = file or fitted_of_same_sizes(shape)
+        if of_these or similar is None:
             return ""
-        return (
-            f"; {similar} is of other weights of the same sizes, or of another form of these; "
-            f"{option('fitted', similar)} and {option('allow_other_model', True)} take it"
-        )
+        said = f"{similar} was fitted to other weights of the same sizes, or another form of these"
+        if file is None:
+            said += f"; {option('fitted', similar)} and {option('allow_other_model', True)} take it"
+        return said
 
     def _holding_bytes(self, read: Rows, queries: int | None = None) -> int:
         """Return the bytes of the full cache and of stored queries of each row.
@@ -284,7 +291,8 @@ class Whole(Way):
         less = rounded < tokens * setting.shape.bytes_per_entry
         return cls(setting=setting, width=setting.bits if less else 16)
 
-    def advice(self, tokens: int) -> str:
+    @property
+    def other_weights(self) -> str:
         """Return nothing: no file is needed."""
         return ""
 
@@ -350,8 +358,7 @@ class Decided(Way):
         """Return what loss is predicted, and how well; see `Way.advice`."""
         solved, fitted = self.profile(tokens), load_fitted(str(self.setting.file))
         ratio, measured = solved.model_error, fitted.scores.context_tokens
-        advice = f"{super().advice(tokens)}; predicted loss "
-        advice += f"{self.predicted_loss:.2g} nats a token, a sum of "
+        advice = f"; predicted loss {self.predicted_loss:.2g} nats a token, a sum of "
         advice += f"single losses within {gap_text(solved.gap)} of the least"
         if ratio is not None:
             advice += f", times {ratio:.2g} as whole caches measured"
@@ -384,11 +391,9 @@ class Twice(Way):
 
     def advice(self, tokens: int) -> str:
         """Return what spares the second read; see `Way.advice`."""
-        advice = super().advice(tokens)
         if self.setting.file is not None or not self.setting.rotates:  # then there is none
-            return advice
-        once = f"; 'kvalloc fit' once, and one read does, {Decided.cost} times a plain prefill"
-        return once + advice
+            return ""
+        return f"; 'kvalloc fit' once, and one read does, {Decided.cost} times a plain prefill"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -133,7 +133,7 @@ def budget_fields(profile: BudgetProfile, *, brief: bool = False) -> dict[str, s
     made = f"{stated['solver'] or 'by hand'}{options}"
     stated["solver"] = ", ".join(filter(None, (made, f"{profile.level} level", profile.created)))
     if profile.predicted_loss is None:
-        stated["predicted loss"] = "unknown, no loss curves"
+        stated["predicted loss"] = "not in this file: no loss curves"
     else:
         stated["predicted loss"] += f", {LOSS_NOTE.removeprefix('predicted loss is ')}"
     stated["bits"] = stated["bits"] or "16 (the model's dtype)"

@@ -346,7 +346,9 @@ def _given_above(decoder: nn.Module, other: Any) -> tuple[Any, bool]:
     """
     frame = inspect.currentframe()
     while frame is not None:
-        own, name, code = frame.f_locals, frame.f_globals.get("__name__", ""), frame.f_code
+        name, code = frame.f_globals.get("__name__", ""), frame.f_code
+        # to read variables of a function keeps their values alive until it returns
+        own = frame.f_locals if code.co_varnames[:1] == ("self",) else {}
         owner = own.get("self")
         ours = name.startswith("kvalloc.") and name != __name__
         if ours or not isinstance(owner, nn.Module | None):

@@ -8,7 +8,7 @@ from cli_tools import generate_arguments, refused, run
 from kvalloc.cli.progress import ProgressBar
 
 
-def test_a_fitted_model_is_found_by_itself(models, folder, fitted_here, monkeypatch):
+def test_a_fitted_model_is_found_by_itself(models, folder, fitted_here, monkeypatch, caplog):
     """Two commands, the second of which does not name the file."""
     counted = []
     monkeypatch.setattr(ProgressBar, "__call__", lambda bar, *now: counted.append(now))
@@ -23,19 +23,20 @@ def test_a_fitted_model_is_found_by_itself(models, folder, fitted_here, monkeypa
     assert counted[-1] == (int(prompts), int(prompts))
     command = shlex.split(re.findall(r"next +kvalloc (.*)", said.out)[0])
     monkeypatch.chdir(folder)
-    assert "as solved from" in run(*command).err
+    assert "predicted loss" in run(*command).err
     (file,) = fitted_here.iterdir()
     assert str(file) in said.out
     assert file.name.startswith("tiny-")
     assert f"as solved from {file}" in run(*ask, "--verbose").err
     assert "predicted loss" in run(*ask, "--dtype", "float16").err
     assert f"fitted here: {file}" in run("list", "profiles").err
-    assert "fitted" not in run("generate", models / "twin", *ask[2:]).err.replace("fit'", "")
+    run("generate", models / "twin", *ask[2:])
+    assert f"{file} was fitted to other weights" in caplog.text
     file.write_bytes(file.read_bytes()[:-9])
     assert str(file) in refused(folder, *ask)
 
 
-def test_a_fitted_file_is_named(models, profiles, folder):
+def test_a_fitted_file_is_named(models, profiles, folder, caplog):
     file, text = folder / "f.safetensors", ("--text", folder / "text.txt")
     fit = ("fit", models / "tiny", *text, "-o")
     said = run(*fit, file, "--context", 64, "--samples", 4, "--json").json
@@ -53,9 +54,8 @@ def test_a_fitted_file_is_named(models, profiles, folder):
     assert f"the fitted file {file} is for the weights of tiny" in said
     assert "with 'kvalloc fit'" in said
     assert "--allow-other-model" in said
-    other = run("generate", models / "twin", *named, "--allow-other-model")
-    assert "fitted to other weights" in other.err
-    assert "% of whose signs differ" in other.err
+    assert run("generate", models / "twin", *named, "--allow-other-model").code == 0
+    assert f"{file} was fitted to other weights" in caplog.text
     said = refused(
         folder, "profile", models / "twin", *text, "--context", 64,
         "--scorer", f"surrogate:file={file}", "-o", folder / "s.safetensors",

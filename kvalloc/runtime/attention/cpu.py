@@ -243,7 +243,7 @@ def _check_call(call: AttentionCall) -> None:
         or not n_kv_heads
         or n_query_heads % n_kv_heads
         or not 0 < n_query_heads // n_kv_heads * n_new <= MOST_ROWS
-        or n_new > n_following
+        or 0 < n_following < n_new
         or queries.dtype not in _KINDS
         or any(one.dtype != queries.dtype or not one.is_cpu for one in states)
         or (call.sink_logits is not None and call.sink_logits.numel() != n_query_heads)
@@ -269,7 +269,7 @@ def _check_kept(kept: KeptLayer, batch: int, n_kv_heads: int, key_dim: int, valu
         for one, shape, known in (
             (part.keys, rows[0], types),
             (part.values, rows[1], types),
-            (part.key_scales, scales, {torch.float16}),
+            (part.key_scales, scales, {torch.float16, torch.bfloat16}),
             (part.bias, (n,), {torch.float32}),
         ):
             stored = one is None or (one.is_cpu and one.is_contiguous() and one.dtype in known)

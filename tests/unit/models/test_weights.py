@@ -283,11 +283,11 @@ FITTED = Path(__file__).parents[2] / "golden" / "data" / "version_1" / "fitted.s
 def detail(model, **options):
     """The line of detail and the rest, which is logged."""
     with (
-        patch("kvalloc.online.default._LOG.info") as log,
+        patch("kvalloc.online.default._LOG") as log,
         kvalloc.apply(model, budget="50%", **options),
     ):
         model.generate(prompt(TOKENS), max_new_tokens=2, do_sample=False)
-    return "; ".join(log.call_args.args[1:])
+    return "; ".join(str(one) for call in log.mock_calls for one in call.args[1:])
 
 
 def test_the_file_of_the_same_weights_is_found_and_of_others_is_named(tmp_path, fitted_here):
@@ -303,11 +303,12 @@ def test_the_file_of_the_same_weights_is_found_and_of_others_is_named(tmp_path, 
     for model in (other, adapted(copy.deepcopy(fitted)), dynamic(copy.deepcopy(fitted))):
         told = detail(model)
         assert "reads the prompt twice" in told
-        assert f"{file} is of other weights of the same sizes" in told
+        assert f"{file} was fitted to other weights of the same sizes" in told
         assert f"fitted='{file}' and allow_other_model=True take it" in told
         told = detail(model, fitted=str(file), allow_other_model=True)
         assert f"as solved from {file}" in told
         assert "fitted to other weights" in told
+        assert "take it" not in told
     assert "same sizes" not in detail(tiny_model())
 
 

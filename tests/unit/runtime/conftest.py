@@ -43,7 +43,7 @@ def unrounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
     They differ in the last bit of float32, which rounding makes a step of float16 now and then.
     """
-    monkeypatch.setattr("kvalloc.runtime.kept.halved", lambda *numbers: numbers)
+    monkeypatch.setattr("kvalloc.runtime.kept.halved", lambda *numbers, lengths: numbers)
 
 
 @pytest.fixture

@@ -513,7 +513,7 @@ CASES = {
     "asked_in_rows": (partial(asked, ids=torch.ones(0, 5)), "this one has 0"),
     "no_rows": (
         lambda model: read(model, 2).batch_repeat_interleave(0),
-        r"leave nothing of the 2 that.*cache\.reset",
+        r"leave nothing of the 2 in.*cache\.reset",
     ),
     "rows_outside": (
         lambda model: read(model, 2).reorder_cache(torch.tensor([0, 2])),
