@@ -362,9 +362,8 @@ def _reduced(applied: Applied, generate: Callable[..., Any]) -> Callable[..., An
         if not applied.active:
             return generate(*args, **kwargs)
         model = applied._model
-        named = (
-            {"inputs": args[0]} if args else {}
-        )  # also where a wrapper such as PEFT's names none
+        # a wrapper such as PEFT's has no name for the first argument
+        named = {"inputs": args[0]} if args else {}
         arguments = named | named_arguments(generate, args, kwargs)
         cache, ids = cache_among(kwargs), _prompt(arguments)
         assists = bool(setting(model, arguments, "is_assistant"))
