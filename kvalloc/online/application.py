@@ -256,11 +256,13 @@ class Applied:
         self._read_tokens: int | None = None  # of the latest cache, if a forward made it
         self._warned_of_whole, self._lossless = False, lossless
         self._decoder = decoder_of(model)
-        serve(self._decoder, self._read, limited=self._limited)
+        serve(self._decoder, self._read)
         embeds = getattr(model, "base_model", model) is not self._decoder
         self._watching = watch_calls(model) if embeds else None
-        self._before = vars(model).get("generate", _MISSING)
+        self._before = {name: vars(model).get(name, _MISSING) for name in _REPLACED}
         model.generate = _reduced(self, generate)
+        if self._limited and (paged := getattr(model, _PAGED, None)) is not None:
+            setattr(model, _PAGED, _refused(self, paged))
         keep_from_copies(model, _without_applied)
 
     def __repr__(self) -> str:
@@ -338,20 +340,39 @@ class Applied:
 
 _MISSING = object()
 
+_PAGED = "init_continuous_batching"
+"""What ``generate_batch()`` calls before it starts the thread in which it runs the model."""
+
+_REPLACED = ("generate", _PAGED)
+"""Methods of a model that are replaced."""
+
 
 def _uncover(attributes: dict[str, Any], ended: Callable[[Applied], bool]) -> None:
-    """Bring back the `generate` that lies below those that have ended."""
-    current = attributes.get("generate", _MISSING)
-    while (applied := getattr(current, _APPLIED, None)) is not None and ended(applied):
-        current = applied._before
-    attributes["generate"] = current
-    if current is _MISSING:
-        del attributes["generate"]
+    """Bring back the methods that lie below those that have ended."""
+    for name in _REPLACED:
+        current = attributes.get(name, _MISSING)
+        while (applied := getattr(current, _APPLIED, None)) is not None and ended(applied):
+            current = applied._before[name]
+        attributes[name] = current
+        if current is _MISSING:
+            del attributes[name]
 
 
 def _without_applied(state: dict[str, Any]) -> None:
     """Let a copy of the model generate by itself."""
     _uncover(state, lambda applied: True)
+
+
+def _refused(applied: Applied, paged: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what begins ``generate_batch()``, refused while these are in effect."""
+
+    @wraps(paged)
+    def refused(*args: Any, **kwargs: Any) -> Any:
+        refuse(plain_beyond_memory=applied.active and PAGED_MAKES_NONE)
+        return paged(*args, **kwargs)
+
+    setattr(refused, _APPLIED, applied)
+    return refused
 
 
 def _reduced(applied: Applied, generate: Callable[..., Any]) -> Callable[..., Any]:

@@ -116,12 +116,14 @@ class _Installed:
     caches: int = 0
     open_forwards: dict[int, _OpenForward] = field(default_factory=dict)
     serving: list[weakref.WeakMethod[Serve]] = field(default_factory=list)
+    forward: Any = None  # what the module got as a forward of its own
     bare: set[int] = field(default_factory=set)  # threads whose call of the model brings no cache
-    limited: bool = False  # whether the latest of them may not let a plain cache be made
 
 
 _ATTENTION = "kvalloc_token"
 """Name of the attention of a compiled decoder."""
+
+_FORWARD = "forward"
 
 _HOOK = -1
 """Number of the hooks, which torch counts from 0."""
@@ -162,7 +164,7 @@ def retain(cache: Any, decoder: nn.Module) -> None:
     weakref.finalize(cache, _release, weakref.ref(decoder)).atexit = False
 
 
-def serve(decoder: nn.Module, method: Serve, *, limited: bool = False) -> None:
+def serve(decoder: nn.Module, method: Serve) -> None:
     """Ask a bound method for the cache of each forward that would make one; the latest is asked.
 
     Parameters
@@ -171,19 +173,22 @@ def serve(decoder: nn.Module, method: Serve, *, limited: bool = False) -> None:
         It carries the hooks, and as long as that: something else keeps a cache alive.
     method : callable
         Not kept alive by this.
-    limited : bool
-        Whether a compiled forward, for which it is not asked, runs uncompiled.
     """
     entry: _Installed = vars(decoder)[_INSTALLED]
     entry.serving.append(weakref.WeakMethod(method))
-    entry.limited = limited
+    # Graphs are reused when hooks come and go, but not when a module has a forward of its own.
+    if _FORWARD not in vars(decoder):
+        vars(decoder)[_FORWARD] = entry.forward = decoder.forward
 
 
 def end_serving(decoder: nn.Module, method: Serve) -> None:
     """Undo one `serve`."""
     entry: _Installed = vars(decoder)[_INSTALLED]
     entry.serving.remove(weakref.WeakMethod(method))
-    entry.limited = False
+    if not entry.serving and entry.forward is not None:
+        if vars(decoder).get(_FORWARD) is entry.forward:
+            del vars(decoder)[_FORWARD]
+        entry.forward = None
 
 
 def watch_calls(model: nn.Module) -> RemovableHandle:
@@ -284,7 +289,9 @@ def _without_hooks(state: dict[str, Any]) -> None:
     ours = {k for each in hooks.values() for k, hook in each.items() if hook in own}
     for name, each in hooks.items():
         state[name] = type(each)((k, value) for k, value in each.items() if k not in ours)
-    state.pop(_INSTALLED, None)
+    entry = state.pop(_INSTALLED, None)
+    if entry is not None and state.get(_FORWARD, entry) is entry.forward:
+        del state[_FORWARD]
 
 
 def _before(
@@ -595,9 +602,7 @@ def _before_traced(
     entry = _installed(module)
     if cache is None:
         if entry is not None and entry.serving:
-            if entry.limited:  # read as Python, within the memory
-                names.break_graph(refusals.COMPILED_MAKES_NONE)
-            _say_that_it_is_plain()
+            names.break_graph(refusals.UNCOMPILED)
         return None
     if entry is None:
         return None
@@ -644,13 +649,8 @@ def _after_token(module: nn.Module, token: _Decoding, output: Any) -> Any:
     return output
 
 
-def _say_that_it_is_plain() -> None:
-    refusals.warn_of_plain(refusals.COMPILED_MAKES_NONE)
-
-
 def _refuse_graphs() -> None:
     raise UnsupportedRequestError(f"{names.compile_obstacle()}, or do not compile the model")
 
 
-names.mark_constant(_say_that_it_is_plain)
 names.mark_constant(_refuse_graphs)

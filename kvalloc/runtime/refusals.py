@@ -37,10 +37,6 @@ TURN_BROKEN_OFF = (
     "out of a window, cannot come back; call cache.reset() and start with the prompt again, or go "
     "on from a copy.deepcopy(cache) made before; to end an answer early, use stopping_criteria"
 )
-COMPILED_MAKES_NONE = (
-    "a compiled forward makes no reduced cache; pass it kvalloc.make_cache(model, profile) as its "
-    "cache, or call generate()"
-)
 OWN_MAKES_NONE = (
     "the {} that was given to it keeps all entries; leave it out, or pass the cache of an earlier "
     "call on"

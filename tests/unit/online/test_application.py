@@ -171,12 +171,9 @@ def test_nothing_plain_is_made_where_a_memory_is_given(tiny, model):
                 model(ids, output_attentions=True)
         assert applied.last_cache is None
         assert model(inputs_embeds=embeds).past_key_values is applied.last_cache is not None
-        found = torch.compile(model, backend="eager")(ids)
-        assert found.past_key_values is applied.last_cache is not None
-    torch.compiler.reset()  # another test compiles the same code
 
 
-def test_generate_batch_says_that_it_is_plain(tiny):
+def test_generate_batch_says_that_it_is_plain_or_is_refused(tiny):
     model, prompt = tiny.tiny_model(), tiny.prompt(CONTEXT)[0].tolist()
     options = {
         "generation_config": GenerationConfig(
@@ -189,21 +186,29 @@ def test_generate_batch_says_that_it_is_plain(tiny):
         with pytest.warns(UserWarning, match=r"a plain cache.*generate_batch\(\) keeps all"):
             (found,) = model.generate_batch([prompt], **options).values()
         assert applied.last_cache is None
+        with (
+            kvalloc.apply(model, budget="40%", memory="1MB"),
+            pytest.raises(UnsupportedRequestError, match=r"exceeded by a plain.*generate_batch"),
+        ):
+            model.generate_batch([prompt], **options)
     assert found.generated_tokens == expected.generated_tokens
+    assert "init_continuous_batching" not in vars(model)
 
 
-def test_a_forward_in_a_compiled_model_says_that_it_is_plain(tiny, model):
-    ids, compiled = tiny.prompt(CONTEXT), torch.compile(model, fullgraph=True, backend="eager")
+def test_a_forward_in_a_compiled_model_is_reduced(tiny, model):
+    ids, compiled = tiny.prompt(CONTEXT), torch.compile(model, backend="eager")
+    torch.compiler.reset()  # another test compiles the same code
     profile = tiny.make_profile(model, CONTEXT, 0.4)
-    with (
-        torch.no_grad(),
-        kvalloc.apply(model, profile) as applied,
-        pytest.warns(UserWarning, match="a plain cache.*compile") as said,
-    ):
-        found = [compiled(ids) for _ in range(2)]
-    assert len(said) == 1
-    assert all(type(one.past_key_values) is DynamicCache for one in found)
-    assert applied.last_cache is None
+    with torch.no_grad():
+        full = [compiled(ids).logits for _ in range(2)]
+        with kvalloc.apply(model, profile) as applied:
+            for _ in range(2):
+                found = compiled(ids).past_key_values
+                assert found is applied.last_cache
+                assert found.retained_bytes == profile.retained_bytes_at(CONTEXT)
+        assert type(compiled(ids).past_key_values) is DynamicCache
+    assert torch.equal(*full)
+    torch.compiler.reset()
 
 
 def test_what_is_refused_for_a_memory_is_refused_in_a_forward(tiny, model):
