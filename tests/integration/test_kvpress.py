@@ -1,7 +1,6 @@
 """The real kvpress, where it is installed: in the environment that `make peers` makes."""
 
 import json
-import re
 import shutil
 from functools import partial
 from types import SimpleNamespace
@@ -12,7 +11,6 @@ pytest.importorskip("kvpress", reason="kvpress has an environment of its own: ma
 
 import numpy as np
 import torch
-from docs_pages import ROOT
 from factories import make_budget_profile
 from quality.quantized import BACKENDS, COMPILER, quantized_cache
 from tiny_models import VOCABULARY, tiny_model
@@ -120,16 +118,6 @@ def test_the_command_with_a_peer(capsys):
     assert tova["kept_bytes"] / tova["full_bytes"] == pytest.approx(0.2, abs=0.002)
     assert kvzip["kept_bytes"] / kvzip["full_bytes"] == pytest.approx(0.2, abs=0.002)
     assert kvzip["retained_bytes"] >= kvzip["full_bytes"]
-
-
-PAGE = ROOT / "docs" / "from_kvpress.md"
-
-
-def test_the_page_names_every_press_and_no_other():
-    import kvpress
-
-    presses = {name for name in kvpress.__all__ if name.endswith("Press")}
-    assert set(re.findall(r"`(\w+Press)\b", PAGE.read_text(encoding="utf-8"))) == presses
 
 
 def budgets_of(model, rows, **changes):

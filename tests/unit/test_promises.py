@@ -1,6 +1,5 @@
-"""docs/promises.md names tests and targets that exist; nothing asks a network unasked."""
+"""docs/promises.md names tests that exist; nothing asks a network unasked."""
 
-import ast
 import re
 import socket
 
@@ -11,32 +10,11 @@ from huggingface_hub import constants
 from tiny_models import tiny_model
 
 PAGE = (ROOT / "docs" / "promises.md").read_text(encoding="utf-8")
-TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
 
 
-def rows():
-    """Of every table: what is promised, its tests, its long form."""
-    result = [line.split("|")[1:-1] for line in PAGE.splitlines() if line.startswith("| ")]
-    return [row for row in result if row[0].strip() != "promise"]
-
-
-@pytest.mark.parametrize("row", rows(), ids=lambda row: row[0].strip()[:50])
-def test_every_promise_names_tests_and_targets_that_exist(row):
-    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", row[1])
-    assert named
-    for file, test in named:
-        defined = ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8")))
-        tests = {one.name for one in defined if isinstance(one, ast.FunctionDef)}
-        assert test in tests if test else any(name.startswith("test_") for name in tests), file
-    for target in re.findall(r"`make ([a-z-]+)`", row[2]):
-        assert target in TARGETS
-
-
-def test_every_target_on_the_page_exists():
-    texts = [PAGE, (ROOT / "docs" / "releasing.md").read_text(encoding="utf-8")]
-    named = {name for text in texts for name in re.findall(r"`make ([a-z-]+)", text)}
-    assert len(rows()) > 20
-    assert named <= TARGETS
+@pytest.mark.parametrize(("file", "test"), re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", PAGE))
+def test_every_test_on_the_page_exists(file, test):
+    assert f"def {test or 'test_'}" in (ROOT / file).read_text(encoding="utf-8")
 
 
 def test_what_is_here_asks_no_network(tmp_path, monkeypatch):

@@ -2,9 +2,7 @@
 
 import importlib.util
 import json
-import re
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -322,15 +320,3 @@ def test_score_curves_are_exported_as_a_table(tmp_path):
     first = str(scores.loss_tokens[0])
     loss = [float(row[4]) for row in rows[1:] if row[:4] == ["1", "1", "loss", first]]
     assert loss == [pytest.approx(scores.losses[:, 1, 0, 0, 0, 0].mean())]
-
-
-# docs/interop.md has every target and every loss
-
-
-PAGE = (Path(__file__).parents[3] / "docs" / "interop.md").read_text(encoding="utf-8")
-
-
-def test_every_target_and_every_loss_has_a_row():
-    rows = {name for row in re.findall(r"^\| (`.*?) \|", PAGE, re.M) for name in row.split(", ")}
-    rows.discard("`--accept`")
-    assert rows == {f"`{name}`" for name in (*TARGETS, *RESTRICTIONS)}

@@ -4,9 +4,6 @@ Head-level budgets throughout, so that layers, heads and rows all differ; other 
 these things at greater length.
 """
 
-import re
-from pathlib import Path
-
 import numpy as np
 import pytest
 import runtime_oracle as tiny
@@ -154,13 +151,3 @@ def test_10_a_budget_of_everything_changes_no_bit(family, attention):
             with attention_on_cpu(attention):
                 assert torch.equal(run(model, ids, cache), run(model, ids, plain))
         assert cache.retained_bytes >= cache.full_bytes
-
-
-def test_the_page_names_these_tests_in_their_order():
-    named = re.compile(r"^(?:\| .* \| `|def )(test_\d+_\w+)", re.MULTILINE)
-    page = Path(__file__).resolve().parents[3] / "docs" / "testing.md"
-    here, there = (
-        named.findall(file.read_text(encoding="utf-8")) for file in (Path(__file__), page)
-    )
-    assert [int(name.split("_")[1]) for name in here] == list(range(1, 11))
-    assert there == here
