@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from results import Cells
+
 from kvalloc.shape import ModelShape
 
 Row: TypeAlias = dict[str, Any]
@@ -75,30 +77,20 @@ def quartiles(numbers: list[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
-def where_it_ran(*packages: str) -> dict[str, Any]:
-    """Return the machine in words, versions, date and load."""
+def where_it_ran(*packages: str, load: float = 0.0) -> dict[str, Any]:
+    """Return date, machine and versions; the load is that of now or one given, if larger."""
     versions = {"python": platform.python_version()}
     for package in packages:
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[package] = "absent"
+    load = max(load, os.getloadavg()[0])
     return {
-        "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
-        "load_average": os.getloadavg()[0],
-        "versions": versions,
         "date": datetime.date.today().isoformat(),
+        "machine": f"{_processor()}, {len(os.sched_getaffinity(0))} cores, load {load:.1f}",
+        "versions": versions,
     }
-
-
-def describe_where(where: Mapping[str, Any]) -> str:
-    """Return `where_it_ran` in one line."""
-    versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
-    machine = f"{where['processor']}, {where['cores']} cores, load {where['load_average']:.1f}"
-    return f"{where['date']}: {machine}; {versions}"
 
 
 def _processor() -> str:
@@ -117,7 +109,7 @@ def guarded(name: str, section: Callable[[], Iterable[Row]]) -> Iterator[Row]:
     except Exception as error:  # a benchmark must report whatever can go wrong
         traceback.print_exc()
         reason = " ".join(str(error).split())
-        yield {"name": name, "met": False, "error": f"{type(error).__name__}: {reason}"}
+        yield {"name": name, "error": f"{type(error).__name__}: {reason}"}
 
 
 def row_met(row: Mapping[str, Any]) -> bool:
@@ -125,46 +117,54 @@ def row_met(row: Mapping[str, Any]) -> bool:
     return bool(row.get("at_least", -math.inf) <= row["figure"] <= row.get("at_most", math.inf))
 
 
-def describe(row: Mapping[str, Any]) -> str:
-    """Return one line: figure, spread, limit, whether it was met, and what it was made of."""
+def cells_of(row: Mapping[str, Any]) -> Cells:
+    """Return the cells of a row: figure, spread, limit, whether it was met, and a note."""
     if "error" in row:
-        return f"{row['name']}: FAILED: {row['error']}"
-    if "text" in row:
-        return str(row["text"])
-    unit = f" {row['unit']}" if "unit" in row else ""
-    spread = f" [{row['low']:.4g}, {row['high']:.4g}]" if "low" in row else ""
-    wanted = processor = ""
+        failed = {"figure": "FAILED", "wanted": "a figure", "verdict": "MISSED"}
+        return {"what": row["name"], **failed, "note": row["error"]}
+    cells = {"what": row["name"], "figure": f"{row['figure']:.4g}"}
+    if "unit" in row:
+        cells["unit"] = row["unit"]
+    if "low" in row:
+        cells |= {"low": f"{row['low']:.4g}", "high": f"{row['high']:.4g}"}
     for name, sign in {"at_most": "<=", "at_least": ">="}.items():
         if name in row:
-            wanted = f" (wanted {sign} {row[name]:g}) {'met' if row['met'] else 'MISSED'}"
-    if "processor_ratio" in row:
-        processor = f"; processor time {row['processor_ratio']:.4g}"
-    return f"{row['name']}: {row['figure']:.4g}{unit}{spread}{wanted}{processor}; {row['note']}"
+            met = row.get("met", row_met(row))
+            cells |= {"wanted": f"{sign} {row[name]:g}", "verdict": "met" if met else "MISSED"}
+    processor = row.get("processor_ratio")
+    said = "" if processor is None else f"processor time {processor:.4g}; "
+    return {**cells, "note": said + row["note"]}
+
+
+def print_row(cells: Cells) -> None:
+    """Print a row as the line of JSON that record.py keeps."""
+    print(json.dumps(cells, ensure_ascii=False), flush=True)
 
 
 def print_rows(rows: Iterable[Row], arguments: argparse.Namespace, *packages: str) -> int:
-    """Print each row as it comes, or all of them as JSON; return 1 where a target was missed."""
-    where, found = where_it_ran(*packages), []
-    if not arguments.json:
-        print(describe_where(where), flush=True)
+    """Print each row as it comes; return 1 where a target was missed.
+
+    A row is numbers for `cells_of`, cells under ``"what"``, or lines under ``"text"``.
+    """
+    print(where_it_ran(*packages), flush=True)
+    missed = False
     for row in rows:
-        if "met" not in row:  # lines of text and failures have no figure
-            row["met"] = row_met(row)
-        found.append(row)
-        if not arguments.json:
-            print(describe(row), flush=True)
-    if arguments.json:
-        print(json.dumps({"rows": found, "where": where}, indent=1))
-    return int(not arguments.quick and not all(row["met"] for row in found))
+        if "text" in row:
+            print(row["text"], flush=True)
+            missed |= not row["met"]
+            continue
+        cells = row if "what" in row else cells_of(row)
+        print_row(cells)
+        missed |= cells.get("verdict") == "MISSED"
+    return int(missed and not arguments.quick)
 
 
 def parser_of(description: str, parts: Iterable[str] = ()) -> argparse.ArgumentParser:
-    """Return a parser that takes parts of a benchmark, ``--quick`` and ``--json``."""
+    """Return a parser that takes parts of a benchmark and ``--quick``."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     if parts:
         parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(parts)}")
     parser.add_argument("--quick", action="store_true", help="small sizes; targets do not count")
-    parser.add_argument("--json", action="store_true")
     return parser
 
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from _common import print_row
 from quality.picture import STYLES, draw_bytes
 from quality.tables import (
     ANYWHERE,
@@ -44,6 +45,7 @@ from quality.tables import (
     shared_kl,
     where_peers_are_better,
 )
+from results import Cells
 
 from kvalloc.online.solved import grid_length, solve_share
 from kvalloc.prompts.intervals import interval
@@ -86,9 +88,9 @@ def main() -> int:
         print(f"\n{folder.name}, prompts of {asked.context:,} tokens")
         if asked.context == PICTURED:
             picture(rows, folder.name)
-        for said, verdict in report(rows, folder.name, [share / 100 for share in asked.shares]):
-            print(f"  {verdict:6}  {said}")
-            missed |= verdict == MISSED
+        for row in report(rows, [share / 100 for share in asked.shares], folder.name):
+            print_row({**row, "what": f"{folder.name}: {row['what']}"})
+            missed |= row["verdict"] == MISSED
     return int(missed)
 
 
@@ -116,9 +118,9 @@ def versions(python: Path) -> str:
     return ", ".join(f"{name} {version}" for name, version in json.loads(ran.stdout))
 
 
-def report(rows: Sequence[Row], model: str, shares: Sequence[float]) -> list[tuple[str, str]]:
-    """Print the tables of a model; what was to be reached, and whether."""
-    targets = []
+def report(rows: Sequence[Row], shares: Sequence[float], model: str) -> list[Cells]:
+    """Print the tables of a model; return what was to be reached, and whether it was."""
+    targets: list[Cells] = []
     for share in shares:
         some = at_share(rows, share)
         cells = [cell for cell in CELLS if any(row["cell"] == cell for row in some)]
@@ -140,16 +142,22 @@ def report(rows: Sequence[Row], model: str, shares: Sequence[float]) -> list[tup
         print(f"{DEFAULT} over the best peer: {whole}")
         print("  " + "; ".join(f"{cell} {found[cell]}" for cell in cells if cell in found))
         limit = WANTED.get(model, {}).get(share, TWO_THIRDS)
-        old = f", {sum(map(earlier_rounding, some))} of {len(some)} rows of earlier rounding"
-        said = f"{share:.0%}, {DEFAULT}: {whole}{old}, target {limit:.2f}, surely below 1"
-        targets.append((said, verdict(whole, limit)))
+        old = f"{sum(map(earlier_rounding, some))} of {len(some)} rows of earlier rounding"
+        targets.append(
+            {"what": f"{share:.0%}, {DEFAULT}", **whole.cells()}
+            | {"wanted": f"{limit:.2f}, surely below 1", "verdict": verdict(whole, limit)}
+            | {"note": old}
+        )
         better = where_peers_are_better(some, DEFAULT, cells)
         print(
             f"  a range of positions where a peer surely loses less: {'; '.join(better) or 'none'}"
         )
         better = where_peers_are_better(some, DEFAULT, cells, [ANYWHERE])
-        said = f"a peer surely loses less in a cell: {'; '.join(better) or 'in none'}"
-        targets.append((f"{share:.0%}, {DEFAULT}: {said}", MISSED if better else MET))
+        targets.append(
+            {"what": f"{share:.0%}, cells in which a peer surely loses less"}
+            | {"figure": f"{len(better)}", "wanted": "0", "verdict": MISSED if better else MET}
+            | {"note": "; ".join(better)}
+        )
     return targets
 
 
@@ -165,7 +173,7 @@ def picture(rows: Sequence[Row], model: str) -> None:
         )  # fmt: skip
 
 
-def predicted(rows: Sequence[Row], model: str, share: float) -> tuple[str, str] | None:
+def predicted(rows: Sequence[Row], model: str, share: float) -> Cells | None:
     """What the fitted file that ships for a model predicts, over what its cells measured."""
     file = FOLDER.parent / "profiles" / f"{model}.fitted.safetensors"
     own = [row for row in rows if row["method"] == DEFAULT and row["kl"][FIRST][1]]
@@ -183,9 +191,13 @@ def predicted(rows: Sequence[Row], model: str, share: float) -> tuple[str, str] 
     if max(expected, measured) < LEAST_KL or ends is None:
         return None
     ratio, (low, high) = expected / measured, ends
-    said = f"{share:.0%}, predicted over measured loss of positions {FIRST}: {ratio:.2f}"
-    said += f" [{low:.2f}..{high:.2f}] of {min(map(len, kls))} prompts, within {OFF} times"
-    return said, MET if 1 / OFF <= ratio <= OFF else MISSED
+    return {
+        "what": f"{share:.0%}, predicted over measured loss of positions {FIRST}",
+        **{"figure": f"{ratio:.2f}", "low": f"{low:.2f}", "high": f"{high:.2f}"},
+        "wanted": f"within {OFF} times",
+        "verdict": MET if 1 / OFF <= ratio <= OFF else MISSED,
+        "prompts": f"{min(map(len, kls))}",
+    }
 
 
 def verdict(found: Ratio, limit: float) -> str:

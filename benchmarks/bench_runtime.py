@@ -1,6 +1,6 @@
 """A reduced cache against a plain one: prefill with eviction, decoding, batch that fits, bytes.
 
-    python benchmarks/bench_runtime.py cache [--quick] [--json]
+    python benchmarks/bench_runtime.py cache [--quick]
     python benchmarks/bench_runtime.py cache --only peers --peer kvpress:SnapKV
     python benchmarks/bench_runtime.py late | decoding | gpu | plan | blend
     python benchmarks/bench_runtime.py lossless
@@ -110,15 +110,12 @@ def main() -> int:
             return found
     arguments = parse_arguments()
     model, profiles = (made_up if arguments.shape else real)(arguments)
-    if not arguments.json:
-        device = arguments.device or f"cpu, {torch.get_num_threads()} threads"
-        name = f"shape {arguments.shape}" if arguments.shape else arguments.model
-        if model.device.type == "cpu":
-            device = f"{device}, {kernel_state()}"
-        print(
-            f"{name}, {arguments.dtype} on {device}; {arguments.share} kept; "
-            f"rounds: {arguments.repeats} of prefill, {arguments.decode_rounds} of decoding"
-        )
+    device = arguments.device or f"cpu, {torch.get_num_threads()} threads, {kernel_state()}"
+    name = f"shape {arguments.shape}" if arguments.shape else arguments.model
+    print(
+        f"{name}, {arguments.dtype} on {device}; {arguments.share} kept; "
+        f"rounds: {arguments.repeats} of prefill, {arguments.decode_rounds} of decoding"
+    )
     rows = all_rows(model, profiles, arguments)
     return print_rows(rows, arguments, "kvalloc", "torch", "transformers", "kvpress")
 

@@ -1,6 +1,6 @@
 """The solvers: time against one np.partition and SciPy's milp, memory, limits, and auto's choice.
 
-    python benchmarks/bench_solvers.py [limits exact scale auto] [--quick] [--json]
+    python benchmarks/bench_solvers.py [limits exact scale auto] [--quick]
 
 What is compared runs in turns in one process; a figure is the median of the ratios of each round,
 with their quartiles.
@@ -634,14 +634,16 @@ def auto_in_all(rows: list[Row]) -> Row:
     long = [s for s, row in zip(shares, measured, strict=True) if row["solving"] >= JUDGED_SECONDS]
     worse, failed = (sum(bool(row.get(name)) for row in rows) for name in ("beaten", "failed"))
     met = all(row["met"] for row in rows) and choosing < CHOICE_TARGET * solving
-    text = (
-        f"{len(rows)} problems, {sum(row['optimal'] for row in measured)} proven optimal: auto is "
-        f"worse than another solver on {worse} (wanted 0), fails on {failed}; its choice takes "
-        f"{choosing / solving:.3%} of all solving, median {statistics.median(shares):.2%}, largest "
-        f"{max(shares):.2%}, largest of those of 10 ms or more {max(long, default=math.nan):.2%} "
-        f"(wanted < {CHOICE_TARGET:.0%}) {'met' if met else 'MISSED'}"
-    )
-    return {"name": "in all", "met": met, "text": text}
+    return {
+        "what": f"{len(rows)} problems",
+        "figure": f"{choosing / solving:.3%}",
+        "wanted": f"< {CHOICE_TARGET:.0%}",
+        "verdict": "met" if met else "MISSED",
+        "note": f"{sum(row['optimal'] for row in measured)} proven optimal: auto is worse than "
+        f"another solver on {worse} (wanted 0), fails on {failed}; the share of the choice has the "
+        f"median {statistics.median(shares):.2%}, largest {max(shares):.2%}, largest of those of "
+        f"10 ms or more {max(long, default=math.nan):.2%}",
+    }
 
 
 if __name__ == "__main__":

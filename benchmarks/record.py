@@ -1,9 +1,9 @@
-"""Run benchmarks; keep what they print in results/, and make RESULTS.md of it.
+"""Run benchmarks; keep their rows in results.jsonl, and make RESULTS.md of it.
 
 python benchmarks/record.py              # all of them
 python benchmarks/record.py solvers      # all parts of bench_solvers.py; the other results stay
 python benchmarks/record.py "runtime late --repeats 3 1"  # one part, with options
-python benchmarks/record.py --tables-only  # RESULTS.md anew from what stands in results/
+python benchmarks/record.py --tables-only  # RESULTS.md anew from results.jsonl
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import sys
 from pathlib import Path
 from tempfile import gettempdir
 
-from _common import describe_where, where_it_ran
-from results import BENCHMARKS, RESULTS, Record, parts_of, results_page
+from _common import where_it_ran
+from results import BENCHMARKS, RESULTS, Record, parts_of, results_page, rows_in
 
 FOLDER = Path(__file__).parent
 PACKAGES = ("kvalloc", "torch", "transformers", "numpy", "scipy", "ortools")
@@ -35,8 +35,7 @@ def main(arguments: list[str]) -> int:
         for part in parts:
             print(f"== {benchmark} {part}", flush=True)
             command = shlex.split(BENCHMARKS[benchmark].parts[part].command) + options
-            record = run(command)
-            record.save(benchmark, part)
+            record = run(benchmark, part, command)
             RESULTS.write_text(results_page(), encoding="utf-8")
             if record.exit_code:
                 missed.append(f"{benchmark} {part}")
@@ -46,9 +45,9 @@ def main(arguments: list[str]) -> int:
     return 1 if missed else 0
 
 
-def run(command: list[str]) -> Record:
-    """Run one benchmark and show what it prints as it comes: some take minutes."""
-    where, lines = where_it_ran(*PACKAGES), []
+def run(benchmark: str, part: str, command: list[str]) -> Record:
+    """Run one part, show what it prints as it comes, and keep that and its rows."""
+    load, lines = os.getloadavg()[0], []
     with subprocess.Popen(
         [sys.executable, *command],
         stdout=subprocess.PIPE,
@@ -61,13 +60,17 @@ def run(command: list[str]) -> Record:
             print(line, end="", flush=True)
             lines.append(line)
     printed = "".join(lines).replace(f"{FOLDER.parent}/", "")  # wherever it ran
-    where["load_average"] = max(where["load_average"], os.getloadavg()[0])
-    return Record(
+    printed = re.sub(rf"{re.escape(gettempdir())}/[^/\s]+/", "", printed).strip("\n")
+    record = Record(
+        benchmark=benchmark,
+        part=part,
         command=shlex.join(["python", *command]),
-        where=describe_where(where),
-        printed=re.sub(rf"{re.escape(gettempdir())}/[^/\s]+/", "", printed).strip("\n"),
         exit_code=process.returncode,
+        rows=rows_in(printed),
+        **where_it_ran(*PACKAGES, load=load),
     )
+    record.save(printed)
+    return record
 
 
 if __name__ == "__main__":

@@ -1,36 +1,27 @@
-"""What benchmarks printed, kept in results/, and the tables of RESULTS.md that are read from it.
+"""What benchmarks measured, kept in results.jsonl, and RESULTS.md, which is made of it.
 
-`parts.toml` says what the benchmarks are and which printed lines are the rows of their tables.
+`parts.toml` says what the benchmarks are. A benchmark prints each row as one line of JSON, and
+other lines for whoever reads along.
 """
 
 from __future__ import annotations
 
-import re
+import json
 import tomllib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
+
+Cells: TypeAlias = dict[str, str]
+"""A row: what was measured, its figure, unit, spread, what was wanted, whether it was met, a note,
+and columns of its own."""
 
 FOLDER = Path(__file__).parent
-RESULTS, RAW = FOLDER / "RESULTS.md", FOLDER / "results"
-
-NUMBER = r"[-+]?[\d,]*\.?\d+(?:e-?\d+)?%?"
-PATTERNS = {
-    "FIGURE": rf"(?P<figure>{NUMBER})",
-    "SPREAD": rf"\[(?P<low>{NUMBER})(?:, |\.\.)(?P<high>{NUMBER})\]",
-    "WANTED": r"(?: \((?:target )?(?P<wanted>[^)]+)\))?",
-    "JUDGED": r" \(wanted (?P<wanted>[^)]+)\) (?P<verdict>met|MISSED)",
-    "NUMBER": NUMBER,
-}
-PATTERNS["ROW"] = (
-    "(?P<what>.+?): {FIGURE}(?: (?P<unit>[a-zA-Z%]+))?(?: {SPREAD})?(?:{JUDGED})?; (?P<note>.*)"
-).format_map(PATTERNS)
-"""A line as `_common.describe` writes it: the rows of a part that says nothing else."""
+RESULTS, DATA, PRINTED = FOLDER / "RESULTS.md", FOLDER / "results.jsonl", FOLDER / "results"
 
 HEADING = """# Results
 
-Made by `python benchmarks/record.py` from what the benchmarks print; not edited by hand. Every
+Made by `python benchmarks/record.py` from `results.jsonl`; not edited by hand. Every
 part names its command, machine, versions and date, and links what was printed. Compared things ran
 side by side in one process or in turns, so trust the ratios; seconds are one machine's on one day.
 The load is the machine's average of one minute before or after, whichever is larger.
@@ -39,12 +30,19 @@ The load is the machine's average of one minute before or after, whichever is la
 
 @dataclass(frozen=True)
 class Part:
-    """One call of a benchmark, as parts.toml describes it."""
+    """One call of a benchmark, as parts.toml describes it.
+
+    Attributes
+    ----------
+    title, command : str
+    figure, spread : str
+        Headings of columns.
+    headline : str
+        How the row of the summary begins.
+    """
 
     title: str
     command: str
-    rows: tuple[str, ...] = ("@ROW@",)
-    context: str = ""
     figure: str = "ratio"
     spread: str = "quartiles of the rounds"
     headline: str = ""
@@ -69,35 +67,57 @@ BENCHMARKS = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Record:
-    """One call of a benchmark and what it printed."""
+    """One call of a part: a line of results.jsonl.
 
+    Attributes
+    ----------
+    benchmark, part, command, date, machine : str
+    versions : dict
+        Package to version.
+    exit_code : int
+    rows : list of Cells
+    script_removed : bool
+        Whether the script of the command is in the tree no more.
+    """
+
+    benchmark: str
+    part: str
     command: str
-    where: str
-    printed: str
+    date: str
+    machine: str
+    versions: dict[str, str]
     exit_code: int
+    rows: list[Cells]
+    script_removed: bool = False
 
-    def save(self, benchmark: str, part: str) -> None:
-        """Write the record into results/."""
-        end = "" if not self.exit_code else f"\nexit code {self.exit_code}\n"
-        RAW.mkdir(exist_ok=True)
-        text = f"$ {self.command}\n{self.where}\n\n{self.printed}\n{end}"
-        raw_file(benchmark, part).write_text(text, encoding="utf-8")
+    @property
+    def where(self) -> str:
+        """When and where it ran, in one line."""
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        return f"{self.date}: {self.machine}; {versions}"
 
-    @classmethod
-    def load(cls, path: Path) -> Record:
-        """Read a file of results/."""
-        command, where, _, printed = path.read_text(encoding="utf-8").split("\n", 3)
-        ended = re.search(r"\n\nexit code (\d+)\n$", printed)
-        printed = printed[: ended.start()] if ended else printed
-        code = int(ended[1]) if ended else 0
-        return cls(command.removeprefix("$ "), where, printed.strip("\n"), code)
+    def save(self, printed: str) -> None:
+        """Write the record in the place of the part's last one, and what it printed."""
+        records = {**load_records(), (self.benchmark, self.part): self}
+        lines = [json.dumps(asdict(one), ensure_ascii=False) for one in records.values()]
+        DATA.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        PRINTED.mkdir(exist_ok=True)
+        file = PRINTED / f"{self.benchmark}-{self.part}.txt"
+        file.write_text(f"$ {self.command}\n{self.where}\n\n{printed}\n", encoding="utf-8")
 
 
-def raw_file(benchmark: str, part: str) -> Path:
-    """Return the file of what a part printed."""
-    return RAW / f"{benchmark}-{part}.txt"
+def load_records() -> dict[tuple[str, str], Record]:
+    """Return the latest record of each part that was ever run, by benchmark and part."""
+    lines = DATA.read_text(encoding="utf-8").splitlines() if DATA.exists() else []
+    records = [Record(**json.loads(line)) for line in lines]
+    return {(one.benchmark, one.part): one for one in records}
+
+
+def rows_in(printed: str) -> list[Cells]:
+    """Return the rows among printed lines."""
+    return [json.loads(line) for line in printed.splitlines() if line.startswith('{"what": ')]
 
 
 def parts_of(words: list[str]) -> tuple[str, list[str], list[str]]:
@@ -109,36 +129,7 @@ def parts_of(words: list[str]) -> tuple[str, list[str], list[str]]:
     return benchmark, parts, options
 
 
-def in_full(name: re.Match[str]) -> str:
-    """Return the pattern that a name in parts.toml stands for."""
-    return PATTERNS[name[1]]
-
-
-def rows_of(part: Part, printed: str) -> Iterator[dict[str, str]]:
-    """Return what each matching line says, by the names of the groups."""
-    before = ""
-    for line in printed.splitlines():
-        if part.context and (found := re.fullmatch(part.context, line)):
-            before = f"{found['what']}: "
-            continue
-        for pattern in part.rows:
-            if found := re.fullmatch(re.sub(r"@(\w+)@", in_full, pattern), line):
-                row = {name: text.strip() for name, text in found.groupdict().items() if text}
-                row = verdict_of(row) | row
-                yield {**row, "what": re.sub(" +", " ", before + row["what"])}
-                break
-
-
-def verdict_of(row: dict[str, str]) -> dict[str, str]:
-    """Return whether a figure is within its limit, for lines that state a limit and no verdict."""
-    limit = re.fullmatch(rf"(?:at most |<= )?({NUMBER})", row.get("wanted", ""))
-    if limit is None:
-        return {}
-    figure, most = (float(number.replace(",", "")) for number in (row["figure"], limit[1]))
-    return {"verdict": "met" if figure <= most else "MISSED"}
-
-
-def table_of(part: Part, rows: list[dict[str, str]]) -> str:
+def table_of(part: Part, rows: list[Cells]) -> str:
     """Return a part's table in Markdown; columns that no row fills are left out."""
     columns = {"what": "what", "figure": part.figure, "unit": "unit", "low": part.spread}
     columns |= {"wanted": "wanted", "verdict": "verdict"}
@@ -154,45 +145,46 @@ def table_of(part: Part, rows: list[dict[str, str]]) -> str:
     return "\n".join(lines)
 
 
-def spread_of(row: dict[str, str]) -> str:
+def spread_of(row: Cells) -> str:
     """Return the two numbers beside a figure, or nothing."""
     return f"{row['low']} to {row['high']}" if "low" in row else ""
 
 
-def in_words(row: dict[str, str]) -> str:
+def in_words(row: Cells) -> str:
     """Return what a row says, without its note."""
     spread = f" ({spread_of(row)})" if "low" in row else ""
     unit = f" {row['unit']}" if "unit" in row else ""
     return f"{row['what']}: {row['figure']}{unit}{spread}"
 
 
-def section_of(name: str, key: str, record: Record) -> tuple[str, list[str], str]:
+def section_of(record: Record) -> tuple[str, list[str], str]:
     """Return a part's line of the summary, the targets that it missed, and its section."""
-    part, file = BENCHMARKS[name].parts[key], raw_file(name, key).name
-    rows = list(rows_of(part, record.printed))
+    name, key, rows = record.benchmark, record.part, record.rows
+    part = BENCHMARKS[name].parts[key]
     judged = [row for row in rows if "verdict" in row]
     missed = [row for row in judged if row["verdict"] == "MISSED"]
     main = next((in_words(row) for row in rows if row["what"].startswith(part.headline)), "")
     targets = f"{len(judged) - len(missed)} of {len(judged)}" if judged else ""
-    link, date = f"[{name}: {key}](#{name}-{key})", record.where.partition(":")[0]
+    link = f"[{name}: {key}](#{name}-{key})"
+    removed = " (script removed)" if record.script_removed else ""
     return (
-        f"| {link} | {part.title} | {main} | {targets} | {date} |",
+        f"| {link} | {part.title} | {main} | {targets} | {record.date} |",
         [f"- {link}: {in_words(row)}, wanted {row['wanted']}" for row in missed],
-        f"### {name}: {key}\n\n{part.title} ([all that it printed](results/{file})).\n\n"
-        f"{table_of(part, rows)}\n\n`{record.command}`; {record.where}\n",
+        f"### {name}: {key}\n\n{part.title} ([all that it printed](results/{name}-{key}.txt)).\n\n"
+        f"{table_of(part, rows)}\n\n`{record.command}`{removed}; {record.where}\n",
     )
 
 
 def results_page() -> str:
     """Return RESULTS.md: a summary, the targets that are missed, then each benchmark's tables."""
     lines = ["| part | what is measured | main row | targets met | date |", "|---|---|---|---|---|"]
-    missed, sections = [], []
+    missed, sections, records = [], [], load_records()
     for name, benchmark in BENCHMARKS.items():
-        recorded = [key for key in benchmark.parts if raw_file(name, key).exists()]
+        recorded = [records[name, key] for key in benchmark.parts if (name, key) in records]
         if recorded:
             sections.append(f"## {name}\n\n{benchmark.title}.\n")
-        for key in recorded:
-            line, those, section = section_of(name, key, Record.load(raw_file(name, key)))
+        for record in recorded:
+            line, those, section = section_of(record)
             lines.append(line)
             missed += those
             sections.append(section)

@@ -8,17 +8,18 @@ decides per head evicts nothing, and looks for keys that no query attends to at 
 from __future__ import annotations
 
 import importlib.util
-import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from _common import Row, median_of, ratio_of
+from results import rows_in
 from runtime_rows import Decoding
 
 from kvalloc.accounting.costs import plain_bytes
@@ -43,15 +44,11 @@ def rows_from_there(arguments: Sequence[str]) -> Iterator[dict[str, Any]]:
         print(said, file=sys.stderr, flush=True)
         return
     script = str(FOLDER / "bench_runtime.py")
-    command = [str(PYTHON), script, *arguments, "--only", "peers", "--json"]
+    command = [str(PYTHON), script, *arguments, "--only", "peers"]
     ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    try:
-        printed = json.loads(ran.stdout)
-    except json.JSONDecodeError as error:
-        raise RuntimeError(f"{PYTHON} ended with code {ran.returncode}, see above") from error
-    versions = printed["where"]["versions"]
-    for row in printed["rows"]:
-        yield {**row, "note": f"{row['note']}; transformers {versions['transformers']}"}
+    if not (rows := rows_in(ran.stdout)):
+        raise RuntimeError(f"{PYTHON} ended with code {ran.returncode}, see above")
+    yield from rows
 
 
 def run_there(*words: str) -> int:
@@ -139,9 +136,7 @@ def peer_rows(
             yield {
                 "name": f"decode by {level} / {name}, {decoding}, tokens a second",
                 **ratio_of(timed, name, level),
-                "stored_bytes": stored[level],
-                "peer_stored_bytes": peer.stored_bytes,
-                "peer_kept_share": peer.kept_share,
                 "note": f"{speed[level]:.1f} and {speed[name]:.1f} tokens/s; {stored[level]:,} "
-                f"bytes a row stored and {peer.stored_bytes:,}; it keeps {peer.kept_share:.1%}",
+                f"bytes a row stored and {peer.stored_bytes:,}; it keeps {peer.kept_share:.1%}; "
+                f"transformers {version('transformers')}",
             }

@@ -50,6 +50,11 @@ class Ratio:
         ends = "no interval" if self.low is None else f"{self.low:.2f}..{self.high:.2f}"
         return f"{self.ratio:.2f} [{ends}] of {self.peer}, {self.n_prompts} prompts"
 
+    def cells(self) -> dict[str, str]:
+        """Return the cells of a row of RESULTS.md."""
+        ends = {} if self.low is None else {"low": f"{self.low:.2f}", "high": f"{self.high:.2f}"}
+        return {"figure": f"{self.ratio:.2f}", **ends, "prompts": f"{self.n_prompts}"}
+
 
 def cell_file(model_id: str, cell: str) -> Path:
     """Where the rows of a model's cell stand."""

@@ -1,11 +1,12 @@
-"""What benchmarks count, and the page and tables that are made of what they print."""
+"""What benchmarks count, and the page and tables that are made of their rows."""
 
+import json
 from dataclasses import fields
 
 import bench_runtime
 import pytest
 import runtime_oracle as tiny
-from _common import row_met
+from _common import cells_of, row_met
 from bench_quality import CELLS as ALL_CELLS
 from quality.cells import CELLS as KINDS
 from quality.cells import OF, ORDER, row_of
@@ -16,7 +17,16 @@ from quality.tables import (
     mean_kl,
     shared_kl,
 )
-from results import BENCHMARKS, FOLDER, RESULTS, Record, parts_of, raw_file, results_page, rows_of
+from results import (
+    BENCHMARKS,
+    FOLDER,
+    RESULTS,
+    Record,
+    load_records,
+    parts_of,
+    results_page,
+    rows_in,
+)
 from runtime_rows import ANSWER_TOKENS, fits_rows, stored_bytes
 from transformers import DynamicCache
 
@@ -24,35 +34,47 @@ import kvalloc
 from kvalloc.accounting.costs import POSITION_BYTES
 from kvalloc.evaluate.scoring import Outcome
 
-# RESULTS.md is made from benchmarks/results/, by the code that makes it for new runs
+# RESULTS.md is made from results.jsonl
 
 
 PARTS = [(name, key) for name, benchmark in BENCHMARKS.items() for key in benchmark.parts]
 
 
-def test_the_page_is_what_the_files_give():
+def exists(command):
+    return command.startswith("-m pytest ") or (FOLDER.parent / command.split()[0]).is_file()
+
+
+def test_the_page_is_what_the_records_give():
     assert results_page() == RESULTS.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(("name", "key"), PARTS)
-def test_every_part_has_a_script_and_rows(name, key):
-    part = BENCHMARKS[name].parts[key]
-    assert (
-        part.command.startswith("-m pytest ") or (FOLDER.parent / part.command.split()[0]).is_file()
-    )
-    if not raw_file(name, key).exists():
-        return  # nobody has run it yet
-    rows = list(rows_of(part, Record.load(raw_file(name, key)).printed))
-    assert rows
-    assert any(row["what"].startswith(part.headline) for row in rows)
+def test_every_part_has_a_script_and_its_record_rows(name, key):
+    part, record = BENCHMARKS[name].parts[key], load_records().get((name, key))
+    assert exists(part.command)
+    if record is not None:  # else nobody has run it yet
+        assert any(row["what"].startswith(part.headline) for row in record.rows)
+        assert exists(record.command.removeprefix("python ")) != record.script_removed
 
 
-def test_a_record_is_read_as_it_was_written(tmp_path, monkeypatch):
-    monkeypatch.setattr("results.RAW", tmp_path)
-    for code, printed in ((0, "a: 1.5 [1, 2]"), (1, "  first\n\nexit code 7 is no end\n  last")):
-        record = Record("python x.py", "2026-11-21: a machine", printed, code)
-        record.save("solvers", "scale")
-        assert Record.load(tmp_path / "solvers-scale.txt") == record
+def test_a_record_is_read_as_it_was_saved(tmp_path, monkeypatch):
+    monkeypatch.setattr("results.DATA", tmp_path / "results.jsonl")
+    monkeypatch.setattr("results.PRINTED", tmp_path)
+    numbers = {"name": "a", "figure": 1.5, "low": 1, "high": 2.25, "at_most": 1, "note": "n"}
+    line = json.dumps(cells_of(numbers))
+    rows = rows_in(f"a table:\n  1 2\n{line}\n")
+    assert rows == [
+        {"what": "a", "figure": "1.5", "low": "1", "high": "2.25"}
+        | {"wanted": "<= 1", "verdict": "MISSED", "note": "n"}
+    ]
+    for date in ("2026-11-21", "2026-11-22"):
+        where = {"date": date, "machine": "m", "versions": {"numpy": "2"}}
+        record = Record(
+            benchmark="solvers", part="scale", command="x", exit_code=1, rows=rows, **where
+        )
+        record.save(line)
+    assert load_records() == {("solvers", "scale"): record}
+    assert "a: 1.5 (1 to 2.25), wanted <= 1" in results_page()
 
 
 def test_a_call_names_a_benchmark_a_part_and_options():

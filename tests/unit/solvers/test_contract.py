@@ -2,6 +2,7 @@
 
 import functools
 import importlib.metadata
+import json
 
 import numpy as np
 import pytest
@@ -115,7 +116,8 @@ def test_no_misses_in_thousands_of_problems(name, which, count, seed, optimal, r
     exact, cases = name in EXACT or name == "max_min", cases_of(count, tuple(which), seed)
     ends = check_all(registry.get_solver(name), cases, exact=exact, may_give_up=gave_up > 0)
     proven, able = ends["optimal"], count - ends["refused"]
-    print(f"\n{name}: {proven:,} proven optimal, none wrongly, of {able:,} that it can solve")
+    row = {"what": name, "figure": f"{proven:,}", "problems": f"{able:,}", "note": "none wrongly"}
+    print(f"\n{json.dumps(row)}")
     assert sum(ends.values()) == count
     assert ends["optimal"] >= optimal
     assert ends["refused"] <= refused
