@@ -118,9 +118,8 @@ test-matrix: $(READY) ## every policy x arrival x mode of the runtime against th
 HOSTILE := $(addprefix tests/unit/,formats/test_hostile_files.py models/test_hostile_models.py \
 	runtime/test_hostile_caches.py)
 
-fuzz: $(READY) ## FILES=10000 hostile files of each kind with SEED=0: refused or read, never a crash
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -s $(HOSTILE) --hostile-files $(or $(FILES),10000) \
-		--hostile-seed $(or $(SEED),0)
+fuzz: $(READY) ## FILES=10000 hostile files of each kind: refused or read, never a crash
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -s $(HOSTILE) --hostile-files $(or $(FILES),10000)
 
 test-sanitized: $(READY) ## the CPU's kernel under AddressSanitizer, 10,000 crafted files included
 	$(BIN)/python .ci/sanitized.py
@@ -136,11 +135,12 @@ check-trust: $(READY) kernel ## what breaks must lose nothing: kill, fuzz, soak 
 	$(TESTS) -m 'kill or fuzz or soak or ray' --ray --soak-calls 300 --kills 14 --hostile-files 1000 \
 		--durations=5
 
-test-kills: $(READY) ## long commands killed KILLS=200 times, by SEED=0, and run again: nothing lost or left
-	$(BIN)/python tests/support/kill_runs.py --kills $(or $(KILLS),200) --seed $(or $(SEED),0)
+test-kills: $(READY) ## long commands killed KILLS=200 times, and run again: nothing lost or left
+	$(BIN)/python tests/support/kill_runs.py $(or $(KILLS),200)
 
 soak: $(READY) kernel ## generate() CALLS=2000 times over one model: nothing stays, nothing changes
-	$(BIN)/python tests/support/soak_runs.py --calls $(or $(CALLS),2000) --seed $(or $(SEED),0)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -s --soak-calls $(or $(CALLS),2000) \
+		tests/unit/runtime/test_soak.py
 
 test-gpu: $(READY) ## the tests on a CUDA device; skipped where there is none
 	$(BIN)/python -m pytest -q -m gpu

@@ -27,7 +27,6 @@ NUMBERS = {
     "--matrix-seed": (0, "seed of those cells"),
     "--rounded-models": (24, "random models with entries below 16 bits beside a float64 oracle"),
     "--hostile-files": (100, "changed files of each kind that are refused or read"),
-    "--hostile-seed": (0, "seed of those files"),
     "--soak-calls": (16, "calls over one model, which leave nothing and answer as the first"),
     "--kills": (2, "kills of commands, of all from 10 on"),
     "--thread-rounds": (8, "times that threads over one model are beside one after the other"),

@@ -1,19 +1,15 @@
-"""Hostile files by generic mutation: one place of a sound file changed, in JSON or safetensors.
+"""Hostile files: one place of a sound file changed, in its bytes, its JSON or its tensors.
 
-`mutants` gives changed files of a sample by number: first every field of its JSON dropped and
-replaced by a value of each other type, then changes by chance. A case is made again by its sample
-and number. Digests have no key, so a changed file is signed again: what would stop at the digest
-has to be refused by what comes after it.
+Digests have no key, so a changed file is signed again: what would stop at the digest has to be
+refused by what comes after it. Hypothesis chooses the changes and makes a failing one small.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import random
 import resource
 import signal
-import struct
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from kvalloc.errors import KVAllocError, ProfileFileError, one_line
 from kvalloc.formats.record import digest_of, digest_over
@@ -39,22 +37,17 @@ MAX_BYTES = 2**30
 OF_EACH_TYPE: tuple[Any, ...] = (
     *(None, True, -1, 0.5, 10**30, float("inf"), float("nan"), "x", [], {}, [[]], {"": None}),
 )
-NUMBERS: tuple[Any, ...] = (
-    *(-(2**63), -(2**31), -2, 0, 1, 2, 3, 63, 127, 129, 2**15, 2**31 - 1, 2**31, 2**53, 2**62),
-    *(50_000_000, 2**63, 2**64, 10**30, 10**400, -0.0, 1e-320, 1e308, -1e308),
-    *(float("nan"), float("inf"), float("-inf")),
-)
+NUMBERS = (-(2**63), -(2**31), -2, 0, 1, 63, 127, 2**15, 2**31, 2**53, 50_000_000, 2**64, 10**400)
 STRINGS = (
-    *("", " ", "demo", "full", "sliding", "layer", "head", "xkv", "score", "x" * 5000, "9" * 5000),
-    *("../../../etc/passwd", "/etc/passwd", "a/../../b", "nul\0byte", "~root", "C:\\x", "-o", "."),
-    *("hf://owner/repo/../../x", "http://127.0.0.1:9/x", "file:///etc/passwd", "%s%n", "{x.y}"),
-    *("\ud800", "\udfff\ud800", "\u202e", "\x1b[2J", "\x1b]0;t\x07", "\r\n", "<script>x</script>"),
-    *("__import__('os').system('touch PWNED')", "cos\nsystem\n(S'touch PWNED'\ntR."),
-    *("streaming:window=-1", "surrogate:file=/etc/passwd", "NaN", "1e999"),
+    *("", "demo", "full", "layer", "xkv", "x" * 5000, "9" * 5000, "nul\0byte", "~root", "-o", "."),
+    *("../../../etc/passwd", "/etc/passwd", "file:///etc/passwd", "hf://owner/repo/../../x"),
+    *("http://127.0.0.1:9/x", "%s%n", "{x.y}", "\ud800", "\u202e", "\x1b[2J", "\r\n", "<script>x"),
+    *("__import__('os').system('touch PWNED')", "surrogate:file=/etc/passwd", "NaN", "1e999"),
 )
 BYTES = (
     *(b"", b"\0", b"\xff" * 8, b"{", b"[" * 200_000, b"9" * 5000, b"  \n", b"[1, 2]", b"7"),
     *(bytes(range(256)), b"GGUF", b"PK\x03\x04", b"\x80\x04.", b"\xef\xbb\xbf", b"\x93NUMPY"),
+    *(number.to_bytes(8, "little") for number in (1, 2**20, 2**31, 2**40, 2**63, 2**64 - 1)),
 )
 BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "U8": 8, "F8_E4M3": 8}
 NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -70,7 +63,19 @@ Kind = tuple[Sequence[bytes], Read]
 """Sound files, and what reads such a file and uses it."""
 
 
-# JSON
+# JSON and bytes
+
+
+def nested(levels: int, *, in_lists: bool) -> Any:
+    value: Any = 0
+    for _ in range(levels):
+        value = [value] if in_lists else {"a": value}
+    return value
+
+
+odd_values = st.sampled_from((*NUMBERS, -0.0, 1e308, *STRINGS, *OF_EACH_TYPE)) | st.builds(
+    nested, st.sampled_from((5, 500)), in_lists=st.booleans()
+)
 
 
 def places(value: Any) -> Iterator[tuple[Any, ...]]:
@@ -97,69 +102,33 @@ def with_value(value: Any, path: tuple[Any, ...], new: Any) -> Any:
     return changed
 
 
-def each_field(value: Any) -> list[tuple[tuple[Any, ...], Any]]:
-    """Return the path of every field with each value that is not of its type."""
-    fields = [path for path in places(value) if not any(isinstance(k, int) and k for k in path)]
-    return [(path, new) for path in fields for new in (..., *OF_EACH_TYPE)]
-
-
-def changed_value(value: Any, rng: random.Random) -> Any:
+@st.composite
+def changed_value(draw: Any, value: Any) -> Any:
     """Return a JSON value with one place changed."""
     every = list(places(value))
     if not every:
-        return rng.choice((*NUMBERS, *STRINGS, *OF_EACH_TYPE))
-    path = rng.choice(every)
-    old, nested = value, 0
+        return draw(odd_values)
+    path = draw(st.sampled_from(every))
+    old = value
     for key in path:
         old = old[key]
-    for _ in range(rng.choice((5, 500))):
-        nested = rng.choice(([nested], {"a": nested}))
-    new = rng.choice((rng.choice(NUMBERS), rng.choice(STRINGS), rng.choice(OF_EACH_TYPE), nested))
+    near: tuple[Any, ...] = (...,)
     if isinstance(old, int | float):
-        new = rng.choice((new, rng.choice(NUMBERS), old + 1, old - 1, -old, old * 2, str(old)))
+        near = (..., old + 1, old - 1, -old, old * 2, str(old))
     elif isinstance(old, list):
-        new = rng.choice((new, old[:-1], old * 2, old * 5000))
+        near = (..., old[:-1], old * 2, old * 5000)
     elif isinstance(old, dict):
-        new = rng.choice((new, {**old, rng.choice((*STRINGS, *old)): rng.choice(STRINGS)}))
-    return with_value(value, path, rng.choice((new, new, new, ...)))
+        near = (..., {**old, draw(st.sampled_from(STRINGS)): "x"})
+    return with_value(value, path, draw(odd_values | st.sampled_from(near)))
 
 
-def as_json(value: Any, rng: random.Random) -> bytes:
-    """Return JSON, now and then with a key twice, or deeper than any reader goes."""
-    text = json.dumps(value)
-    if rng.random() < 0.03 and isinstance(value, dict) and value:
-        text = f"{text[:-1]}, {json.dumps({rng.choice(sorted(value)): rng.choice(STRINGS)})[1:]}"
-    return text.replace("0", "[" * 100_000, rng.random() < 0.02).encode()
-
-
-def changed_json(content: bytes, rng: random.Random) -> bytes:
-    """Return JSON, or JSON lines, with one place changed; a record's digest is made again."""
-    try:
-        value = json.loads(content)
-    except ValueError:
-        lines = content.splitlines()
-        number = rng.randrange(len(lines))
-        lines[number] = changed_json(lines[number], rng)
-        return rng.choice((b"\n", b"\r\n", b"\n\n")).join(lines)
-    changed = changed_value(value, rng)
-    return as_json(signed(changed) if b'"digest"' in content else changed, rng)
-
-
-def changed_bytes(content: bytes, rng: random.Random) -> bytes:
-    """Return content flipped, cut, doubled, appended to or overwritten in one place."""
-    size = rng.choice((len(content), min(len(content), 300)))
-    place, length = rng.randrange(size + 1), rng.choice((1, 8, 100, 1000))
-    before, some, after = content[:place], content[place : place + length], content[place:]
-    number = rng.choice((0, 1, 2**20, 2**27, 2**31, 2**40, 2**63, 2**64 - 1, len(content)))
-    flipped = bytes([after[0] ^ 1 << rng.randrange(8)]) if after else b""
-    return rng.choice(
-        (
-            *(before, before + flipped + after[1:], before + some + after, before + after[length:]),
-            *(rng.choice(BYTES), before + rng.choice(BYTES) + after, content + rng.choice(BYTES)),
-            before + struct.pack("<Q", number) + after[8:],
-            struct.pack("<Q", number) + content[8:],
-        )
-    )
+@st.composite
+def changed_bytes(draw: Any, content: bytes) -> bytes:
+    """Return content with some bytes of its start or its end, or anywhere, replaced by others."""
+    place = draw(st.sampled_from((0, 8, len(content))) | st.integers(0, len(content)))
+    new = draw(st.sampled_from(BYTES) | st.binary(max_size=8))
+    n_replaced = draw(st.sampled_from((0, 1, 8, len(new), 100, len(content))))
+    return content[:place] + new + content[place + n_replaced :]
 
 
 # Safetensors
@@ -201,15 +170,19 @@ class Tensors:
             arrays[name] = one["dtype"], raw.reshape(shape)
         return cls(entry, json.loads(stated), arrays, others)
 
-    def pack(self, change: Callable[[Any], Any] = lambda table: table) -> bytes:
-        """Return the file; ``change`` is applied to the table of its tensors."""
+    def table(self) -> dict[str, Any]:
+        """Return the header of the file, with the place of each array."""
         header = {self.entry: json.dumps(self.stated)} if self.entry else {}
-        table: Any = {"__metadata__": {**header, **self.others}}
+        table: dict[str, Any] = {"__metadata__": {**header, **self.others}}
         end = 0
         for name, (dtype, raw) in self.arrays.items():
             end, begin = end + raw.size, end
             table[name] = {"dtype": dtype, "shape": raw.shape[:-1], "data_offsets": [begin, end]}
-        text = json.dumps(change(table)).encode()
+        return table
+
+    def pack(self, table: Any = None) -> bytes:
+        """Return the file, with another header if there is one."""
+        text = json.dumps(self.table() if table is None else table).encode()
         data = b"".join(raw.tobytes() for _, raw in self.arrays.values())
         return len(text).to_bytes(8, "little") + text + data
 
@@ -219,47 +192,44 @@ class Tensors:
         kind = "int16" if dtype == "BF16" else NAMES[dtype]
         return raw.view(kind)[..., 0]
 
-    def change(self, rng: random.Random) -> bool:
+    def change(self, draw: Any) -> bool:
         """Change one array in type, shape, numbers or name, or leave it out.
 
-        Returns whether it has any bytes now.
+        Returns whether it has other floating-point numbers now.
         """
-        name = rng.choice(sorted(self.arrays))
+        name = draw(st.sampled_from(sorted(self.arrays)))
         dtype, raw = self.arrays[name]
-        flat, axis = raw.reshape(-1), rng.randrange(raw.ndim)
-        act = rng.randrange(8)
-        if act == 0:
+        acts = ("number", "number", "one", "all", "drop", "name", "type")
+        act = draw(st.sampled_from(acts))
+        if act == "drop":
             del self.arrays[name]
-        elif act == 1:
-            self.arrays[rng.choice((name + "x", "..", "visible", *self.arrays))] = dtype, raw
-        elif act == 2:
-            self.arrays[name] = rng.choice([d for d in BITS if BITS[d] == BITS[dtype]]), raw
-        elif act == 3:
-            turned = np.moveaxis(raw, 0, max(raw.ndim - 2, 0))
-            self.arrays[name] = dtype, np.ascontiguousarray(turned)
-        elif act == 4 and raw.size:  # any bytes
-            for place in rng.choices(range(flat.size), k=rng.choice((1, 8, flat.size))):
-                flat[place] = rng.randrange(256)
-        elif act == 5 and raw.size:  # one number
-            width = raw.shape[-1]
-            begin = width * rng.randrange(flat.size // width)
-            old = int.from_bytes(flat[begin : begin + width].tobytes(), "little", signed=True)
-            near = (*NUMBERS[:16], *(old + step for step in (-64, -2, -1, 1, 2, 64)))
-            number = struct.pack("<q", max(min(rng.choice(near), 2**63 - 1), -(2**63)))
-            if dtype == "F64":
-                number = struct.pack("<d", rng.choice((*NUMBERS[-6:], -1.0, 0.0, 2.0)))
-            flat[begin : begin + width] = np.frombuffer(number, np.uint8)[:width]
+        elif act == "name":
+            self.arrays[draw(st.sampled_from((name + "x", "..", *self.arrays)))] = dtype, raw
+        elif act == "type":
+            alike = [kind for kind in BITS if BITS[kind] == BITS[dtype]]
+            self.arrays[name] = draw(st.sampled_from(alike)), raw
+        elif act == "number" and raw.size:
+            numbers = self.numbers(name).reshape(-1)
+            place = draw(st.integers(0, len(numbers) - 1))
+            if numbers.dtype.kind == "f":
+                numbers[place] = draw(st.floats(width=8 * numbers.itemsize))
+                return True
+            limits, old = np.iinfo(numbers.dtype), int(numbers[place])
+            near = (*NUMBERS, *(old + step for step in (-64, -1, 1, 64)))
+            numbers[place] = min(max(draw(st.sampled_from(near)), limits.min), limits.max)
+            return dtype == "BF16"
         else:  # cut or padded, alone or with all that belong to it
+            axis = draw(st.integers(0, raw.ndim - 1))
             ahead, size = name.rpartition(".")[0], raw.shape[axis]
-            wanted = rng.choice((0, 1, size - 1, size + 1, size + 7, size // 2, 2 * size))
-            for other in [name] if act == 6 else list(self.arrays):
+            wanted = draw(st.sampled_from((0, 1, max(size - 1, 0), size + 1, size // 2, 2 * size)))
+            for other in [name] if act == "one" else list(self.arrays):
                 dtype, raw = self.arrays[other]
                 if other.rpartition(".")[0] == ahead and axis < raw.ndim - 1:
                     padding = [(0, 0)] * raw.ndim
                     padding[axis] = (0, max(wanted - raw.shape[axis], 0))
-                    cut = np.pad(raw, padding).swapaxes(0, axis)[: max(wanted, 0)]
-                    self.arrays[other] = dtype, np.ascontiguousarray(cut.swapaxes(0, axis))
-        return act == 4
+                    sized = np.pad(raw, padding).take(range(wanted), axis)
+                    self.arrays[other] = dtype, np.ascontiguousarray(sized)
+        return False
 
     def signed(self) -> Tensors:
         """Return the file with the digests that fit what is in it, where any digest can."""
@@ -289,36 +259,13 @@ def signed(stated: Any) -> Any:
     return stated
 
 
-def changed_tensors(content: bytes, rng: random.Random) -> bytes:
-    """Return a safetensors file with a change in its own header, its arrays or their table."""
-    file, act = Tensors.parse(content), rng.random()
-    if act < 0.1:
-        return file.pack(lambda table: changed_value(table, rng))
-    if act < 0.5:
-        file.stated = changed_value(file.stated, rng)
-    else:
-        file.change(rng)
-    return file.signed().pack()
-
-
-def mutant(content: bytes, rng: random.Random) -> bytes:
-    """Return a sound file of any format with one place changed."""
-    if rng.random() < 0.25:
-        return changed_bytes(content, rng)
-    if content[8:9] == b"{":
-        return changed_tensors(content, rng)
-    return (
-        changed_json(content, rng) if content[:1] in (b"{", b"[") else changed_bytes(content, rng)
-    )
-
-
 def stated_by(content: bytes) -> Any:
-    """Return the values in a record's file, arrays of numbers left out."""
+    """Return the values in a file of JSON or a record's file, arrays of numbers left out."""
     return json.loads(content) if content[:1] == b"{" else Tensors.parse(content).stated
 
 
 def with_stated(content: bytes, stated: Any, *, sign: bool = True) -> bytes:
-    """Return a record's file with other values, signed again or under its old digest."""
+    """Return a file with other values, signed again or under its old digest."""
     if content[:1] == b"{":
         return json.dumps(signed(stated) if sign else stated).encode()
     file = Tensors.parse(content)
@@ -326,10 +273,38 @@ def with_stated(content: bytes, stated: Any, *, sign: bool = True) -> bytes:
     return (file.signed() if sign else file).pack()
 
 
-# Cases
+@st.composite
+def mutants(draw: Any, samples: Sequence[bytes]) -> bytes:
+    """Return a sound file of any format with one place changed."""
+    content, act = draw(st.sampled_from(samples)), draw(st.integers(0, 7))
+    tensors = content[8:9] == b"{"
+    if act < 2 or not (tensors or content[:1] == b"{"):
+        return draw(changed_bytes(content))
+    if tensors and act < 5:
+        file = Tensors.parse(content)
+        if act == 2:
+            return file.pack(draw(changed_value(file.table())))
+        file.change(draw)
+        return file.signed().pack()
+    lines = content.splitlines() if b"}\n{" in content and not tensors else [content]
+    number = draw(st.integers(0, len(lines) - 1))
+    stated = draw(changed_value(stated_by(lines[number])))
+    lines[number] = with_stated(lines[number], stated, sign=b'digest"' in content)
+    return b"\n".join(lines)
 
 
-def outcomes(name: str, kind: Kind, path: Path, count: int, seed: int) -> Counter[str]:
+# Reading
+
+
+def by_chance(count: int) -> settings:
+    """Return the settings of a test of so many examples, the same ones each time."""
+    checks = [*HealthCheck]
+    return settings(
+        max_examples=count, derandomize=True, database=None, suppress_health_check=checks
+    )
+
+
+def outcomes(name: str, kind: Kind, path: Path, count: int) -> Counter[str]:
     """Read so many mutants of a kind of file; return and print how many were refused and read.
 
     Raises
@@ -337,20 +312,21 @@ def outcomes(name: str, kind: Kind, path: Path, count: int, seed: int) -> Counte
     AssertionError
         If a mutant is neither refused in one line nor read, or reading it does more than that.
     """
-    found: Counter[str] = Counter()
-    for number in range(count):
-        rng, case = random.Random(f"{seed} {number}"), f"{name}, case {number} of seed {seed}"
-        path.write_bytes(mutant(rng.choice(kind[0]), rng))
-        try:
-            error = refusal(kind[1], path)
-        except BaseException as crash:
-            crash.add_note(case)
-            raise
-        wrong = GUARD.seen or (error and one_clear_line(error, path))
-        assert not wrong, f"{case}: {wrong}: {str(error)[:500]!r}"
-        found["refused" if error else "read"] += 1
-    print(f"\n{name}: {found['refused']:,} refused, {found['read']:,} read")
-    return found
+    result: Counter[str] = Counter()
+
+    @by_chance(count)
+    @given(mutants(kind[0]))
+    def read(content: bytes) -> None:
+        path.write_bytes(content)
+        error = refusal(kind[1], path)
+        assert GUARD.seen == []
+        assert error is None or one_clear_line(error, path) is None
+        result["refused" if error else "read"] += 1
+
+    read()
+    row = {"what": name, "figure": f"{result['refused']:,}", "read": f"{result['read']:,}"}
+    print(f"\n{json.dumps(row)}")
+    return result
 
 
 def refusal(read: Read, path: Path) -> KVAllocError | None:
