@@ -1,9 +1,8 @@
-"""What measuring costs: profiles in time and memory, losses, long contexts, workers of a cluster.
+"""What measuring costs: profiles in time and memory, losses, long contexts.
 
     python benchmarks/bench_measuring.py profile [--model demo] [--lengths 1024 2048 4096]
     OMP_NUM_THREADS=1 python benchmarks/bench_measuring.py loss [--samples 2] [--context 1024]
     python benchmarks/bench_measuring.py long-prefill [--context 32768] [--layers 3] [--chunk N]
-    python benchmarks/bench_measuring.py ray [--samples 8] [--context 1024] [--repeats 5]
 
 - profile: profiling against the plain forward of the same prompts. Time: both run in one process,
   in turns (A B, B A, A B, ...), on the same token ids; the figure is the median of the ratios of
@@ -28,10 +27,6 @@
 - long-prefill: memory of profiling a long context in chunks, of a model of SmolLM2-135M's shape.
   Each dtype runs in a process of its own, on one random sample; its peak of resident memory is
   taken from after the weights were made to the end of the profile.
-- ray: two Ray workers of one thread against this process with one, which all have the model loaded.
-  A round is `kvalloc.profile` on the same samples, without a file, in turns; the figure is the
-  ratio of samples a second, with its spread over the rounds. Files of both must be the same, byte
-  for byte.
 """
 
 from __future__ import annotations
@@ -40,11 +35,9 @@ import argparse
 import json
 import resource
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -64,14 +57,13 @@ from _common import (
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvalloc.engine.contract import LocalEngine
-from kvalloc.engine.ray import RayEngine
 from kvalloc.measure import Prompt, default_texts, profile
 from kvalloc.measure.job import Job
 from kvalloc.measure.loss_plan import DEFAULT_SHARES
 from kvalloc.measure.loss_probe import LossProbe
 from kvalloc.measure.profiling import measure_job
 from kvalloc.measure.sampling import Sample, SampleSet, choose_samples
-from kvalloc.models.loading import LoadedModel, ModelSource, load_model, shape_of
+from kvalloc.models.loading import LoadedModel, load_model, shape_of
 from kvalloc.scorers import get_scorer
 from kvalloc.shape import ModelShape
 
@@ -81,13 +73,11 @@ PROMPTS, CORES = 32, 2
 BATCH = 8
 DEPTHS = 6
 MOST_MB = 1_500
-SPEED_TARGET = 1.6
 MIB = 2**20
 SIZES = {
     "profile": {"repeats": 6},
     "loss": {"samples": 2, "context": 1024, "repeats": 3},
     "long-prefill": {"context": 32_768},
-    "ray": {"samples": 8, "context": 1024, "repeats": 5},
 }
 
 
@@ -109,7 +99,7 @@ def main() -> int:
         measure = {"profile": measure_memory, "long-prefill": measure_long}[options.part]
         print(json.dumps(measure(options)))
         return 0
-    parts = {"profile": profile_rows, "loss": loss_rows, "long-prefill": long_rows, "ray": ray_rows}
+    parts = {"profile": profile_rows, "loss": loss_rows, "long-prefill": long_rows}
     return print_rows(parts[options.part](options), options, "torch", "transformers", "kvalloc")
 
 
@@ -311,51 +301,6 @@ def measure_long(options: argparse.Namespace) -> dict[str, Any]:
         "chunk": job.chunk_of(options.context),
         "points": int(found.ranks.size),
         "error": found.interpolation_error,
-    }
-
-
-# Workers of a cluster
-
-
-def ray_rows(options: argparse.Namespace) -> Iterator[Row]:
-    """Return the row of two workers beside this process."""
-    torch.set_num_threads(1)
-    source = ModelSource(source=options.model)
-    loaded = source.load()
-    with RayEngine(source=source, workers=2, threads=1) as workers:
-        yield compare(options, loaded, workers)
-
-
-def compare(options: argparse.Namespace, loaded: Any, workers: RayEngine) -> Row:
-    """Compare samples a second of two workers with those of one process."""
-
-    def measured(model: Any, output: Path | None = None) -> None:
-        profile(
-            model,
-            loaded.tokenizer,
-            default_texts(),
-            output=output,
-            samples=options.samples,
-            context=options.context,
-            model_id=loaded.model_id,
-        )
-
-    with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder) / name for name in ("local", "ray")]
-        for model, file in zip((loaded.model, workers), files, strict=True):
-            measured(model, file)
-        if files[0].read_bytes() != files[1].read_bytes():
-            raise ValueError("the workers' file is not that of one process")
-    calls = {"local": partial(measured, loaded.model), "ray": partial(measured, workers)}
-    seconds = in_turns(calls, repeats=options.repeats, warm_up=0)
-    alone, together = (options.samples / median_of(seconds, name) for name in calls)
-    pairs = [one / two for one, two in zip(seconds["local"][0], seconds["ray"][0], strict=True)]
-    return {
-        "name": "two workers / one process, samples a second",
-        **spread_of(pairs),
-        "at_least": SPEED_TARGET,
-        "note": f"{together:.3f} and {alone:.3f} samples of {options.context:,} tokens a second; "
-        "both files are the same",
     }
 
 

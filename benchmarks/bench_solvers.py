@@ -1,6 +1,6 @@
 """The solvers: time against one np.partition and SciPy's milp, memory, limits, and auto's choice.
 
-    python benchmarks/bench_solvers.py [limits exact scale auto] [--quick]
+    python benchmarks/bench_solvers.py [limits exact scale] [--quick]
 
 What is compared runs in turns in one process; a figure is the median of the ratios of each round,
 with their quartiles.
@@ -15,10 +15,6 @@ with their quartiles.
   bare arrays on (the problem is built and checked, its concavity is established, greedy solves it),
   against one `np.partition` of the same numbers; and the peak memory of a fresh process over the
   bytes of the curves.
-- auto: its objective against the best of all other solvers on problems of every kind of
-  `kvalloc.testing.KINDS` and on curves of the demo's model, and what its choice takes: what it
-  needs to find the solver, beyond what that solver needs to say itself that it can. Judged are all
-  problems together, and those that take 10 ms or more.
 """
 
 from __future__ import annotations
@@ -26,8 +22,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -53,21 +47,17 @@ from kvalloc.allocation.formulation import formulate
 from kvalloc.allocation.frontier import trace_frontier
 from kvalloc.allocation.request import Request
 from kvalloc.allocation.sensitivity import limits_of, price_at
-from kvalloc.allocation.verification import CheckedSolution, solve_problem
-from kvalloc.errors import InfeasibleError, KVAllocError
+from kvalloc.allocation.verification import solve_problem
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.measure.curves import rank_grid
-from kvalloc.problem import Aggregate, AllocationProblem, GroupCap, Sense, Solver, Termination
+from kvalloc.problem import Aggregate, AllocationProblem, GroupCap, Sense
 from kvalloc.problem.constraints import MaxDistinct
-from kvalloc.problem.registry import get_solver, solver_names
-from kvalloc.solvers.auto import Auto
-from kvalloc.testing import KINDS, larger_problem
+from kvalloc.problem.registry import get_solver
 
 SHARE, RETENTION, POINTS = 0.2, 0.9, 100
 PARTITION_TARGET, FRONTIER_TARGET, MEMORY_TARGET = 2.0, 10.0, 1.5
 ILP_TARGET_SECONDS, LIBRARY_TARGET = 5.0, 1.5
-GAP, LAGRANGIAN_GAP, SLACK = 1e-6, 1e-5, 1e-9
-CHOICE_TARGET, JUDGED_SECONDS, MEASURED_SECONDS, LIMIT_SECONDS = 0.01, 0.01, 0.5, 20.0
+GAP, LAGRANGIAN_GAP = 1e-6, 1e-5
 OVER_TARGET, SHORT_LIMIT_SECONDS = 1.2, 10.0
 LIMITED_CASES = (
     *(
@@ -186,27 +176,10 @@ def scale(asked: argparse.Namespace) -> Iterator[Row]:
     }
 
 
-def auto(asked: argparse.Namespace) -> Iterator[Row]:
-    kinds = KINDS[:4] if asked.quick else KINDS
-    size = {"n_layers": 8, "n_heads": 4, "n_options": 32}
-    made_up = (
-        (f"{kind}, {sense.value}", larger_problem(kind, seed=1, sense=sense, **size))
-        for kind in kinds
-        for sense in Sense
-    )
-    rows: list[Row] = []
-    for problems in (real_problems(), made_up):
-        for name, problem in problems:
-            rows.append(choice_row(name, problem, asked.repeats))
-            yield rows[-1]
-    yield auto_in_all(rows)
-
-
 PARTS: dict[str, Callable[[argparse.Namespace], Iterator[Row]]] = {
     "limits": limits,
     "exact": exact,
     "scale": scale,
-    "auto": auto,
 }
 
 
@@ -292,12 +265,9 @@ def jagged_problem(layers: int, heads: int, pages: int) -> AllocationProblem:
     return stacked(values, tokens, 256, np.ones(n_units), heads, Sense.MAX_VALUE, capacity)
 
 
-def capped(
-    problem: AllocationProblem, name: str, units: Any, share: float, floor: bool = False
-) -> GroupCap:
-    """A cap of a group at a share of what it may take, beyond its least where asked."""
-    low, high = (int(problem.costs[units, at].sum()) for at in (0, -1))
-    most = low + int(share * (high - low)) if floor else int(share * high)
+def capped(problem: AllocationProblem, name: str, units: Any, share: float) -> GroupCap:
+    """A cap of a group at a share of what it may take."""
+    most = int(share * int(problem.costs[units, -1].sum()))
     return GroupCap(name=name, units=tuple(units.tolist()), capacity_bytes=most)
 
 
@@ -315,55 +285,6 @@ def with_caps(problem: AllocationProblem) -> AllocationProblem:
         for n in np.unique(problem.heads).tolist()
     ]
     return dataclasses.replace(problem, constraints=tuple(caps))
-
-
-def real_problems() -> Iterator[tuple[str, AllocationProblem]]:
-    """Curves of the demo's model with what else engines ask for."""
-    scores = real_scores()
-    goals: dict[str, dict[str, Any]] = {"20%": {"budget": 0.2}}
-    goals["retention 0.9"] = {"target_retention": RETENTION}
-    for word, goal in goals.items():
-        yield f"real layers, {word}", formulate(scores, Request.parse(level="layer", **goal))
-        heads = formulate(scores, Request.parse(level="head", **goal))
-        yield f"real heads, {word}", heads
-        worst = formulate(scores, Request.parse(level="head", objective="worst", **goal))
-        yield f"real heads, worst unit, {word}", worst
-        yield f"real heads, dents, {word}", dented(heads, 0.002)
-        pages = formulate(scores, Request.parse(level="head", page=16, **goal))
-        yield f"real heads, pages, {word}", pages
-        for side, constraints in sides(pages).items():
-            limited = dataclasses.replace(pages, constraints=constraints)
-            yield f"real heads, pages, {side}, {word}", limited
-
-
-def real_scores() -> ScoreProfile:
-    """A score profile of the demo's model on the texts that ship."""
-    from kvalloc.measure import default_texts, profile  # torch: only here, since memory is measured
-    from kvalloc.models.loading import load_model
-
-    loaded = load_model("demo")
-    return profile(loaded.model, loaded.tokenizer, default_texts(), samples=4, context=1024)
-
-
-def dented(problem: AllocationProblem, noise: float) -> AllocationProblem:
-    """The same with noise on the curves: no longer concave, nor rising."""
-    random = np.random.default_rng(1).normal(0, noise, problem.values.shape)
-    values = np.clip(problem.values * (1 + random), 0, problem.values[:, -1:])
-    values[:, -1] = problem.values[:, -1]
-    return dataclasses.replace(problem, values=values)
-
-
-def sides(problem: AllocationProblem) -> dict[str, tuple[Any, ...]]:
-    """Side constraints of engines."""
-    layers = np.unique(problem.layers).tolist()
-    found: dict[str, tuple[Any, ...]] = {"4 budgets": (MaxDistinct(most=4),)}
-    if problem.sense is Sense.MAX_VALUE:  # within these caps a retention of 0.9 is out of reach
-        half = problem.layers < layers[len(layers) // 2]
-        found["caps"] = tuple(
-            capped(problem, f"device {n}", np.flatnonzero(inside), share, floor=True)
-            for n, (inside, share) in enumerate(((half, 0.12), (~half, 0.5)))
-        )
-    return found
 
 
 def scale_size(asked: argparse.Namespace) -> tuple[int, int, int]:
@@ -557,92 +478,6 @@ def measure_memory(case: str, size: tuple[int, int, int]) -> Row:
         "peak_bytes": memory_bytes("VmHWM"),
         "curve_bytes": layers * heads * (n_ranks if where == "grid" else scores.ranks.size) * 8,
         "answer": answer,
-    }
-
-
-def ours() -> dict[str, Solver]:
-    """The solvers of this package; others may be installed too."""
-    made = {name: get_solver(name) for name in solver_names()}
-    return {n: s for n, s in made.items() if type(s).__module__.startswith("kvalloc.solvers.")}
-
-
-def choice_row(name: str, problem: AllocationProblem, repeats: int) -> Row:
-    answer = solved(problem, Auto())
-    chosen = next(iter(Auto()._able(dataclasses.replace(problem))))[0].solver
-    head = f"{name:48} {chosen:8}"
-    able = {n: s for n, s in ours().items() if n != "auto" and s.can_solve(problem) is True}
-    answers = {other: solved(problem, solver) for other, solver in able.items()}
-    values = {other: a for other, a in answers.items() if isinstance(a, CheckedSolution)}
-    if not isinstance(answer, CheckedSolution):
-        met = not values and isinstance(answer, InfeasibleError)
-        text = f"{head} {str(answer)[:120]} {'met' if met else 'MISSED'}"
-        return {"name": name, "failed": not met, "met": met, "text": text}
-    beaten = [
-        other
-        for other, one in values.items()
-        if problem.is_better(one.objective, answer.objective, SLACK)
-    ]
-    choosing, solving = choice_seconds(problem, chosen, repeats)
-    share = choosing / solving
-    met = not beaten and (solving < JUDGED_SECONDS or share < CHOICE_TARGET)
-    optimal = answer.termination is Termination.OPTIMAL
-    proof = "optimal" if optimal else f"gap {answer.gap:.1e}"
-    text = (
-        f"{head} {answer.objective:<14.9g} {proof:11} of "
-        f"{len(values):2} others{''.join(f', WORSE than {n}' for n in beaten)}; choice "
-        f"{1e6 * choosing:6.0f} us of {solving:7.4f} s, {share:7.2%} {'met' if met else 'MISSED'}"
-    )
-    times = {"choosing": choosing, "solving": solving, "optimal": optimal, "beaten": bool(beaten)}
-    return {"name": name, "met": met, "text": text, **times}
-
-
-def solved(problem: AllocationProblem, solver: Solver) -> CheckedSolution | KVAllocError:
-    try:
-        return solve_problem(problem, solver, time_limit_seconds=LIMIT_SECONDS)
-    except KVAllocError as error:
-        return error
-
-
-def choice_seconds(problem: AllocationProblem, chosen: str, repeats: int) -> tuple[float, float]:
-    """What auto's choice adds to the chosen solver's own check, and that check with its solve.
-
-    Each on a copy of which nothing is known, in turns; the least of all rounds, as anything more
-    is somebody else's doing.
-    """
-    solver, least = get_solver(chosen), {}
-    until, rounds = time.perf_counter() + MEASURED_SECONDS, 0
-    while rounds < 2 or (rounds < 2 * repeats and time.perf_counter() < until):
-        found = in_turns(
-            {
-                "choose": lambda: next(iter(Auto()._able(dataclasses.replace(problem)))),
-                "check": lambda: solver.can_solve(dataclasses.replace(problem)),
-                "solve": lambda: solver.solve(dataclasses.replace(problem)),
-            },
-            repeats=1,
-            warm_up=0,
-        )
-        for name, (seconds, _) in found.items():
-            least[name] = min(*seconds, least.get(name, math.inf))
-        rounds += 1
-    return max(0.0, least["choose"] - least["check"]), least["check"] + least["solve"]
-
-
-def auto_in_all(rows: list[Row]) -> Row:
-    measured = [row for row in rows if "solving" in row]
-    shares = [row["choosing"] / row["solving"] for row in measured]
-    choosing, solving = (sum(row[part] for row in measured) for part in ("choosing", "solving"))
-    long = [s for s, row in zip(shares, measured, strict=True) if row["solving"] >= JUDGED_SECONDS]
-    worse, failed = (sum(bool(row.get(name)) for row in rows) for name in ("beaten", "failed"))
-    met = all(row["met"] for row in rows) and choosing < CHOICE_TARGET * solving
-    return {
-        "what": f"{len(rows)} problems",
-        "figure": f"{choosing / solving:.3%}",
-        "wanted": f"< {CHOICE_TARGET:.0%}",
-        "verdict": "met" if met else "MISSED",
-        "note": f"{sum(row['optimal'] for row in measured)} proven optimal: auto is worse than "
-        f"another solver on {worse} (wanted 0), fails on {failed}; the share of the choice has the "
-        f"median {statistics.median(shares):.2%}, largest {max(shares):.2%}, largest of those of "
-        f"10 ms or more {max(long, default=math.nan):.2%}",
     }
 
 

@@ -34,7 +34,9 @@ class Part:
 
     Attributes
     ----------
-    title, command : str
+    title : str
+    command : str
+        Empty if the script was removed: the last record stays.
     figure, spread : str
         Headings of columns.
     headline : str
@@ -42,7 +44,7 @@ class Part:
     """
 
     title: str
-    command: str
+    command: str = ""
     figure: str = "ratio"
     spread: str = "quartiles of the rounds"
     headline: str = ""
@@ -123,7 +125,7 @@ def rows_in(printed: str) -> list[Cells]:
 def parts_of(words: list[str]) -> tuple[str, list[str], list[str]]:
     """Split a call of record.py into the benchmark, its parts and their options."""
     benchmark, *options = words
-    parts = list(BENCHMARKS[benchmark].parts)
+    parts = [key for key, part in BENCHMARKS[benchmark].parts.items() if part.command]
     if options and options[0] in parts:
         return benchmark, options[:1], options[1:]
     return benchmark, parts, options
