@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import random
 import shutil
 import signal
 import sys
 import tempfile
-import time
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -77,12 +77,11 @@ class Job:
     files: dict[str, Any] = field(default_factory=dict)
     changes: int = 0
 
-    def run(self) -> Job:
+    def unbroken(self) -> Job:
         """Note what an unbroken run leaves, and return the job."""
         with self.folder() as work:
-            child = Child(work, JOBS[self.name])
-            child.end_well()
-            self.files, self.changes = contents(work), child.changes()
+            _, self.changes = run(work, JOBS[self.name])
+            self.files = contents(work)
         return self
 
     @contextlib.contextmanager
@@ -102,16 +101,15 @@ class Job:
             old = contents(work)
             for _ in range(rng.randint(1, 3)):
                 at = rng.randint(1, self.changes)
-                child = Child(work, self.line(again=killed > 0), kill_at=at)
-                if child.wait() != -signal.SIGKILL:
-                    continue  # less is left to change
+                if not run(work, self.line(again=killed > 0), kill_at=at)[0]:
+                    continue  # less was left to change
                 killed += 1
                 for path, content in contents(work).items():
                     if path == output:  # never half there
                         assert content in (self.files[path], old.get(path))
                     else:
                         assert path in old or path.startswith(".") or ".partial" in path, path
-            Child(work, self.line(again=True)).end_well()
+            run(work, self.line(again=True))
             assert contents(work) == self.files
         return killed
 
@@ -139,8 +137,8 @@ class Day(datetime):
         return datetime(2026, 1, 2, tzinfo=tz)
 
 
-class Child:
-    """A command in a copy of this process.
+def run(work: Path, line: str, *, kill_at: int = 0) -> tuple[int, int]:
+    """Run a command in a copy of this process; return its exit code and its changes of files.
 
     Parameters
     ----------
@@ -150,73 +148,44 @@ class Child:
     kill_at : int
         Which of its changes of files it does not live to see; 0 for none.
     """
+    log, changes = work.parent / "log", multiprocessing.Value("q", 0)
+    process = multiprocessing.Process(target=in_copy, args=(work, line, log, changes, kill_at))
+    process.start()
+    process.join(MAX_SECONDS)
+    if process.is_alive():
+        process.kill()
+        raise TimeoutError(f"{line}: not ended after {MAX_SECONDS:g} s")
+    if process.exitcode not in (0, -signal.SIGKILL):
+        raise AssertionError(f"{line}: {process.exitcode}: {log.read_text(errors='replace')}")
+    return process.exitcode, changes.value
 
-    def __init__(self, work: Path, line: str, *, kill_at: int = 0) -> None:
-        self.line, self._log = line, work.parent / f"{time.monotonic_ns()}.log"
-        self._changes = 0
-        self.pid = os.fork()
-        if self.pid:
-            return
-        code = 3
-        try:
-            log = os.open(self._log, os.O_WRONLY | os.O_CREAT)
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
-            os.chdir(work)
-            inside = os.path.realpath(work)
-            sys.addaudithook(lambda event, given: self._saw(event, given, inside, kill_at))
-            code = self._run()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
 
-    def _run(self) -> int:
-        from kvalloc import files
-        from kvalloc.cli.main import main
+def in_copy(work: Path, line: str, log: Path, changes: Any, kill_at: int) -> None:
+    """Run a command, and end this process before one of its changes of files."""
+    from kvalloc import files
+    from kvalloc.cli.main import main
 
-        files.datetime = Day  # type: ignore[attr-defined]
-        code = main(self.line.split())
-        self._log.with_suffix(".changes").write_text(str(self._changes))
-        return code
+    files.datetime = Day  # type: ignore[attr-defined]
+    stream = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(stream, 1)
+    os.dup2(stream, 2)
+    os.chdir(work)
+    inside = os.path.realpath(work)
 
-    def _saw(self, event: str, given: tuple[Any, ...], inside: str, kill_at: int) -> None:
+    def note(event: str, given: tuple[Any, ...]) -> None:
+        path = given[0] if event == "open" or event in CHANGES else None
         if event == "open":
-            path, mode, flags = given
-            writes = (flags or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) or "w" in (mode or "")
-            if not writes or not isinstance(path, str | os.PathLike):
-                return
-        elif event not in CHANGES or not isinstance(path := given[0], str | os.PathLike):
-            return
-        if os.path.abspath(path).startswith(inside):
-            self._changes += 1
-            if self._changes == kill_at:
+            _, mode, flags = given
+            writing = (flags or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) or "w" in (mode or "")
+            path = path if writing else None
+        if isinstance(path, str | os.PathLike) and os.path.abspath(path).startswith(inside):
+            changes.value += 1
+            if changes.value == kill_at:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    def wait(self) -> int:
-        """Return its exit code, or minus the signal that ended it."""
-        end = time.monotonic() + MAX_SECONDS
-        while time.monotonic() < end:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                return os.waitstatus_to_exitcode(status)
-            time.sleep(0.005)
-        os.kill(self.pid, signal.SIGKILL)
-        raise TimeoutError(f"{self.line}: not ended after {MAX_SECONDS:g} s: {self.printed()}")
-
-    def end_well(self) -> None:
-        """Wait for it; raise if it does not succeed."""
-        code = self.wait()
-        assert code == 0, f"{self.line}: {code}: {self.printed()}"
-
-    def printed(self) -> str:
-        """Return what it printed."""
-        return self._log.read_text(errors="replace")[-1500:]
-
-    def changes(self) -> int:
-        """Return how many changes of files it made."""
-        return int(self._log.with_suffix(".changes").read_text())
+    sys.addaudithook(note)
+    sys.exit(main(line.split()))
 
 
 def make_inputs(folder: Path) -> Path:
@@ -228,14 +197,14 @@ def make_inputs(folder: Path) -> Path:
     write_prompts(folder / "prompts.jsonl")
     (folder / "text.txt").write_text(prose(300))
     for name, line in INPUTS.items():
-        Child(folder, f"{line} -o {name}").end_well()
+        run(folder, f"{line} -o {name}")
     return folder
 
 
 def main(kills: int, names: list[str]) -> None:
     with tempfile.TemporaryDirectory() as made:
         inputs = make_inputs(Path(made) / "inputs")
-        jobs = [Job(name, inputs).run() for name in names or JOBS]
+        jobs = [Job(name, inputs).unbroken() for name in names or JOBS]
         done = case = 0
         while done < kills:
             job = jobs[case % len(jobs)]
