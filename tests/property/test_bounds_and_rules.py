@@ -8,11 +8,11 @@ from factories import algorithm_1, make_problem
 
 from kvalloc.allocation.verification import solve_problem
 from kvalloc.errors import InfeasibleError, KVAllocError
-from kvalloc.problem import Aggregate, GroupCap, Sense, Termination
+from kvalloc.problem import Aggregate, Sense, Termination
 from kvalloc.problem.bounds import dual_bound
 from kvalloc.problem.registry import get_solver
 from kvalloc.testing import brute_force, tiny_problems
-from kvalloc.testing.problems import CURVES, SIDES, larger_problem
+from kvalloc.testing.problems import CURVES, SIDES
 
 # Greedy against the published algorithm, and targets that are met within a tolerance
 
@@ -117,31 +117,6 @@ def test_no_search_ends_below_a_simple_rule(seed, seconds):
     """For the sum and the worst unit, under each kind of limit."""
     cases = tiny_problems(len(KINDS), kinds=KINDS, seed=seed)
     assert sum(check(problem, case, seconds) for case, problem in cases) >= 100
-
-
-def capped(seed):
-    """Five layers of three heads, whole pages, the worst unit, two caps of groups."""
-    random = np.random.default_rng(seed)
-    base = larger_problem("concave", seed=seed, n_layers=5, n_heads=3, n_options=24)
-    steps = int(random.integers(5, 30))
-    values = np.floor(steps * base.values) / steps
-    flat = base.replace(values=values, weights=np.ones(15), aggregate=Aggregate.WORST)
-    for overlap in (0, 3):
-        caps = []
-        for name, units in (("a", range(6 + overlap)), ("b", range(6, 15))):
-            low, high = (int(flat.costs[list(units), at].sum()) for at in (0, -1))
-            size = int(low + random.uniform(0.1, 0.6) * (high - low))
-            caps.append(GroupCap(name=name, units=tuple(units), capacity_bytes=size))
-        room = flat.max_cost_bytes - flat.min_cost_bytes
-        capacity = int(flat.min_cost_bytes + random.uniform(0.2, 0.5) * room)
-        yield flat.replace(constraints=tuple(caps)).with_capacity(capacity)
-
-
-@pytest.mark.parametrize("seconds", [1e-3, 0.2])
-def test_a_level_that_is_not_decided_ends_no_search(seconds):
-    """Bisection stopped at .5455 in such a problem, where equal budgets reach .9455."""
-    cases = [problem for seed in range(6) for problem in capped(seed)]
-    assert sum(check(problem, "capped", seconds) for problem in cases) >= 20
 
 
 # The dual bound is never beaten, and is exact where theory says so

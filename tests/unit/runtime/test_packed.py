@@ -1,10 +1,9 @@
 """Entries at every number of bits: what is stored, to the byte, and what comes back."""
 
 import numpy as np
-import packing_loop
 import pytest
 import torch
-from attention_cases import kept_of, packed_of, stored_of
+from attention_cases import packed_of, stored_of
 from factories import make_shape
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +12,7 @@ from runtime_oracle import pieces_of, rounded
 from kvalloc.accounting.costs import head_bytes
 from kvalloc.errors import InputError
 from kvalloc.runtime.kept import KeptEntries
-from kvalloc.runtime.packed import NO_COLUMN, LayerEntries
+from kvalloc.runtime.packed import LayerEntries
 from kvalloc.runtime.quantization import rotated
 
 BATCH, HEADS = 2, 3
@@ -87,63 +86,3 @@ def test_sinks_are_rounded_once_however_often_the_entries_beside_them_change(bit
 def test_three_bits_are_for_powers_of_two():
     with pytest.raises(InputError, match="3 bits for heads of 6 numbers, expected a power of two"):
         rotated(torch.zeros(1, 6))
-
-
-@settings(deadline=None, max_examples=50)
-@given(
-    counts=counts_strategy,
-    bits=st.sampled_from([[16, 8, 3], [5, 16, 4], [4, 4, 4], [16, 16, 16]]),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    biased=st.booleans(),
-    n_new=st.integers(1, 130),
-    order=st.permutations(range(BATCH)),
-    seed=st.integers(0, 99),
-)
-def test_more_entries_behind_and_rows_taken_apart_and_joined_are_what_a_loop_stores(
-    counts, bits, dtype, biased, n_new, order, seed
-):
-    """Bit for bit, of each head what it keeps of the new ones; all rows, heads and widths."""
-    torch.manual_seed(seed)
-    table, widths = np.array(counts, dtype=np.int64), np.array(bits)
-    stored = stored_of(counts, (8, 8), dtype, biased=biased)
-    entries = packed_of(stored, table, bits)
-    keys, values = torch.randn(2, BATCH, HEADS, n_new, 8).to(dtype)
-    columns = torch.arange(600, 600 + n_new, dtype=torch.int32)
-    kept = torch.rand(BATCH, HEADS, n_new) < torch.rand(BATCH, HEADS, 1) * 1.5 - 0.2
-    added = kept_of(keys, values, columns, kept, kept.sum(dim=2).numpy())
-    more = entries.with_more(added)
-    rows = [more.rows(torch.tensor([row])) for row in order]
-    again = LayerEntries.joined(rows, np.argsort(order))
-    shape = make_shape(head_dim=8, dtype_bytes=dtype.itemsize)
-    for one in (more, again):
-        stored_bytes = head_bytes(one.lengths, widths[None], shape, biased=biased)
-        assert stored_in(one) == int(stored_bytes.sum())
-    padded, half = more.padded()[2], dtype == torch.float32
-    pieces_of_more, pieces_of_again = pieces_of(more), pieces_of(again)
-    for row, head in np.ndindex(*table.shape):
-        new, width = kept[row, head].nonzero()[:, 0], bits[head]
-        own_keys, own_values, bias = stored[row, head]
-        places = [*range(len(own_keys)), *columns[new].tolist()]
-        behind = keys[row, head, new], values[row, head, new]
-        for one, pieces in ((more, pieces_of_more), (again, pieces_of_again)):
-            piece = pieces[row, head]
-            assert piece.positions.tolist() == places
-            assert (piece.bias is None) == (bias is None)
-            if bias is not None:
-                expected = torch.cat([bias, torch.zeros(len(new))])
-                assert torch.equal(piece.bias, expected)
-            if width == 16:
-                numbers = piece.keys, piece.values
-                for ours, *both in zip(numbers, (own_keys, own_values), behind, strict=True):
-                    expected = torch.cat(both)
-                    assert torch.equal(ours, expected.half().to(dtype) if half else expected)
-                continue
-            part = next(part for part in one.parts if part.bits == width)
-            loop = packing_loop.pack_segment(own_keys, own_values, width)
-            loop = packing_loop.longer_segment(loop, *behind, width)
-            found = packing_loop.stored_of_part(part, row, part.heads.index(head))
-            for ours, theirs in zip(found, loop, strict=True):
-                assert np.array_equal(ours, theirs)
-        ends = [NO_COLUMN] * (padded.shape[2] - len(places))
-        assert padded[row, head].tolist() == [*places, *ends]
-        assert torch.equal(more.padded()[2], padded)

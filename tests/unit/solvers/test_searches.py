@@ -21,7 +21,6 @@ from kvalloc.problem import (
 from kvalloc.solvers.dp import DP
 from kvalloc.solvers.flow import Flow
 from kvalloc.solvers.hull import Hull
-from kvalloc.solvers.ilp import ILP
 from kvalloc.solvers.lagrangian import Lagrangian
 from kvalloc.testing import tiny_problem
 
@@ -179,25 +178,3 @@ def test_a_target_beyond_the_caps_says_what_can_be_met():
         solve_problem(problem.with_target(most + 1e-6), Flow())
     assert raised.value.nearest == pytest.approx(most)
     assert solve_problem(problem.with_target(most), Flow()).value == pytest.approx(most)
-
-
-@pytest.mark.parametrize("sense", Sense)
-def test_thresholds_are_what_an_integer_program_finds(sense):
-    for tight in (0.3, 0.6):
-        wide = tree_problem(7, tight=tight)
-        if sense is Sense.MIN_COST:
-            wide = wide.with_target(0.5 * solve_problem(wide, Flow()).value)
-        first, second = (solve_problem(wide, one) for one in (Flow(), ILP(backend="highs")))
-        assert second.objective == pytest.approx(first.objective, abs=1e-10)
-        assert (first.termination, first.bound_source) == (Termination.OPTIMAL, "dual")
-
-
-def test_caps_that_are_no_tree_are_no_flow():
-    caps = (
-        GroupCap(name="a", units=(0, 1), capacity_bytes=9),
-        GroupCap(name="b", units=(1, 2), capacity_bytes=9),
-    )
-    problem = make_problem([[0.0, 0.5, 0.75]] * 3, capacity=4, constraints=caps)
-    refused = "caps that nest, and a and b overlap; use lagrangian or ilp"
-    with pytest.raises(SolverError, match=refused):
-        solve_problem(problem, Flow())
