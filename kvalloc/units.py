@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
-from ast import literal_eval
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import wraps
+from functools import cache, wraps
+from itertools import pairwise
 from math import inf
+from textwrap import indent
 from typing import Any, TypeVar, cast
 
 from kvalloc.errors import InputError, in_our_words, nearest, option
@@ -24,95 +26,75 @@ for _power, _letter in enumerate("kmgt", start=1):
 
 @dataclass(frozen=True)
 class Option:
-    """How the command line shows a keyword.
+    """How the command line shows a field of an options class.
 
-    Its flag is the keyword's name, its help stands in a docstring, where other keywords in
+    Its flag is the field's name, its help the docstring below the field, in which other fields in
     backticks stand for their flags.
-
-    Attributes
-    ----------
-    metavar : str
-        What its value looks like; by default the choices of a ``Literal``. Empty for a switch, or
-        its two flags where it can be switched off as well.
-    group : str
-        Heading in the help under which it stands.
-    least : int or None
-        Smallest number that the command line takes.
-    parser : callable or None
-        Reads the value; by default what its type does.
     """
 
     metavar: str = ""
+    """What its value looks like; by default the choices of a ``Literal``. Empty for a switch, or
+    its two flags where it can be switched off as well."""
+
     group: str = ""
+    """Heading in the help under which it stands."""
+
     least: int | None = None
+    """Smallest number that the command line takes."""
+
     parser: Callable[[str], object] | None = None
+    """Reads the value; by default what its type does."""
 
 
-def described(documented: object) -> dict[str, tuple[str, str]]:
-    """Return type and text of each parameter or field that a numpydoc docstring describes."""
-    text = inspect.getdoc(documented) or ""
-    section = re.split(r"^(?:Parameters|Attributes)\n-+\n", text, flags=re.MULTILINE)[-1]
-    entries = re.findall(r"^(\w+) : (.*)\n((?: +.*(?:\n|$))+)", section, re.MULTILINE)
-    return {name: (kind, text) for name, kind, text in entries}
+@cache
+def field_texts(kind: type) -> Mapping[str, str]:
+    """Return the docstring below each field of a class and of its bases, by the field's name.
+
+    It is empty in an application that is delivered without its source.
+    """
+    texts = {}
+    with suppress(OSError):
+        for base in (one for one in reversed(kind.__mro__) if one.__module__ != "builtins"):
+            statements = ast.parse(inspect.getsource(base)).body[0]
+            for pair in pairwise(ast.iter_child_nodes(statements)):
+                match pair:
+                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(ast.Constant(str(text))):
+                        texts[name] = inspect.cleandoc(text)
+    return texts
 
 
 def keywords_of(*options: type, without: Collection[str] = ()) -> Callable[[F], F]:
-    """Show the keywords that a function takes by ``**`` in its signature and its docstring.
-
-    They are named, typed and documented in ``TypedDict``; in the docstring their entries stand
-    in place of the one of ``**``. An unknown keyword is refused before the function is called.
+    """Add the keywords that a function takes by ``**`` to its docstring, and refuse all others.
 
     Parameters
     ----------
     *options : type
-        A ``TypedDict`` each, with a numpydoc docstring; entries of later ones replace others.
+        The ``TypedDict`` of the keywords, and before it those that it extends.
     without : collection of str
         Keywords that are not shown: the function refuses them in words of its own.
     """
-    texts: dict[str, tuple[str, str]] = {}
-    hints: dict[str, str] = {}
-    for one in options:
-        texts |= described(one)
-        for name, hint in one.__annotations__.items():  # as written, without what is for flags
-            hints[name] = re.sub(r"^Annotated\[(.*), Option\(.*", r"\1", hint.__forward_arg__)
-    shown = [name for name in hints if name not in without]
+    texts = {name: text for one in options for name, text in field_texts(one).items()}
 
     def decorate(function: F) -> F:
-        *named, rest = inspect.signature(function).parameters.values()
-        known = {*hints, *(one.name for one in named)}
-        entries = "".join(f"{name} : {texts[name][0]}\n{texts[name][1]}\n" for name in shown)
-        entries = re.sub(r"\n+", "\n", entries)
+        *named, _ = inspect.signature(function).parameters
+        known = {*named, *(name for one in options for name in one.__annotations__)}
 
         @wraps(function)
         def checked(*args: Any, **given: Any) -> Any:
             for name in given.keys() - known:
                 near = in_our_words(name, known, given[name]) or nearest(name, known)
-                raise InputError(f"there is no option {name!r}; {near}see help({title})")
+                raise InputError(
+                    f"there is no option {name!r}; {near}see help({function.__name__})"
+                )
             return function(*args, **given)
 
-        result: Any = checked
-        title = result.__qualname__
-        result.__signature__ = inspect.signature(function).replace(
-            parameters=[*named, *(_keyword(name, hints[name], texts[name][0]) for name in shown)]
-        )
-        result.__doc__ = re.sub(
-            rf"^\*\*{rest.name}\n(?: +.*\n|\n(?= ))*",
-            lambda _: entries,
-            inspect.getdoc(function) or "",
-            flags=re.MULTILINE,
-        )
-        return cast(F, result)
+        lines = [inspect.getdoc(function) or "", "", "Other Parameters", "----------------"]
+        for name in (one for one in texts if one not in without):
+            lines += [name, indent(texts[name], "    ")]
+        checked.__doc__ = "\n".join(lines)
+        return cast(F, checked)
 
     return decorate
-
-
-def _keyword(name: str, hint: str, kind: str) -> inspect.Parameter:
-    """Return a keyword with the default that its entry in a docstring names; None without one."""
-    default: Any = kind.partition(", default ")[2] or None
-    with suppress(ValueError, SyntaxError, TypeError):
-        default = literal_eval(default)
-    hint += " | None" if default is None and "None" not in hint else ""
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 
 
 def parse_share(value: str | float) -> float:

@@ -406,70 +406,66 @@ class RequestOptions(TypedDict, total=False):
     """The keywords of a request: of `kvalloc.solve`, `frontier`, `apply` and the others.
 
     Exactly one target is given; everything else has a default, which None stands for.
-
-    Parameters
-    ----------
-    target_retention : float or str
-        Fewest bytes that keep this mean share of the score mass, such as 0.9 or 90%.
-    target_loss : float
-        Fewest bytes whose predicted loss is at most this, nats per token, such as 0.02. The
-        prediction is the sum of losses measured with each unit reduced alone.
-    budget : str or float
-        At most this share of the bytes of a cache at 16 bits a number, such as 20% or 0.2; the
-        positions of kept entries count, and at fewer bits their scales.
-    budget_tokens : int
-        At most N entries per KV head on average.
-    memory : str or int
-        What the cache may take at its peak, such as 512MiB: what is kept and one layer in full.
-    context : int
-        Prompt length that the target holds for, tokens; that of the score profile by default.
-    batch : int, default 1
-        Prompts that share the memory.
-    level : {"layer", "head"}, default "layer"
-        What gets a budget: a layer, or each KV head.
-    min_tokens : int
-        Least budget, tokens; sinks and window are kept in any case.
-    max_tokens : int
-        Largest budget, tokens.
-    page : int, default 1
-        Budgets are whole pages of N tokens.
-    bits : str or sequence of int
-        Bit widths to choose from beside the budgets; 16 is half precision. The score
-        profile must hold losses that were measured at each.
-    share_groups : str, int or tuple of tuple of int
-        Adjacent layers that keep the same entries (MPCache), such as 2-3,4-5; or at most N groups
-        of layers, a layer alone counting as one, chosen for the target. The score profile must
-        hold curves of layers that share entries.
-    max_distinct : int
-        At most N different budgets in the whole model.
-    cap : str or sequence of str
-        At most this much for some layers (a device, a pipeline stage), such as 0-15=256MiB; there
-        may be several, which may nest.
-    objective : {"mean", "worst", "loss"}
-        Most retention as the mean over layers, or of the worst unit (PrefixKV), or least predicted
-        loss; by default the loss where a size is asked for and loss curves were measured.
-    loss_policies : str or sequence of str
-        With `objective` loss or `target_loss`: the policies that each unit chooses from together
-        with its budget; all whose losses the score profile holds by default.
     """
 
     target_retention: Annotated[float | str | None, Option("SHARE", "Target")]
+    """Fewest bytes that keep this mean share of the score mass, such as 0.9 or 90%."""
+
     target_loss: Annotated[float | None, Option("NATS", "Target")]
+    """Fewest bytes whose predicted loss is at most this, nats per token, such as 0.02. The
+    prediction is the sum of losses measured with each unit reduced alone."""
+
     budget: Annotated[str | float | None, Option("SHARE", "Target")]
+    """At most this share of the bytes of a cache at 16 bits a number, such as 20% or 0.2; the
+    positions of kept entries count, and at fewer bits their scales."""
+
     budget_tokens: Annotated[int | None, Option("N", "Target")]
+    """At most N entries per KV head on average."""
+
     memory: Annotated[str | int | None, Option("SIZE", "Target")]
+    """What the cache may take at its peak, such as 512MiB: what is kept and one layer in full."""
+
     context: Annotated[int | None, Option("N", "Prompts")]
+    """Prompt length that the target holds for, tokens; that of the score profile by default."""
+
     batch: Annotated[int | None, Option("N", "Prompts")]
+    """Prompts that share the memory; 1 by default."""
+
     level: Annotated[Level | None, Option("", "Budgets")]
+    """What gets a budget: a layer, or each KV head; layer by default."""
+
     min_tokens: Annotated[int | None, Option("N", "Budgets")]
+    """Least budget, tokens; sinks and window are kept in any case."""
+
     max_tokens: Annotated[int | None, Option("N", "Budgets")]
+    """Largest budget, tokens."""
+
     page: Annotated[int | None, Option("N", "Budgets")]
+    """Budgets are whole pages of N tokens; 1 by default."""
+
     bits: Annotated[str | Sequence[int] | None, Option("16,8,4", "Budgets")]
+    """Bit widths to choose from beside the budgets; 16 is half precision. The score profile must
+    hold losses that were measured at each."""
+
     share_groups: Annotated[str | int | Groups | None, Option("GROUPS|N", "Budgets")]
+    """Adjacent layers that keep the same entries (MPCache), such as 2-3,4-5; or at most N groups of
+    layers, a layer alone counting as one, chosen for the target. The score profile must hold curves
+    of layers that share entries."""
+
     max_distinct: Annotated[int | None, Option("N", "Limits")]
+    """At most N different budgets in the whole model."""
+
     cap: Annotated[Sequence[str] | str | None, Option("LAYERS=SIZE", "Limits")]
+    """At most this much for some layers (a device, a pipeline stage), such as 0-15=256MiB; there
+    may be several, which may nest."""
+
     objective: Annotated[Objective | None, Option("", "Objective")]
+    """Most retention as the mean over layers, or of the worst unit (PrefixKV), or least predicted
+    loss; by default the loss where a size is asked for and loss curves were measured."""
+
     loss_policies: Annotated[str | Sequence[str] | None, Option("NAME,NAME", "Objective")]
+    """With `objective` loss or `target_loss`: the policies that each unit chooses from together
+    with its budget; all whose losses the score profile holds by default."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,33 +31,28 @@ PROMPT, ANSWER = "Prompt", "Answer"
 
 @dataclass(frozen=True, kw_only=True)
 class PromptOptions:
-    """A prompt and how it is answered, as typed.
-
-    Attributes
-    ----------
-    prompt : str
-        The prompt.
-    prompt_file : Path
-        A file with the prompt; stdin without either.
-    chat : bool
-        Put the prompt into the model's chat form, or not. Where the model has one by default.
-    max_new_tokens : int, default 128
-        Length of an answer at most, tokens.
-    temperature : float
-        Draw each token, at a temperature such as 0.7.
-    seed : int
-        With `temperature`: draws the same answer each time; 0 by default.
-    save_cache : Path
-        Save what was read and answered, for 'chat --cache'.
-    """
+    """A prompt and how it is answered, as typed."""
 
     prompt: Annotated[str | None, Option("TEXT", PROMPT)] = None
+    """The prompt."""
+
     prompt_file: Annotated[Path | None, Option("FILE", PROMPT)] = None
+    """A file with the prompt; stdin without either."""
+
     chat: Annotated[bool | None, Option("--chat/--no-chat", PROMPT)] = None
+    """Put the prompt into the model's chat form, or not. Where the model has one by default."""
+
     max_new_tokens: Annotated[int, Option("N", ANSWER, least=1)] = 128
+    """Length of an answer at most, tokens; 128 by default."""
+
     temperature: Annotated[float | None, Option("T", ANSWER)] = None
+    """Draw each token, at a temperature such as 0.7."""
+
     seed: Annotated[int | None, Option("N", ANSWER, least=0)] = None
+    """With `temperature`: draws the same answer each time; 0 by default."""
+
     save_cache: Annotated[Path | None, Option("FILE", ANSWER)] = None
+    """Save what was read and answered, for 'chat --cache'."""
 
     def __post_init__(self) -> None:
         """Refuse a temperature that no answer can be drawn at, and a file that cannot be written.

@@ -15,7 +15,7 @@ import typer
 
 from kvalloc.allocation.request import RequestOptions
 from kvalloc.cli.answers import Conversation, PromptOptions, check_text
-from kvalloc.cli.options import ModelFlags, from_typed, takes
+from kvalloc.cli.options import FittedFlags, ModelArgument, ModelFlags, from_typed, takes
 from kvalloc.cli.output import is_quiet, note, print_json, wants_json
 from kvalloc.cli.progress import load, slow
 from kvalloc.cli.reduction import OF_A_PROMPT, Reduction, cache_facts, note_whole
@@ -28,31 +28,27 @@ DOCUMENT = "Questions about a document"
 
 
 class DocumentOptions(TypedDict, total=False):
-    """What is asked about a document, and where it comes from instead of a prompt.
-
-    Parameters
-    ----------
-    question : sequence of str
-        A question about the document alone.
-    cache : Path
-        Take the document from a saved cache.
-    document : sequence of Path
-        A saved cache of a document that was read with --no-chat. Several are put behind each other.
-    recompute : str
-        Tokens of all documents that are computed anew for a question; 15% by default.
-    """
+    """What is asked about a document, and where it comes from instead of a prompt."""
 
     question: Annotated[Sequence[str], Option("TEXT", DOCUMENT)]
+    """A question about the document alone."""
+
     cache: Annotated[Path, Option("FILE", DOCUMENT)]
+    """Take the document from a saved cache."""
+
     document: Annotated[Sequence[Path], Option("FILE", DOCUMENT)]
+    """A saved cache of a document that was read with --no-chat. Several are put behind each
+    other."""
+
     recompute: Annotated[str, Option("SHARE", DOCUMENT)]
+    """Tokens of all documents that are computed anew for a question; 15% by default."""
 
 
 @takes(
-    *(RequestOptions, Reduction, PromptOptions, DocumentOptions, ModelFlags),
+    *(RequestOptions, Reduction, PromptOptions, DocumentOptions, FittedFlags, ModelFlags),
     only={RequestOptions: OF_A_PROMPT},
 )
-def chat(model: str, **typed: Any) -> None:
+def chat(named: ModelArgument, **typed: Any) -> None:
     """Talk with a model, or ask about a document, with a reduced cache.
 
     Turns are typed, a line each. --prompt or --prompt-file gives a document, which is read once.
@@ -68,7 +64,7 @@ def chat(model: str, **typed: Any) -> None:
     kvalloc chat demo --cache doc.kv --question "Who speaks?" --question "To whom?"
     kvalloc chat demo --document a.kv --document b.kv --question "Who speaks?"
     """
-    reduction, options = Reduction.of(model, typed), from_typed(PromptOptions, typed)
+    reduction, options = Reduction.of(named.model, typed), from_typed(PromptOptions, typed)
     questions, cache = typed.get("question", ()), typed.get("cache")
     for place, question in enumerate(questions, start=1):
         which = f"question {place}" if len(questions) > 1 else "the question"

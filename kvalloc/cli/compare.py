@@ -2,39 +2,37 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
 from kvalloc.allocation.request import Request, RequestOptions
-from kvalloc.cli.options import takes
+from kvalloc.cli.options import SOLVING, ScoresArgument, SolverOptions, takes
 from kvalloc.cli.output import note, print_result, print_table
 from kvalloc.cli.solve import decision_facts
 from kvalloc.report import wording
 from kvalloc.report.terminal import hanging
-from kvalloc.units import size
+from kvalloc.units import Option, size
 
 if TYPE_CHECKING:
     from kvalloc.allocation.decision import Attempt
 
 
-@takes(RequestOptions)
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions(ScoresArgument):
+    """Which solvers are compared."""
+
+    solver: Annotated[list[str] | None, Option("NAME", SOLVING)] = None
+    """Only this solver, also with options: ilp:gap=0.001."""
+
+
+@takes(RequestOptions, only={SolverOptions: ["average", "time_limit"]})
 def compare(
-    scores: Path,
-    *,
-    solver: list[str] | None = None,
-    average: str = "curves",
-    time_limit: float | None = None,
-    **request_options: Unpack[RequestOptions],
+    options: CompareOptions, solving: SolverOptions, **request_options: Unpack[RequestOptions]
 ) -> None:
     """Show what every solver makes of one target, side by side.
 
     Exactly one target: --target-retention, --target-loss, --budget, --budget-tokens or --memory.
     The best comes first. A solver that cannot solve this problem is listed with its reason.
-
-    Parameters
-    ----------
-    solver : list of str
-        Only this solver, also with options: ilp:gap=0.001.
 
     Examples
     --------
@@ -47,11 +45,11 @@ def compare(
 
     request = Request.parse(**request_options)  # refuses before the scores are read
     attempts = decide(
-        scores,
-        solvers=solver,
+        options.scores,
+        solvers=options.solver,
         request=request,
-        time_limit=time_limit,
-        average=average,  # type: ignore[arg-type]  # solving checks it
+        time_limit=solving.time_limit,
+        average=solving.average,
         notify=note,
         watch=lambda name: slow(f"solving with {name}"),
     )

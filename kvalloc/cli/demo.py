@@ -7,6 +7,7 @@ import os
 import shlex
 import textwrap
 from contextlib import nullcontext, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -35,30 +36,30 @@ FULL, QUICK = (4, 2, 1500), (1, 1, 240)
 """Samples to profile, prompts of each task, tokens of each."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions:
+    """How much is tried, and where it goes."""
+
+    output: Annotated[Path, Option("FOLDER")] = Path("demo-output")
+    """Folder for profiles, results, page and picture; made if missing."""
+
+    samples: Annotated[int | None, Option("N", least=1)] = None
+    """Prompts of each task; 2 by default, 1 with `quick`."""
+
+    seed: Annotated[int, Option("N", least=0)] = 0
+    """Seed of the prompts."""
+
+    quick: Annotated[bool, Option()] = False
+    """One short sample and prompt, to try it out."""
+
+
 @takes()
-def demo(
-    *,
-    output: Annotated[Path, Option("FOLDER")] = Path("demo-output"),
-    samples: Annotated[int | None, Option("N", least=1)] = None,
-    seed: Annotated[int, Option("N", least=0)] = 0,
-    quick: bool = False,
-) -> None:
+def demo(options: DemoOptions) -> None:
     """Profile a model, decide in several ways, and ask through the smaller caches.
 
     The model is SmolLM2-135M-Instruct. Every step is a command that is shown before it runs. The
     prompts are made by rule, and what is printed is what was measured, whether it flatters kvalloc
     or not.
-
-    Parameters
-    ----------
-    output : Path
-        Folder for profiles, results, page and picture; made if missing.
-    samples : int
-        Prompts of each task; 2 by default, 1 with --quick.
-    seed : int
-        Seed of the prompts.
-    quick : bool
-        One short sample and prompt, to try it out.
 
     Examples
     --------
@@ -74,8 +75,9 @@ def demo(
     from kvalloc.models.loading import require_run_packages
 
     require_run_packages()
+    output = options.output
     make_folder(output)
-    profiled, asked, tokens = QUICK if quick else FULL
+    profiled, asked, tokens = QUICK if options.quick else FULL
     measured, results_file = output / "scores.safetensors", output / "results.json"
     files = {name: output / f"{name}.json" for name in (*SOLVERS, BY_LOSS)}
 
@@ -100,7 +102,7 @@ def demo(
 
     _say("3. Apply: needles and KL with each, and what kvalloc does by default")
     named = [word for file in files.values() for word in ("--profile", file)]
-    prompts = ("--samples", samples or asked, "--context", tokens, "--seed", seed)
+    prompts = ("--samples", options.samples or asked, "--context", tokens, "--seed", options.seed)
     default = ("--budget", f"{decided.share:.1%}", "--tasks", "needle,kl")
     _step("eval", "demo", *named, *default, *prompts, "-o", results_file, result=True)
 

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
-from kvalloc.cli.options import MODEL, EngineFlags, ModelFlags, takes
+from kvalloc.cli.options import EngineFlags, FittedFlags, ModelArgument, ModelFlags, takes
 from kvalloc.cli.output import note, print_result, print_table
 from kvalloc.cli.progress import ProgressBar, running
 from kvalloc.errors import InputError, several
@@ -28,75 +28,72 @@ CACHES, PROMPTS, RESULTS = "What is compared", "On which prompts", "Results"
 
 
 class EvalOptions(TypedDict, total=False):
-    """What ``kvalloc eval`` compares, and on which prompts.
-
-    Parameters
-    ----------
-    budget : str
-        Also what 'kvalloc generate' does with this share of the bytes of a cache at 16 bits.
-    memory : str
-        Also what it does within these bytes at its peak, alone or beside `budget`.
-    scorer : str
-        With `budget`: keep the entries that score best by this scorer, and decide the budgets from
-        each prompt's scores.
-    solver : str
-        With `budget`: the solver; auto by default, uniform for equal budgets in all layers.
-    level : {"layer", "head"}
-        With `budget`: whether layers or heads get budgets; layer by default.
-    plain_bits : str
-        Also everything kept at fewer bits: 8, 5, 4, 3 or several with commas.
-    peer : sequence of str
-        A press of kvpress on the same prompts, at the profiles' share of entries or at a named one:
-        kvpress:TOVA, kvpress:AdaKV(SnapKV), kvpress:KVzip@20%, also rounded as kvalloc stores
-        entries: kvpress:KVzip@71%@4bits. Needs an environment with kvpress: 'make peers'.
-    tasks : str, default needle,kl
-        Several with commas: needle, needle-keys, facts, pairs, qa, own, code, kl.
-    prompts : Path
-        A file of prompts, as one more task: LongBench's fields, or 'prompt' with 'answer' or
-        'answers'.
-    metric : str
-        Metric of `prompts`; the dataset's by default: contains, all, exact, f1, rouge-l,
-        classification, edit, retrieval, count.
-    question_at : {"inside", "after", "second-turn"}, default "inside"
-        Whether the question is part of the prompt that is reduced, comes after it, or only when
-        another one has been answered.
-    turns : int, default 1
-        Questions about each prompt.
-    answer_tokens : int, default 128
-        Longest answer in the model's own words, and tokens of running text that follow a prompt.
-    split : {"development", "held-out"}, default "development"
-        Which texts and words; held-out ones are for final results only.
-    samples : int, default 6
-        Prompts of each task.
-    context : int
-        Longest prompt, tokens; 1024 by default, and `prompts` as long as they are.
-    seed : int, default 0
-        Seed of the prompts.
-    output : Path
-        Also write rows and every answer to a file.
-    """
+    """What ``kvalloc eval`` compares, and on which prompts."""
 
     profile: Annotated[Sequence[str] | None, Option("P.json", CACHES)]
+    """A budget profile, or a shipped one's name."""
+
     budget: Annotated[str | None, Option("SHARE", CACHES)]
+    """Also what 'kvalloc generate' does with this share of the bytes of a cache at 16 bits."""
+
     memory: Annotated[str | None, Option("SIZE", CACHES)]
+    """Also what it does within these bytes at its peak, alone or beside `budget`."""
+
     scorer: Annotated[str | None, Option("NAME", CACHES)]
+    """With `budget`: keep the entries that score best by this scorer, and decide the budgets from
+    each prompt's scores."""
+
     solver: Annotated[str | None, Option("NAME", CACHES)]
+    """With `budget`: the solver; auto by default, uniform for equal budgets in all layers."""
+
     level: Annotated[Literal["layer", "head"] | None, Option("", CACHES)]
+    """With `budget`: whether layers or heads get budgets; layer by default."""
+
     plain_bits: Annotated[str | None, Option("8,4", CACHES)]
+    """Also everything kept at fewer bits: 8, 5, 4, 3 or several with commas."""
+
     peer: Annotated[Sequence[str] | None, Option("kvpress:NAME", CACHES)]
+    """A press of kvpress on the same prompts, at the profiles' share of entries or at a named one:
+    kvpress:TOVA, kvpress:AdaKV(SnapKV), kvpress:KVzip@20%, also rounded as kvalloc stores entries:
+    kvpress:KVzip@71%@4bits. Needs an environment with kvpress: 'make peers'."""
+
     tasks: Annotated[str | None, Option("NAMES", PROMPTS)]
+    """Several with commas: needle, needle-keys, facts, pairs, qa, own, code, kl; needle,kl by
+    default."""
+
     prompts: Annotated[Path | None, Option("FILE.jsonl", PROMPTS)]
+    """A file of prompts, as one more task: LongBench's fields, or 'prompt' with 'answer' or
+    'answers'."""
+
     metric: Annotated[str | None, Option("NAME", PROMPTS)]
+    """Metric of `prompts`; the dataset's by default: contains, all, exact, f1, rouge-l,
+    classification, edit, retrieval, count."""
+
     question_at: Annotated[Literal["inside", "after", "second-turn"] | None, Option("", PROMPTS)]
+    """Whether the question is part of the prompt that is reduced, comes after it, or only when
+    another one has been answered; inside by default."""
+
     turns: Annotated[int | None, Option("N", PROMPTS, least=1)]
+    """Questions about each prompt; 1 by default."""
+
     answer_tokens: Annotated[int | None, Option("N", PROMPTS, least=1)]
+    """Longest answer in the model's own words, and tokens of running text that follow a prompt; 128
+    by default."""
+
     split: Annotated[Literal["development", "held-out"] | None, Option("", PROMPTS)]
+    """Which texts and words; held-out ones are for final results only; development by default."""
+
     samples: Annotated[int | None, Option("N", PROMPTS, least=1)]
+    """Prompts of each task; 6 by default."""
+
     context: Annotated[int | None, Option("N", PROMPTS, least=1)]
+    """Longest prompt, tokens; 1024 by default, and `prompts` as long as they are."""
+
     seed: Annotated[int | None, Option("N", PROMPTS, least=0)]
+    """Seed of the prompts; 0 by default."""
+
     output: Annotated[Path | None, Option("OUT.json", RESULTS)]
-    fitted: Annotated[Path | None, Option("FILE", MODEL)]
-    allow_other_model: Annotated[bool | None, Option("", MODEL)]
+    """Also write rows and every answer to a file."""
 
 
 DEFAULTS = {
@@ -113,8 +110,8 @@ SETTINGS = (
 """Options that the evaluation's record holds, where they were given."""
 
 
-@takes(EvalOptions, ModelFlags, EngineFlags)
-def eval(model: str, **given: Any) -> None:
+@takes(EvalOptions, FittedFlags, ModelFlags, EngineFlags)
+def eval(named: ModelArgument, **given: Any) -> None:
     """Measure what reduced caches do to a model's answers.
 
     The full cache stands beside them. All get the same prompts, made by rule from texts that no
@@ -150,7 +147,7 @@ def eval(model: str, **given: Any) -> None:
     peers = read_peers(options["peer"], profiles.values())
     tasks = _tasks(options)
     context = options.get("context", DEFAULT_CONTEXT)
-    with running(model, given) as loaded:
+    with running(named.model, given) as loaded:
         engine = engine_of(loaded.model)
         shape = engine.facts(loaded.model_id).shape
         make = partial(_methods, profiles, options, peers, loaded.tokenizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,35 +16,37 @@ if TYPE_CHECKING:
     from kvalloc.formats.score_profile import ScoreProfile
 
 
+@dataclass(frozen=True)
+class ExportOptions:
+    """What is written, where, and what it may lose."""
+
+    profile: Annotated[str, Option()]
+    """A budget profile, or a shipped one's name; for csv and parquet a score profile, too."""
+
+    _: KW_ONLY
+
+    to: Annotated[str | None, Option("TARGET")] = None
+    """The engine or tool."""
+
+    output: Annotated[Path | None, Option("FILE")] = None
+    """Where to write it."""
+
+    accept: Annotated[str | None, Option("NAMES")] = None
+    """What may be lost, such as heads-to-layers,engine-policy."""
+
+    context: Annotated[int | None, Option("N", least=1)] = None
+    """Length of the prompt, tokens, for targets with a fixed number of entries."""
+
+    restricted: Annotated[Path | None, Option("OUT.json")] = None
+    """Also write what remains as a budget profile, for 'kvalloc eval'."""
+
+
 @takes()
-def export(
-    profile: str,
-    *,
-    to: Annotated[str | None, Option("TARGET")] = None,
-    output: Annotated[Path | None, Option("FILE")] = None,
-    accept: Annotated[str | None, Option("NAMES")] = None,
-    context: Annotated[int | None, Option("N", least=1)] = None,
-    restricted: Annotated[Path | None, Option("OUT.json")] = None,
-) -> None:
+def export(options: ExportOptions) -> None:
     r"""Write budgets for OpenVINO, TensorRT-LLM, vLLM, kvpress and others, or a table.
 
     Without --to, the targets are listed, with what each would lose of this profile. What a target
     cannot say is never dropped silently: it has a name, which --accept takes.
-
-    Parameters
-    ----------
-    profile : str
-        A budget profile, or a shipped one's name; for csv and parquet a score profile, too.
-    to : str
-        The engine or tool.
-    output : Path
-        Where to write it.
-    accept : str
-        What may be lost, such as heads-to-layers,engine-policy.
-    context : int
-        Length of the prompt, tokens, for targets with a fixed number of entries.
-    restricted : Path
-        Also write what remains as a budget profile, for 'kvalloc eval'.
 
     Examples
     --------
@@ -58,6 +61,7 @@ def export(
     from kvalloc.formats.shipped_profiles import load_file
     from kvalloc.interop import exporting
 
+    profile, to, output = options.profile, options.to, options.output
     record = load_file(profile, (BudgetProfile, ScoreProfile))
     if isinstance(record, ScoreProfile):
         _export_curves(profile, record, to, output)
@@ -68,9 +72,9 @@ def export(
     target = one_of("target", to, exporting.TARGETS)
     if output is None:
         raise InputError(f"--to {to} writes a file; name it with -o, such as -o out{target.suffix}")
-    names = [name.strip() for name in (accept or "").split(",") if name.strip()]
-    left = exporting.export(record, to, output, accept=names, context=context)
-    if restricted is not None:
+    names = [name.strip() for name in (options.accept or "").split(",") if name.strip()]
+    left = exporting.export(record, to, output, accept=names, context=options.context)
+    if (restricted := options.restricted) is not None:
         left.save(restricted)
     before, after, is_less = record.retained_bytes, left.retained_bytes, left != record
     keeps = f"{size(before)} of {record.context_tokens:,} tokens"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from kvalloc.cli.measuring import PromptOptions, measure
+from kvalloc.cli.measuring import MeasuringOptions, PromptOptions, measure
 from kvalloc.cli.options import EngineFlags, ModelFlags, takes
 from kvalloc.cli.output import note, print_result
 from kvalloc.measure.scorer_fitting import FitOptions
@@ -15,25 +16,22 @@ from kvalloc.report.wording import fitted_fields
 from kvalloc.units import Option
 
 
+@dataclass(frozen=True, kw_only=True)
+class FittingOptions(MeasuringOptions):
+    """What is fitted, and where the file goes."""
+
+    output: Annotated[Path | None, Option("OUT.safetensors")] = None
+    """The file to write, for `fitted`; in the cache folder by default."""
+
+
 @takes(FitOptions, PromptOptions, ModelFlags, EngineFlags)
-def fit(
-    model: str,
-    *,
-    output: Annotated[Path | None, Option("OUT.safetensors")] = None,
-    resume: bool = False,
-    **given: Any,
-) -> None:
+def fit(options: FittingOptions, **given: Any) -> None:
     r"""Measure a model once, so that each prompt is read once and reduced well.
 
     MODEL is a hub id, a local folder, a .gguf file, or 'demo' (SmolLM2-135M-Instruct). The file
     goes into kvalloc's cache folder under the digest of the weights, where generate, chat, eval and
     kvalloc.apply find it for this model by themselves, and solve from it for any --budget. What was
     done is kept beside it until it is complete. Without any text or prompts, prompts are made.
-
-    Parameters
-    ----------
-    output : Path
-        The file to write, for --fitted; in the cache folder by default.
 
     Examples
     --------
@@ -48,13 +46,13 @@ def fit(
     from kvalloc.online.fitting import EACH_KIND
     from kvalloc.online.fitting import fit as measured_model
 
-    given |= {"output": output, "resume": resume}
+    given |= vars(options)
     function = partial(measured_model, notify=note)
     fitted, facts, shown = measure(
-        function, FitOptions, model, given, per_kind=EACH_KIND, by_tasks=None, unit="prompts"
+        function, FitOptions, given, per_kind=EACH_KIND, by_tasks=None, unit="prompts"
     )
-    words = ["kvalloc", "generate", model, "--budget", "20%", "--prompt-file", "prompt.txt"]
-    words += [] if output is None else ["--fitted", str(output)]
+    words = ["kvalloc", "generate", options.model, "--budget", "20%", "--prompt-file", "prompt.txt"]
+    words += [] if options.output is None else ["--fitted", str(options.output)]
     shown["next"] = shlex.join(words)
     names = "samples context_tokens ridge r_squared text_description set_aside"
     stated = {name: getattr(fitted.surrogate, name) for name in names.split()}

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
 from kvalloc.allocation.request import Request, RequestOptions
-from kvalloc.cli.options import takes
+from kvalloc.cli.options import ScoresArgument, SolverOptions, takes
 from kvalloc.cli.output import note, print_result, print_table
 from kvalloc.online.conflicts import TARGET
 from kvalloc.report.terminal import number_text
@@ -20,23 +20,24 @@ if TYPE_CHECKING:
 BESIDE_TARGET = [name for name in RequestOptions.__annotations__ if name not in TARGET]
 
 
-@takes(RequestOptions, only={RequestOptions: BESIDE_TARGET})
+@dataclass(frozen=True, kw_only=True)
+class FrontierOptions(ScoresArgument):
+    """How finely sizes are traced."""
+
+    points: Annotated[int, Option("N", least=2)] = 16
+    """Sizes between the floors and everything."""
+
+
+@takes(
+    RequestOptions,
+    only={RequestOptions: BESIDE_TARGET, SolverOptions: ["solver", "time_limit"]},
+)
 def frontier(
-    scores: Path,
-    *,
-    points: Annotated[int, Option("N", least=2)] = 16,
-    solver: str = "auto",
-    time_limit: float | None = None,
-    **request_options: Unpack[RequestOptions],
+    options: FrontierOptions, solving: SolverOptions, **request_options: Unpack[RequestOptions]
 ) -> None:
     """Trace the best retention, or the least loss, at every size.
 
     Each point comes with its bound, and with what a little more would buy there.
-
-    Parameters
-    ----------
-    points : int
-        Sizes between the floors and everything.
 
     Examples
     --------
@@ -52,21 +53,21 @@ def frontier(
 
     request_options["budget"] = 1.0
     request = Request.parse(**request_options)  # refuses before the scores are read
-    chosen = get_solver(solver)
-    profile = load_scores(scores)
+    chosen = get_solver(solving.solver)
+    profile = load_scores(options.scores)
     start = time.perf_counter()
-    with ProgressBar(f"tracing with {solver}", unit="sizes") as progress:
+    with ProgressBar(f"tracing with {solving.solver}", unit="sizes") as progress:
         traced = trace(
             profile,
-            points=points,
+            points=options.points,
             solver=chosen,
-            time_limit=time_limit,
+            time_limit=solving.time_limit,
             request=request,
             notify=note,
             progress=progress,
         )
     seconds, request = time.perf_counter() - start, traced.request
-    facts: dict[str, Any] = {"solver": solver, "seconds": seconds, "level": request.level}
+    facts: dict[str, Any] = {"solver": solving.solver, "seconds": seconds, "level": request.level}
     facts |= {"objective": request.objective, "points": [_plain(point) for point in traced]}
     print_result(facts, lambda: _show(traced, seconds))
 

@@ -6,15 +6,18 @@ from typing import Any
 
 from kvalloc.allocation.request import RequestOptions
 from kvalloc.cli.answers import Conversation, PromptOptions
-from kvalloc.cli.options import ModelFlags, from_typed, takes
+from kvalloc.cli.options import FittedFlags, ModelArgument, ModelFlags, from_typed, takes
 from kvalloc.cli.output import note, print_json, wants_json
 from kvalloc.cli.reduction import OF_A_PROMPT, Reduction, cache_facts, note_whole
 from kvalloc.report.wording import deciding_text, kept_text
 from kvalloc.units import duration
 
 
-@takes(RequestOptions, Reduction, PromptOptions, ModelFlags, only={RequestOptions: OF_A_PROMPT})
-def generate(model: str, **typed: Any) -> None:
+@takes(
+    *(RequestOptions, Reduction, PromptOptions, FittedFlags, ModelFlags),
+    only={RequestOptions: OF_A_PROMPT},
+)
+def generate(named: ModelArgument, **typed: Any) -> None:
     """Answer one prompt with a reduced cache.
 
     With --budget or --target-loss the cache is reduced in the best way that is known for the model:
@@ -31,7 +34,7 @@ def generate(model: str, **typed: Any) -> None:
     kvalloc generate demo --budget 100% --prompt "What is a KV cache?" --max-new-tokens 40
     cat prompt.txt | kvalloc generate demo --profile p.json --json
     """
-    reduction, options = Reduction.of(model, typed), from_typed(PromptOptions, typed)
+    reduction, options = Reduction.of(named.model, typed), from_typed(PromptOptions, typed)
     text, where = options.read()
     conversation = Conversation.begin(reduction, options)
     n_tokens = len(conversation.turn_ids(text))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from kvalloc.accounting.costs import full_bytes
 from kvalloc.cli.eval import print_evaluation
@@ -11,6 +12,7 @@ from kvalloc.cli.options import takes
 from kvalloc.cli.output import is_verbose, note, print_fields, print_json, print_result, wants_json
 from kvalloc.report import wording
 from kvalloc.report.terminal import budget_picture, layer_bars
+from kvalloc.units import Option
 
 if TYPE_CHECKING:
     from kvalloc.formats.budget_profile import BudgetProfile
@@ -21,18 +23,21 @@ LEVELS = (0.5, 0.9, 0.99)
 """Retentions for which a score profile's tokens are shown."""
 
 
+@dataclass(frozen=True)
+class InspectOptions:
+    """What is shown."""
+
+    file: Annotated[str, Option()]
+    """A score profile, a budget profile, the name of a shipped one, what 'kvalloc fit' or 'kvalloc
+    eval -o' wrote, or a saved cache; also hf://owner/repo/FILE."""
+
+
 @takes()
-def inspect(file: str) -> None:
+def inspect(options: InspectOptions) -> None:
     """Show what a profile, a fitted file, an evaluation or a cache holds.
 
     A budget profile is drawn as one bar a layer, below what was measured with it; of a score
     profile the tokens are shown that each layer needs to keep 50%, 90% and 99% of its score mass.
-
-    Parameters
-    ----------
-    file : str
-        A score profile, a budget profile, the name of a shipped one, what 'kvalloc fit' or 'kvalloc
-        eval -o' wrote, or a saved cache; also hf://owner/repo/FILE.
 
     Examples
     --------
@@ -46,6 +51,7 @@ def inspect(file: str) -> None:
     from kvalloc.formats.saved_cache import SavedCacheHeader
     from kvalloc.formats.shipped_profiles import KINDS, load_file
 
+    file = options.file
     with local_file(file) as path:
         if kind_of(path) == "saved cache":
             _show_saved(file, path, SavedCacheHeader.read(path)[0])

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pkgutil import resolve_name
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from kvalloc.cli.options import takes
 from kvalloc.cli.output import note, print_fields, print_result, print_table
 from kvalloc.errors import KVAllocError
 from kvalloc.problem.registry import json_value, load, names, plugin_options
+from kvalloc.units import Option
 
 _PLUGINS = {
     "solvers": ("kvalloc.problem.solver:Solver", "solve ... --solver"),
@@ -19,18 +21,21 @@ _PLUGINS = {
 """Class of each kind of plug-in, and the option that takes one."""
 
 
+@dataclass(frozen=True)
+class ListOptions:
+    """What is listed."""
+
+    what: Annotated[Literal["solvers", "scorers", "policies", "profiles"] | None, Option()] = None
+    """What to list; the names of all without it."""
+
+
 @takes()
-def list(what: Literal["solvers", "scorers", "policies", "profiles"] | None = None) -> None:
+def list(options: ListOptions) -> None:
     """List the installed solvers, scorers or policies, or the budget profiles.
 
     Plug-ins of other packages are listed too, each with its options. Profiles are those that ship
     with kvalloc, with their share of the bytes of a cache at 16 bits. Below them stand what else
     ships, and what 'kvalloc fit' made here.
-
-    Parameters
-    ----------
-    what : str
-        What to list; the names of all without it.
 
     Examples
     --------
@@ -39,7 +44,7 @@ def list(what: Literal["solvers", "scorers", "policies", "profiles"] | None = No
     kvalloc list policies --json
     kvalloc list profiles
     """
-    if what is None:
+    if (what := options.what) is None:
         _everything()
         return
     if what == "profiles":

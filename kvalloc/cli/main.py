@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import errno
 import importlib
 import inspect
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 from importlib import resources
@@ -81,8 +81,9 @@ class _LazyGroup(TyperGroup):
 def summary(command: str) -> str:
     """Return the first line of a command's help, from its source: importing all takes a second."""
     source = (resources.files("kvalloc.cli") / f"{command}.py").read_text("utf-8")
-    match = re.search(rf'^def {command}\(.*?"""(.*?)\n', source, re.DOTALL | re.MULTILINE)
-    return match[1] if match else ""
+    functions = (one for one in ast.parse(source).body if isinstance(one, ast.FunctionDef))
+    text = next(ast.get_docstring(one) for one in functions if one.name == command)
+    return (text or "").partition("\n")[0]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -194,7 +195,7 @@ def _build(name: str) -> Any:
     application.command(
         name,
         cls=GroupedCommand,
-        help=text.partition("\n\nParameters\n")[0],
+        help=text,
         epilog="\b\nExamples:\n" + "\n\n\b\n".join(indent(one, "  ") for one in paragraphs),
         context_settings=_SETTINGS,
     )(function)

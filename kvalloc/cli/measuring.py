@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
-from kvalloc.cli.options import from_typed
+from kvalloc.cli.options import ModelArgument, from_typed
 from kvalloc.cli.output import note
 from kvalloc.cli.progress import ProgressBar, running
 from kvalloc.errors import InputError, option
@@ -20,36 +21,39 @@ DEFAULT_CONTEXT = 1024
 
 
 class PromptOptions(TypedDict, total=False):
-    """Which texts or prompts are measured.
-
-    Parameters
-    ----------
-    text : sequence of str
-        Running text, files or folders, cut into samples.
-    prompts : sequence of str
-        Prompts of the kinds that are to come, one JSON object a line with 'prompt', 'text',
-        'messages', or 'context' and 'input'.
-    tasks : str
-        Prompts with answers instead of text, made by the rules of these tasks of 'kvalloc eval'
-        from texts and words that no evaluation uses.
-    question_at : {"inside", "after", "both"}, default "inside"
-        With `tasks`: whether the prompt that is reduced ends with the question, or is the context
-        alone, and the question is read after the reduction.
-    lengths : str
-        With `tasks`: prompts of each of these lengths, tokens; `context` by default.
-    context : int, default 1024
-        Longest prompt, tokens.
-    seed : int, default 0
-        Seed of the choice of samples or prompts.
-    """
+    """Which texts or prompts are measured."""
 
     text: Annotated[Sequence[str] | None, Option("FILE|DIR", PROMPTS)]
+    """Running text, files or folders, cut into samples."""
+
     prompts: Annotated[Sequence[str] | None, Option("FILE.jsonl", PROMPTS)]
+    """Prompts of the kinds that are to come, one JSON object a line with 'prompt', 'text',
+    'messages', or 'context' and 'input'."""
+
     tasks: Annotated[str | None, Option("NAME,NAME", PROMPTS)]
+    """Prompts with answers instead of text, made by the rules of these tasks of 'kvalloc eval' from
+    texts and words that no evaluation uses."""
+
     question_at: Annotated[Literal["inside", "after", "both"] | None, Option("", PROMPTS)]
+    """With `tasks`: whether the prompt that is reduced ends with the question, or is the context
+    alone, and the question is read after the reduction; inside by default."""
+
     lengths: Annotated[str | None, Option("N,N", PROMPTS)]
+    """With `tasks`: prompts of each of these lengths, tokens; `context` by default."""
+
     context: Annotated[int | None, Option("N", PROMPTS, least=1)]
+    """Longest prompt, tokens; 1024 by default."""
+
     seed: Annotated[int | None, Option("N", PROMPTS, least=0)]
+    """Seed of the choice of samples or prompts; 0 by default."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuringOptions(ModelArgument):
+    """What is measured, and whether a killed command goes on."""
+
+    resume: Annotated[bool, Option()] = False
+    """Resume the unfinished work of a killed command."""
 
 
 Prompts = Callable[[Any], "list[Document | Prompt] | None"]
@@ -59,7 +63,6 @@ Prompts = Callable[[Any], "list[Document | Prompt] | None"]
 def measure(
     function: Callable[..., Any],
     options: type,
-    model: str,
     given: Mapping[str, Any],
     *,
     per_kind: int,
@@ -74,10 +77,9 @@ def measure(
         `kvalloc.profile` or `kvalloc.fit`.
     options : type
         The ``TypedDict`` of its options.
-    model : str
     given : mapping
-        What was typed of its options, of `PromptOptions` and of where the model runs, ``output``
-        (None for the cache folder) and ``resume`` included.
+        `MeasuringOptions` with ``output`` (None for the cache folder), and what was typed of its
+        options, of `PromptOptions` and of where the model runs.
     per_kind : int
         Prompts of every kind and form that are made by default.
     by_tasks : bool
@@ -106,7 +108,7 @@ def measure(
     wanted: Any = from_typed(options, given)
     prompts, made = read_prompt_options(given, per_kind=per_kind, by_tasks=by_tasks)
     start = time.perf_counter()
-    with running(model, given) as loaded:
+    with running(given["model"], given) as loaded:
         texts = prompts(loaded.tokenizer)
         if made:
             wanted["samples"] = len(texts or ())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -10,23 +11,25 @@ from kvalloc.cli.output import print_result
 from kvalloc.units import Option, size
 
 
+@dataclass(frozen=True)
+class MergeOptions:
+    """The parts, and the whole."""
+
+    parts: Annotated[list[Path], Option()]
+    """What the shards wrote."""
+
+    _: KW_ONLY
+
+    output: Annotated[Path, Option("OUT.safetensors")]
+    """The score profile to write."""
+
+
 @takes()
-def merge(
-    parts: list[Path],
-    *,
-    output: Annotated[Path, Option("OUT.safetensors")],
-) -> None:
+def merge(options: MergeOptions) -> None:
     """Put the parts together that 'profile' made with --shard.
 
     The file is the one that the same command without --shard writes, byte for byte, whatever the
     order of the parts.
-
-    Parameters
-    ----------
-    parts : list of Path
-        What the shards wrote.
-    output : Path
-        The score profile to write.
 
     Examples
     --------
@@ -36,6 +39,7 @@ def merge(
     """
     from kvalloc.formats.merging import merge as merged_parts
 
+    parts, output = options.parts, options.output
     merged = merged_parts(parts, output)
     facts = {
         "output": output,

@@ -7,16 +7,18 @@ import inspect
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from math import inf
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 from typer.core import TyperCommand
 
-from kvalloc.cli.output import printing
+from kvalloc.cli.output import Printing, printing
 from kvalloc.cli.values import NAMES
 from kvalloc.errors import InputError
-from kvalloc.units import Option, described
+from kvalloc.units import Option, field_texts
 
 T = TypeVar("T")
 
@@ -38,87 +40,75 @@ def parse_seconds(text: str) -> float:
     raise InputError(f"--time-limit is {text} s, expected a number above 0")
 
 
-class Common:
-    """What several commands take.
+@dataclass(frozen=True)
+class ModelArgument:
+    """The model that a command runs."""
 
-    Parameters
-    ----------
-    model : str
-        A hub id, a local folder, a .gguf file, or 'demo'.
-    scores : Path
-        A score profile that 'kvalloc profile' wrote, or a shipped one's name.
-    profile : str
-        A budget profile, or a shipped one's name.
-    solver : str
-        Solver, or module:Class, with its options after colons, such as ilp:gap=0.001; see 'kvalloc
-        list solvers'.
-    average : str
-        Solve once on the mean curves, or solve every sample and average the budgets.
-    time_limit : float
-        Of a solver, by default 60; its best so far counts.
-    fitted : Path
-        What 'kvalloc fit' wrote for the model, instead of the file that is found for it.
-    allow_other_model : bool
-        Accept a profile or fitted file of another model of the same sizes.
-    resume : bool
-        Resume the unfinished work of a killed command.
-    json : bool
-        Print JSON on stdout; progress stays on stderr.
-    quiet : bool
-        Print only results and errors.
-    verbose : bool
-        Print each step on stderr, with its time.
-    """
+    model: Annotated[str, Option()]
+    """A hub id, a local folder, a .gguf file, or 'demo'."""
 
 
-COMMON = {
-    "solver": Option("NAME", SOLVING),
-    "average": Option("curves|allocations", SOLVING),
-    "time_limit": Option("SECONDS", SOLVING, parser=parse_seconds),
-    "fitted": Option("FILE", MODEL),
-    "allow_other_model": Option("", MODEL),
-}
-"""How the help shows some of them."""
+@dataclass(frozen=True)
+class ScoresArgument:
+    """The score profile that a command decides from."""
+
+    scores: Annotated[Path, Option()]
+    """A score profile that 'kvalloc profile' wrote, or a shipped one's name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SolverOptions:
+    """What solves; see `kvalloc.solve`."""
+
+    solver: Annotated[str, Option("NAME", SOLVING)] = "auto"
+    """Solver, or module:Class, with its options after colons, such as ilp:gap=0.001; see 'kvalloc
+    list solvers'."""
+
+    average: Annotated[Any, Option("curves|allocations", SOLVING)] = "curves"
+    """Solve once on the mean curves, or solve every sample and average the budgets."""
+
+    time_limit: Annotated[float | None, Option("SECONDS", SOLVING, parser=parse_seconds)] = None
+    """Of a solver, by default 60; its best so far counts."""
+
+
+class FittedFlags(TypedDict, total=False):
+    """Which fitted file counts; see `kvalloc.apply`."""
+
+    fitted: Annotated[Path, Option("FILE", MODEL)]
+    """What 'kvalloc fit' wrote for the model, instead of the file that is found for it."""
+
+    allow_other_model: Annotated[bool, Option("", MODEL)]
+    """Accept a profile or fitted file of another model of the same sizes."""
 
 
 class ModelFlags(TypedDict, total=False):
-    """How a model is loaded; see `kvalloc.cli.progress.load`.
-
-    Parameters
-    ----------
-    dtype : str, default float32
-        Of weights and cache: float32, bfloat16 or float16.
-    device : str
-        Such as cuda:0, or auto to spread a large model over all there are; the CPU by default.
-    """
+    """How a model is loaded; see `kvalloc.cli.progress.load`."""
 
     dtype: Annotated[str, Option("NAME", MODEL)]
+    """Of weights and cache: float32, bfloat16 or float16; float32 by default."""
+
     device: Annotated[str, Option("NAME", MODEL)]
+    """Such as cuda:0, or auto to spread a large model over all there are; the CPU by default."""
 
 
 class EngineFlags(TypedDict, total=False):
-    """Where a model runs; see `kvalloc.cli.progress.running`.
-
-    Parameters
-    ----------
-    engine : {"local", "ray"}, default local
-        In this process, or in workers of a Ray cluster that load the model each.
-    address : str
-        With ray: of a cluster, HOST:PORT or auto; one is started on this machine by default.
-    workers : int
-        With ray: how many; as many as the cluster has GPUs, else as its CPUs allow, by default.
-    threads : int
-        CPU threads, with ray of each worker. The same number gives the same bits everywhere.
-    """
+    """Where a model runs; see `kvalloc.cli.progress.running`."""
 
     engine: Annotated[Literal["local", "ray"], Option("", ENGINE)]
+    """In this process, or in workers of a Ray cluster that load the model each; local by
+    default."""
+
     address: Annotated[str, Option("HOST:PORT", ENGINE)]
+    """With ray: of a cluster, HOST:PORT or auto; one is started on this machine by default."""
+
     workers: Annotated[int, Option("N", ENGINE, least=1)]
+    """With ray: how many; as many as the cluster has GPUs, else as its CPUs allow, by default."""
+
     threads: Annotated[int, Option("N", ENGINE, least=1)]
+    """CPU threads, with ray of each worker. The same number gives the same bits everywhere."""
 
 
 HELP_ALL = "--help-all"
-_KEYWORD = inspect.Parameter.KEYWORD_ONLY
 
 RARE = frozenset(
     {
@@ -134,70 +124,58 @@ RARE = frozenset(
 """Options that few need, by name: only ``--help-all`` shows them."""
 
 _ALSO = {"output": ("-o",), "quiet": ("-q",), "verbose": ("-v",)}
-_ALWAYS = ("json", "quiet", "verbose")
 """Other names of flags."""
 
 
 def takes(
-    *options: type, only: Mapping[type, Collection[str]] | None = None
+    *groups: type, only: Mapping[type, Collection[str]] | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a command of a function: an argument or a flag for everything that it takes.
+    """Make a command of a function: an argument or a flag for every field that is an `Option`.
 
+    The function's parameters are dataclasses: each is made of what was typed or is the default.
+    Their fields that are not keyword-only are arguments; those without a default are required.
     Every command gets ``--json``, ``--quiet`` and ``--verbose``, which `kvalloc.cli.output` knows.
-
-    A flag is named, typed and grouped as its parameter or field is; its help and its default are
-    those of a numpydoc docstring: the function's own, or `Common`'s, or that of ``options``. A
-    parameter that is not keyword-only is an argument; one without a default is required.
 
     Parameters
     ----------
-    *options : type
-        A ``TypedDict`` or a dataclass each. Its fields that are ``Annotated`` with
-        `kvalloc.units.Option` get flags too, and those that were typed reach the function by name.
+    *groups : type
+        A ``TypedDict`` or a dataclass each, whose fields reach the function by name where they
+        were typed.
     only : mapping of type to collection of str
-        Of which of them only some fields are taken.
+        Of which of all these only some fields are taken.
 
     Returns
     -------
     callable
         Decorates the function.
     """
-    fields: dict[str, Any] = {}
-    common = _helps(Common)
-    for kind in options:
-        helps, hints = common | _helps(kind), get_type_hints(kind, include_extras=True)
-        every = [name for name, hint in hints.items() if get_origin(hint) is Annotated]
-        shown = (only or {}).get(kind, every)
-        fields |= {name: _flag(name, hints[name], helps) for name in shown}
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        helps = common | _helps(command)
-        hints = get_type_hints(command, include_extras=True)
-        parameters = inspect.signature(command).parameters.values()
-        named = {one.name: one for one in parameters if one.kind is not one.VAR_KEYWORD}
-        required = {name for name, one in named.items() if one.default is one.empty}
-        places = {name for name, one in named.items() if one.kind is not _KEYWORD}
-        flags = {name: _flag(name, hints[name], helps, argument=name in places) for name in named}
-        first = {name: flags[name] for name in named if name in required | places}
-        always = {name: _flag(name, bool, helps) for name in _ALWAYS}
-        defaults = {name: one.default for name, one in named.items()} | dict.fromkeys(always, False)
+        hints = get_type_hints(command).values()
+        made: list[Any] = [*(kind for kind in hints if is_dataclass(kind)), Printing]
+        flags = {kind: _flags(kind, (only or {}).get(kind)) for kind in (*groups, *made)}
+        defaults = {
+            one.name: inspect.Parameter.empty if one.default is MISSING else one.default
+            for kind in made
+            for one in fields(kind)
+            if one.name in flags[kind]
+        }
 
         @functools.wraps(command)
         def run(**values: Any) -> None:
-            printed = {name: values.pop(name) for name in _ALWAYS}
-            typed = {n: value for n, value in values.items() if n in named or value is not None}
-            with printing(**printed):
-                command(**typed)
+            options = [kind(**{name: values.pop(name) for name in flags[kind]}) for kind in made]
+            with printing(options.pop()):
+                command(*options, **{n: one for n, one in values.items() if one is not None})
 
         shown: Any = run
-        shown.__annotations__ = {**first, **fields, **flags, **always}
-        keyword = functools.partial(inspect.Parameter, kind=_KEYWORD)
-        shown.__signature__ = inspect.Signature(
-            [
-                keyword(name, default=defaults.get(name), annotation=flag)
-                for name, flag in shown.__annotations__.items()
-            ]
-        )
+        shown.__annotations__ = {n: one for named in flags.values() for n, one in named.items()}
+        keyword = functools.partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
+        parameters = [
+            keyword(name, default=defaults.get(name), annotation=flag)
+            for name, flag in shown.__annotations__.items()
+        ]
+        parameters.sort(key=lambda one: one.default is not one.empty)  # required ones first
+        shown.__signature__ = inspect.Signature(parameters)
         return run
 
     return decorate
@@ -208,14 +186,14 @@ def from_typed(kind: type[T], typed: Mapping[str, Any]) -> T:
     return kind(**{name: typed[name] for name in kind.__annotations__ if name in typed})
 
 
-def _helps(documented: object) -> dict[str, tuple[str, str]]:
-    """Return help and default of each parameter or field that a numpydoc docstring describes."""
+def _flags(kind: type, names: Collection[str] | None) -> dict[str, Any]:
+    """Return the annotations that make typer show fields of a class, by default all options."""
+    texts, hints = field_texts(kind), get_type_hints(kind, include_extras=True)
+    arguments = {one.name for one in fields(kind) if not one.kw_only} if is_dataclass(kind) else ()
     return {
-        name: (
-            re.sub(r"`(\w+)`", lambda other: _flag_name(other[1]), " ".join(text.split())),
-            kind.partition(", default ")[2].strip('"'),
-        )
-        for name, (kind, text) in described(documented).items()
+        name: _flag(name, hint, texts.get(name, ""), argument=name in arguments)
+        for name, hint in hints.items()
+        if (name in names if names else get_origin(hint) is Annotated)
     }
 
 
@@ -223,14 +201,9 @@ def _flag_name(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _flag(
-    name: str, hint: Any, helps: Mapping[str, tuple[str, str]], *, argument: bool = False
-) -> Any:
-    """Return the annotation that makes typer show a parameter or field."""
-    shown, (text, default) = COMMON.get(name, Option()), helps[name]
-    if get_origin(hint) is Annotated:
-        hint, shown = get_args(hint)
-    known, parser = _names(name), shown.parser
+def _flag(name: str, hint: Any, text: str, *, argument: bool) -> Any:
+    hint, shown = get_args(hint)
+    text = re.sub(r"`(\w+)`", lambda other: _flag_name(other[1]), " ".join(text.split()))
     alone = get_origin(hint) in (None, Literal, list, Sequence)
     first, *others = (hint,) if alone else get_args(hint)  # of a union
     metavar, typed = shown.metavar, first
@@ -240,31 +213,12 @@ def _flag(
         text, typed = f"{text} Can be repeated.", list[str]
     elif str in others:
         typed = str
+    same: dict[str, Any] = {"help": text, "parser": shown.parser, "autocompletion": _names(name)}
     if argument:
-        return Annotated[
-            typed,
-            typer.Argument(
-                metavar=metavar or name.upper(),
-                help=text,
-                parser=parser,
-                autocompletion=known,
-            ),
-        ]
-    if default:
-        text = f"{text.rstrip('.')}; {default} by default."
+        return Annotated[typed, typer.Argument(metavar=metavar or name.upper(), **same)]
     names = [metavar if typed is bool and metavar else _flag_name(name), *_ALSO.get(name, ())]
-    return Annotated[
-        typed | None,
-        typer.Option(
-            *names,
-            metavar=None if typed is bool else metavar or None,
-            help=text,
-            min=shown.least,
-            parser=parser,
-            autocompletion=known,
-            rich_help_panel=shown.group,
-        ),
-    ]
+    same |= {"metavar": None if typed is bool else metavar or None, "min": shown.least}
+    return Annotated[typed | None, typer.Option(*names, rich_help_panel=shown.group, **same)]
 
 
 def _names(name: str) -> Callable[[str], list[str]] | None:

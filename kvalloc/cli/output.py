@@ -10,27 +10,34 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any
 
 from kvalloc.errors import InputError, plain
 from kvalloc.report.terminal import hanging, table_text, terminal_width
+from kvalloc.units import Option
 
 
-class _Printing(NamedTuple):
-    """What was typed of ``--json``, ``--quiet`` and ``--verbose``."""
+@dataclass(frozen=True, kw_only=True)
+class Printing:
+    """What every command prints, and where."""
 
-    json: bool = False
-    quiet: bool = False
-    verbose: bool = False
+    json: Annotated[bool, Option()] = False
+    """Print JSON on stdout; progress stays on stderr."""
+
+    quiet: Annotated[bool, Option()] = False
+    """Print only results and errors."""
+
+    verbose: Annotated[bool, Option()] = False
+    """Print each step on stderr, with its time."""
 
 
-_printing: ContextVar[_Printing] = ContextVar("kvalloc_printing", default=_Printing())  # noqa: B039
+_printing: ContextVar[Printing] = ContextVar("kvalloc_printing", default=Printing())  # noqa: B039
 
 
 @contextmanager
-def printing(*, json: bool = False, quiet: bool = False, verbose: bool = False) -> Iterator[None]:
+def printing(options: Printing) -> Iterator[None]:
     """Let what is printed inside be as ``--json``, ``--quiet`` and ``--verbose`` ask for it.
 
     Raises
@@ -38,11 +45,11 @@ def printing(*, json: bool = False, quiet: bool = False, verbose: bool = False) 
     InputError
         If the last two are given together.
     """
-    if quiet and verbose:
+    if options.quiet and options.verbose:
         raise InputError("--quiet and --verbose contradict each other; give one of them")
-    token = _printing.set(_Printing(json, quiet, verbose))
+    token = _printing.set(options)
     try:
-        with _logging() if verbose else nullcontext():
+        with _logging() if options.verbose else nullcontext():
             yield
     finally:
         _printing.reset(token)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from kvalloc.cli.options import MODEL, ModelFlags, takes
+from kvalloc.cli.options import MODEL, FittedFlags, ModelArgument, ModelFlags, from_typed, takes
 from kvalloc.cli.output import note, print_result, print_table
 from kvalloc.units import Option, size
 
@@ -13,39 +13,35 @@ if TYPE_CHECKING:
     from kvalloc.online.planning import BatchPlan
 
 
-@takes(ModelFlags, only={ModelFlags: ["dtype"]})
-def plan(
-    model: str,
-    *,
-    memory: Annotated[str, Option("SIZE")],
-    prompt: Annotated[int, Option("N", least=1)],
-    answer: Annotated[int, Option("N", least=1)],
-    target_loss: Annotated[float, Option("NATS")] = 0.01,
-    device: Annotated[str | None, Option("NAME", MODEL)] = None,
-    fitted: Path | None = None,
-    allow_other_model: bool = False,
-    **given: Any,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(ModelArgument):
+    """What is asked of a machine."""
+
+    memory: Annotated[str, Option("SIZE")]
+    """What the cache may take at its peak, all rows together; the weights are not in it."""
+
+    prompt: Annotated[int, Option("N", least=1)]
+    """Length of each prompt, tokens."""
+
+    answer: Annotated[int, Option("N", least=1)]
+    """Length of each answer, tokens."""
+
+    target_loss: Annotated[float, Option("NATS")] = 0.01
+    """Largest predicted loss, nats per token."""
+
+    device: Annotated[str | None, Option("NAME", MODEL)] = None
+    """Where to measure, such as cuda:0; or a100, h100 or h200, by published figures: a bound for a
+    machine that is not here. The CPU by default."""
+
+
+@takes(ModelFlags, FittedFlags, only={ModelFlags: ["dtype"]})
+def plan(options: PlanOptions, **given: Any) -> None:
     r"""Show how many prompts at once, at which budget, give the most tokens a second.
 
     Losses are predicted from the model's fitted file: sums of single losses, corrected by what
     whole caches lost. Seconds are predicted from steps of the model and of its caches, which are
     measured first, in about half a minute. Tokens a second are those of all rows together while
     they answer; reading the prompts, 1.2 times a plain prefill at any budget, is not in them.
-
-    Parameters
-    ----------
-    memory : str
-        What the cache may take at its peak, all rows together; the weights are not in it.
-    prompt : int
-        Length of each prompt, tokens.
-    answer : int
-        Length of each answer, tokens.
-    target_loss : float
-        Largest predicted loss, nats per token.
-    device : str
-        Where to measure, such as cuda:0; or a100, h100 or h200, by published figures: a bound for a
-        machine that is not here. The CPU by default.
 
     Examples
     --------
@@ -58,18 +54,17 @@ def plan(
     from kvalloc.measure.step_times import DEVICES
     from kvalloc.online.planning import plan_batch
 
-    named = device if device in DEVICES else None
-    loaded = load(model, {**given, "device": None if named else device})
+    named = options.device if options.device in DEVICES else None
+    loaded = load(options.model, {**given, "device": None if named else options.device})
     with slow("measuring steps"):
         planned = plan_batch(
             loaded.model,
-            memory=memory,
-            prompt=prompt,
-            answer=answer,
-            target_loss=target_loss,
+            memory=options.memory,
+            prompt=options.prompt,
+            answer=options.answer,
+            target_loss=options.target_loss,
             times=named,
-            fitted=fitted,
-            allow_other_model=allow_other_model,
+            **from_typed(FittedFlags, given),
         )
     print_result(planned, lambda: _show(planned))
 

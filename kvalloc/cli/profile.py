@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from kvalloc.cli.inspect import score_facts
-from kvalloc.cli.measuring import PromptOptions, measure
+from kvalloc.cli.measuring import MeasuringOptions, PromptOptions, measure
 from kvalloc.cli.options import EngineFlags, ModelFlags, from_typed, takes
 from kvalloc.cli.output import print_result
 from kvalloc.measure.profiling import ProfileOptions, read_options
@@ -17,25 +18,22 @@ EACH_TASK = 2
 """Prompts of each kind that are made."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ProfilingOptions(MeasuringOptions):
+    """What is measured, and where the profile goes."""
+
+    output: Annotated[Path, Option("OUT.safetensors")]
+    """The score profile to write."""
+
+
 @takes(ProfileOptions, PromptOptions, ModelFlags, EngineFlags)
-def profile(
-    model: str,
-    *,
-    output: Annotated[Path, Option("OUT.safetensors")],
-    resume: bool = False,
-    **given: Any,
-) -> None:
+def profile(options: ProfilingOptions, **given: Any) -> None:
     r"""Measure on text what each layer and KV head can do without.
 
     MODEL is a hub id, a local folder, a .gguf file, or 'demo' (SmolLM2-135M-Instruct). Finished
     samples are kept in OUT.safetensors.partial until the profile is complete. Without any text,
     public-domain texts that ship with kvalloc are taken; with --loss, and no text or prompts given,
     prompts are made as by --tasks needle,pairs,kl,code.
-
-    Parameters
-    ----------
-    output : Path
-        The score profile to write.
 
     Examples
     --------
@@ -51,9 +49,9 @@ def profile(
 
     require_run_packages()
     read_options(from_typed(ProfileOptions, given))
-    given |= {"output": output, "resume": resume}
+    given |= vars(options)
     measured, facts, shown = measure(
-        measured_profile, ProfileOptions, model, given, per_kind=EACH_TASK, by_tasks="loss" in given
+        measured_profile, ProfileOptions, given, per_kind=EACH_TASK, by_tasks="loss" in given
     )
     fields = {**score_fields(measured), **shown}
     print_result({**score_facts(measured), **facts}, fields)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
-from kvalloc.cli.options import MODEL, from_typed
+from kvalloc.cli.options import from_typed
 from kvalloc.cli.output import is_verbose, note
 from kvalloc.cli.progress import load
 from kvalloc.errors import InputError
@@ -27,30 +27,32 @@ OF_A_PROMPT = (*TARGET, "level")
 
 @dataclass(frozen=True, kw_only=True)
 class Reduction:
-    """How the cache of a model's prompts is reduced, as typed.
-
-    Attributes
-    ----------
-    policy : str
-        Pick the entries in another way within the same budgets: a policy, or a scorer whose best
-        stay; see 'kvalloc list policies'. Its parameters after colons, such as nacl:seed=1.
-    decode_every : int
-        Evict again every N tokens that follow the prompt; every 64 or more by default.
-    lossless : bool
-        Answer as the full cache does: it verifies what the reduced cache drafts.
-    """
+    """How the cache of a model's prompts is reduced, as typed."""
 
     model: str
     typed: Mapping[str, Any]
     """Every option that was typed, also those of a target."""
 
     profile: Annotated[str | None, Option("P.json", BUDGETS)] = None
+    """A budget profile, or a shipped one's name."""
+
     solver: Annotated[str | None, Option("NAME", BUDGETS)] = None
+    """Solver, or module:Class, with its options after colons, such as ilp:gap=0.001; see 'kvalloc
+    list solvers'."""
+
     policy: Annotated[str | None, Option("NAME", KEPT)] = None
+    """Pick the entries in another way within the same budgets: a policy, or a scorer whose best
+    stay; see 'kvalloc list policies'. Its parameters after colons, such as nacl:seed=1."""
+
     decode_every: Annotated[int | None, Option("N", KEPT, least=1)] = None
-    fitted: Annotated[Path | None, Option("FILE", MODEL)] = None
+    """Evict again every N tokens that follow the prompt; every 64 or more by default."""
+
     lossless: Annotated[bool, Option("", KEPT)] = False
-    allow_other_model: Annotated[bool, Option("", MODEL)] = False
+    """Answer as the full cache does: it verifies what the reduced cache drafts."""
+
+    fitted: Path | None = None
+    allow_other_model: bool = False
+    """As in `FittedFlags`."""
 
     @classmethod
     def of(cls, model: str, typed: Mapping[str, Any]) -> Self:

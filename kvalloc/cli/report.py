@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -10,28 +11,32 @@ from kvalloc.cli.output import print_result
 from kvalloc.units import Option, size
 
 
+@dataclass(frozen=True)
+class ReportOptions:
+    """What is drawn, and where it goes."""
+
+    files: Annotated[list[str], Option()]
+    """Score profiles, budget profiles or names of shipped ones, results of 'kvalloc eval'; all of
+    one model."""
+
+    _: KW_ONLY
+
+    output: Annotated[Path, Option("OUT.html|.png|.svg")] = Path("report.html")
+    """The page or picture to write; its ending says which."""
+
+    what: Annotated[
+        Literal["budgets", "curves", "frontier", "measured", "overview"] | None, Option()
+    ] = None
+    """What a picture draws; the first of these that the files hold by default. An overview has
+    budgets, curves and what was measured side by side."""
+
+
 @takes()
-def report(
-    files: list[str],
-    *,
-    output: Annotated[Path, Option("OUT.html|.png|.svg")] = Path("report.html"),
-    what: Literal["budgets", "curves", "frontier", "measured", "overview"] | None = None,
-) -> None:
+def report(options: ReportOptions) -> None:
     """Write a page for a browser, or a picture: budgets, curves, measured losses.
 
     The page shows what the bytes buy, needs no network, can be sent by mail, and has a calculator
     for the memory of any prompt. With an ending of .png or .svg one picture is drawn.
-
-    Parameters
-    ----------
-    files : list of str
-        Score profiles, budget profiles or names of shipped ones, results of 'kvalloc eval'; all of
-        one model.
-    output : Path
-        The page or picture to write; its ending says which.
-    what : str
-        What a picture draws; the first of these that the files hold by default. An overview has
-        budgets, curves and what was measured side by side.
 
     Examples
     --------
@@ -42,17 +47,18 @@ def report(
     """
     from kvalloc.cli.progress import slow
 
-    if what is None and output.suffix in ("", ".htm", ".html"):
+    output = options.output
+    if options.what is None and output.suffix in ("", ".htm", ".html"):
         from kvalloc.report.page import write_report
 
         with slow("writing the report"):
-            write_report(files, output)
+            write_report(options.files, output)
         count = output.stat().st_size
         facts: dict[str, object] = {"output": output, "file_bytes": count}
         written = f"written {output} ({size(count)}); open it in a browser"
     else:
         from kvalloc.report.figure import plot
 
-        drawn = plot(files, output, what)
+        drawn = plot(options.files, output, options.what)
         facts, written = {"output": output, "what": drawn}, f"written {output}: {drawn}"
     print_result(facts, lambda: print(written))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
 from kvalloc.allocation.request import Request, RequestOptions
-from kvalloc.cli.options import ModelFlags, from_typed, takes
+from kvalloc.cli.options import ModelFlags, SolverOptions, from_typed, takes
 from kvalloc.cli.output import note, print_fields, print_result, print_table, wants_json
 from kvalloc.cli.progress import ProgressBar, load, slow
 from kvalloc.errors import InputError, option
@@ -23,49 +24,42 @@ MEASURING = "Measuring"
 
 
 class MeasureFlags(TypedDict, total=False):
-    """What ``kvalloc solve`` measures; see `kvalloc.solve_measured`.
-
-    Parameters
-    ----------
-    measure : str
-        Measure what the whole reduced cache loses on this model; with `target_loss`, ask for less
-        until the measured loss is within it.
-    measure_prompts : sequence of str
-        Prompts to measure on. By default four of each kind that 'kvalloc profile --loss' makes.
-    resume : bool
-        With `measure`: go on with what a killed command had measured.
-    """
+    """What ``kvalloc solve`` measures; see `kvalloc.solve_measured`."""
 
     measure: Annotated[str | None, Option("MODEL", MEASURING)]
+    """Measure what the whole reduced cache loses on this model; with `target_loss`, ask for less
+    until the measured loss is within it."""
+
     measure_prompts: Annotated[Sequence[str] | None, Option("FILE.jsonl", MEASURING)]
+    """Prompts to measure on. By default four of each kind that 'kvalloc profile --loss' makes."""
+
     resume: Annotated[bool | None, Option("", MEASURING)]
+    """With `measure`: go on with what a killed command had measured."""
+
+
+@dataclass(frozen=True)
+class SolveOptions:
+    """What is decided, and where it goes."""
+
+    scores: Annotated[list[str], Option()]
+    """Score profiles that 'kvalloc profile' wrote, or shipped ones' names."""
+
+    _: KW_ONLY
+
+    fairness: Annotated[Literal["sum", "worst"], Option()] = "sum"
+    """Of several that share a memory, whether their sum counts, or the worst."""
+
+    output: Annotated[Path | None, Option("OUT.json")] = None
+    """The budget profile to write, or the folder of several; may be left out with --json."""
 
 
 @takes(RequestOptions, MeasureFlags, ModelFlags)
-def solve(
-    scores: list[str],
-    *,
-    solver: str = "auto",
-    average: str = "curves",
-    time_limit: float | None = None,
-    fairness: Literal["sum", "worst"] = "sum",
-    output: Annotated[Path | None, Option("OUT.json")] = None,
-    **options: Any,
-) -> None:
+def solve(options: SolveOptions, solving: SolverOptions, **typed: Any) -> None:
     """Decide how many entries each layer and KV head keeps.
 
     What was decided comes with a bound that shows how much better it could be at most.
     Exactly one target: --target-retention, --target-loss, --budget, --budget-tokens or --memory.
     Several score profiles share one --memory; a target beside it is a floor for each.
-
-    Parameters
-    ----------
-    scores : list of str
-        Score profiles that 'kvalloc profile' wrote, or shipped ones' names.
-    fairness : {"sum", "worst"}
-        Of several that share a memory, whether their sum counts, or the worst.
-    output : Path
-        The budget profile to write, or the folder of several; may be left out with --json.
 
     Examples
     --------
@@ -80,28 +74,27 @@ def solve(
     from kvalloc.formats.shipped_profiles import load_scores
     from kvalloc.problem.registry import get_solver
 
-    if scores[1:]:
-        how: dict[str, Any] = {"solver": solver, "time_limit": time_limit, "fairness": fairness}
-        return _solve_pool(scores, how, average, output, options)
+    if options.scores[1:]:
+        return _solve_pool(options, solving, typed)
+    scores, output, fairness = options.scores[0], options.output, options.fairness
     if fairness != "sum":
         raise InputError(f"{option('fairness', fairness)} is for several score profiles; add one")
-    request = Request.parse(**from_typed(RequestOptions, options))  # before anything is read
-    beside = options.keys() - RequestOptions.__annotations__
+    request = Request.parse(**from_typed(RequestOptions, typed))  # before anything is read
+    beside = typed.keys() - RequestOptions.__annotations__
     if beside and "measure" not in beside:
         raise InputError(f"{option(min(beside))} goes with --measure MODEL; name the model")
     _check_named(output, "the budget profile goes with -o OUT.json")
     if output is not None:
-        if output.exists() and Path(scores[0]).exists() and output.samefile(scores[0]):
+        if output.exists() and Path(scores).exists() and output.samefile(scores):
             raise InputError(f"-o {output} would overwrite the score profile; name another file")
         check_writable(output, stream=True)
-    how = {"solver": get_solver(solver), "time_limit": time_limit}
-    how |= {"average": average, "notify": note}
-    profile = load_scores(scores[0])
+    how = {**vars(solving), "solver": get_solver(solving.solver), "notify": note}
+    profile = load_scores(scores)
     start = time.perf_counter()
-    if "measure" in options:
-        decided = _measured(profile, request, options, output, how)
+    if "measure" in typed:
+        decided = _measured(profile, request, typed, output, how)
     else:
-        with slow(f"solving with {solver}"):
+        with slow(f"solving with {solving.solver}"):
             decided = decide(profile, request=request, **how)
         if output is not None:
             decided.save(output)
@@ -118,33 +111,33 @@ def _show(summary: dict[str, str], caps: list[str]) -> None:
         print(line)
 
 
-def _solve_pool(
-    scores: Sequence[str],
-    how: Mapping[str, Any],
-    average: str,
-    output: Path | None,
-    options: Mapping[str, Any],
-) -> None:
+def _solve_pool(options: SolveOptions, solving: SolverOptions, typed: Mapping[str, Any]) -> None:
     """Decide the budgets of several score profiles that share a memory; write FOLDER/NAME.json."""
     from kvalloc.allocation.pool import solve_pool
     from kvalloc.files import make_folder
 
-    alone = options.keys() - RequestOptions.__annotations__
-    if average != "curves":
+    scores, output = options.scores, options.output
+    alone = typed.keys() - RequestOptions.__annotations__
+    if solving.average != "curves":
         alone.add("average")
     if alone:
         raise InputError(f"{option(min(alone))} is for one score profile, and these are several")
-    if "memory" not in options:
+    if "memory" not in typed:
         raise InputError(f"several score profiles share a memory; give {option('memory', '2GiB')}")
     names = [f"{Path(one).stem}.json" for one in scores]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise InputError(f"two of the score profiles would write {twice}; rename one of the files")
     _check_named(output, "the budget profiles go with -o FOLDER")
-    request = {key: value for key, value in options.items() if key != "memory"}
+    request = {key: value for key, value in typed.items() if key != "memory"}
     start = time.perf_counter()
-    with slow(f"solving with {how['solver']}"):
-        members = [(one, request, 1.0) for one in scores]
-        pool = solve_pool(members, memory=options["memory"], **how)
+    with slow(f"solving with {solving.solver}"):
+        pool = solve_pool(
+            [(one, request, 1.0) for one in scores],
+            memory=typed["memory"],
+            solver=solving.solver,
+            time_limit=solving.time_limit,
+            fairness=options.fairness,
+        )
     if output is not None:
         make_folder(output)
         for name, profile in zip(names, pool, strict=True):
@@ -171,7 +164,7 @@ def _check_named(output: Path | None, where: str) -> None:
 def _measured(
     scores: ScoreProfile,
     request: Request,
-    options: Mapping[str, Any],
+    typed: Mapping[str, Any],
     output: Path | None,
     how: Mapping[str, Any],
 ) -> BudgetProfile:
@@ -184,11 +177,11 @@ def _measured(
     from kvalloc.online.solving import solve_measured
 
     # what cannot be read or resumed is refused before the model is loaded
-    resume, files = options.get("resume", False), options.get("measure_prompts", ())
+    resume, files = typed.get("resume", False), typed.get("measure_prompts", ())
     prompts = [prompt for file in files for prompt in read_prompts(file)] or None
     if output is not None:
         check_output(output, resume=resume)
-    loaded = load(options["measure"], options)
+    loaded = load(typed["measure"], typed)
     with ProgressBar("measuring", unit="prompts") as progress:
         return solve_measured(
             scores,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,6 +12,7 @@ from kvalloc.cli.options import takes
 from kvalloc.cli.output import note, print_result
 from kvalloc.errors import InputError
 from kvalloc.report.terminal import hanging
+from kvalloc.units import Option
 
 if TYPE_CHECKING:
     from kvalloc.allocation.audit import Check
@@ -20,20 +21,24 @@ NOT_TRUE, NOT_PROVEN = 1, 3
 """Exit codes."""
 
 
+@dataclass(frozen=True)
+class VerifyOptions:
+    """What is verified, and from what."""
+
+    profile: Annotated[str, Option()]
+    """A budget profile, or the folder of several that share a memory."""
+
+    scores: Annotated[list[str], Option()]
+    """The score profile that it was decided from, or all of them."""
+
+
 @takes()
-def verify(profile: str, scores: list[str]) -> None:
+def verify(options: VerifyOptions) -> None:
     """Recompute what a budget profile states.
 
     Objective, bytes, target, constraints and bound, from the two files alone. Exit code 1 if a
     statement is not true, 3 if none is false but only a solver's word stands for the bound.
     Of several that share a memory: the folder of all, and what they were decided from.
-
-    Parameters
-    ----------
-    profile : str
-        A budget profile, or the folder of several that share a memory.
-    scores : list of str
-        The score profile that it was decided from, or all of them.
 
     Examples
     --------
@@ -45,6 +50,7 @@ def verify(profile: str, scores: list[str]) -> None:
     from kvalloc.allocation.audit import verify as recompute
     from kvalloc.formats.record import kind_of
 
+    profile, scores = options.profile, options.scores
     profiles = [profile]
     if scores[1:] or Path(profile).is_dir():
         profiles = [str(Path(profile) / f"{Path(one).stem}.json") for one in scores]

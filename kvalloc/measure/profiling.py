@@ -53,58 +53,55 @@ SCORES, LOSSES, MORE = "What is measured", "Losses", "Other measurements"
 
 
 class ProfileOptions(TypedDict, total=False):
-    """What decides the numbers of a score profile, beside model and text.
-
-    Parameters
-    ----------
-    samples : int
-        Samples to measure; a tenth of those that the text gives by default. With `tasks` two of
-        each.
-    context : int, default 1024
-        Reference context, tokens.
-    scorer : str or Scorer, default "xkv"
-        What is measured; see 'kvalloc list scorers'. Its options after colons, such as
-        snapkv:window=32:pool=7.
-    sinks : int, default 4
-        First tokens that are never evicted, and left out of the curves; 0 counts them as XKV does.
-    seed : int, default 0
-        Of the choice of samples.
-    loss : {"measured", "fast"} or LossPlan
-        Also measure what reducing each unit alone does to the next-token distribution: a forward
-        for every unit and level, or a second-order estimate at the price of a few prefills. It is
-        measured on the prompts' answers, or on what the model itself writes next.
-    loss_level : {"layer", "head"}, default "layer"
-        What is reduced alone for `loss`.
-    loss_policies : str or sequence of str
-        Policies or scorers whose losses are measured beside the scorer's, so that 'kvalloc solve'
-        chooses one for each unit with its budget; options after a colon, such as
-        tova,critical,snapkv:window=4:pool=1; 'usual' for a set that does well.
-    bits : str or sequence of int
-        With `loss`, also measure what is lost at each of these bit widths and each budget together,
-        of every policy, for 'kvalloc solve --bits'; 16 is measured in any case.
-    chunk : int
-        Tokens of a sample that run through a layer at once; memory grows with it. All of them by
-        default up to 4,096, and 1,024 of longer samples. Losses take the whole sample.
-    shard : str
-        Measure every N-th sample alone, such as 2/8: with all N shards, on as many machines,
-        'kvalloc merge' makes the same file as one call.
-    share_length : int, default 1
-        Also measure what runs of 2 to N adjacent layers keep when they share the kept entries
-        (MPCache, Sec. 4.4), for 'kvalloc solve --share-groups'; 4 at most, 1 measures nothing.
-    """
+    """What decides the numbers of a score profile, beside model and text."""
 
     samples: Annotated[int | None, Option("N", SCORES)]
+    """Samples to measure; a tenth of those that the text gives by default. With `tasks` two of
+    each."""
+
     context: int
+    """Reference context, tokens; 1024 by default."""
+
     scorer: Annotated[str | Scorer, Option("NAME", SCORES)]
+    """What is measured; see 'kvalloc list scorers'. Its options after colons, such as
+    snapkv:window=32:pool=7; xkv by default."""
+
     sinks: Annotated[int, Option("N", SCORES)]
+    """First tokens that are never evicted, and left out of the curves; 0 counts them as XKV does; 4
+    by default."""
+
     seed: int
+    """Of the choice of samples; 0 by default."""
+
     loss: Annotated[LossMethod | LossPlan | None, Option("[measured|fast]", LOSSES)]
+    """Also measure what reducing each unit alone does to the next-token distribution: a forward for
+    every unit and level, or a second-order estimate at the price of a few prefills. It is measured
+    on the prompts' answers, or on what the model itself writes next."""
+
     loss_level: Annotated[LossLevel, Option("", LOSSES)]
+    """What is reduced alone for `loss`; layer by default."""
+
     loss_policies: Annotated[str | Sequence[str], Option("NAME,NAME", LOSSES)]
+    """Policies or scorers whose losses are measured beside the scorer's, so that 'kvalloc solve'
+    chooses one for each unit with its budget; options after a colon, such as
+    tova,critical,snapkv:window=4:pool=1; 'usual' for a set that does well."""
+
     bits: Annotated[str | Sequence[int] | None, Option("16,8,4", MORE)]
+    """With `loss`, also measure what is lost at each of these bit widths and each budget together,
+    of every policy, for 'kvalloc solve --bits'; 16 is measured in any case."""
+
     share_length: Annotated[int, Option("N", MORE)]
+    """Also measure what runs of 2 to N adjacent layers keep when they share the kept entries
+    (MPCache, Sec. 4.4), for 'kvalloc solve --share-groups'; 4 at most, 1 measures nothing; 1 by
+    default."""
+
     chunk: Annotated[int | None, Option("N", MORE, least=1)]
+    """Tokens of a sample that run through a layer at once; memory grows with it. All of them by
+    default up to 4,096, and 1,024 of longer samples. Losses take the whole sample."""
+
     shard: Annotated[str | None, Option("I/N", SCORES)]
+    """Measure every N-th sample alone, such as 2/8: with all N shards, on as many machines,
+    'kvalloc merge' makes the same file as one call."""
 
 
 @keywords_of(ProfileOptions)

@@ -124,21 +124,16 @@ class NormalEquations:
 
 
 class FitOptions(TypedDict, total=False):
-    """What decides a surrogate, beside model and text.
-
-    Parameters
-    ----------
-    samples : int
-        Prompts to fit on, at least 2; of text, a tenth of all that there are by default.
-    context : int, default 1024
-        Longest prompt, tokens; each is read twice, one reading after the other.
-    seed : int, default 0
-        Of the choice of samples.
-    """
+    """What decides a surrogate, beside model and text."""
 
     samples: Annotated[int | None, Option("N", "On which text or prompts")]
+    """Prompts to fit on, at least 2; of text, a tenth of all that there are by default."""
+
     context: int
+    """Longest prompt, tokens; each is read twice, one reading after the other; 1024 by default."""
+
     seed: int
+    """Of the choice of samples; 0 by default."""
 
 
 def _check_tokens(shape: ModelShape, samples: SampleSet) -> None:

@@ -43,27 +43,18 @@ class PromptOptions(RequestOptions, total=False):
 
     Of the options of a request: one of the targets that are no loss, `level`, `min_tokens`,
     `max_tokens` and `page`.
-
-    Parameters
-    ----------
-    level : {"layer", "head"}
-        Whether layers or heads get budgets, where these are decided from each prompt; layers by
-        default.
-    page : int
-        Budgets are whole pages of N tokens.
-    solver : str
-        Solver, also with options such as ``"adaptive_head:safeguard=floor"``; ``"auto"`` by
-        default.
-    scorer : str
-        Whose scores are measured, and rank the entries unless another policy is named, also with
-        parameters such as ``"snapkv:window=32"``; ``"xkv"`` by default.
-    sinks : int
-        First tokens, never evicted; 4 by default.
     """
 
     solver: str | None
+    """Solver, also with options such as ``"adaptive_head:safeguard=floor"``; ``"auto"`` by
+    default."""
+
     scorer: str | None
+    """Whose scores are measured, and rank the entries unless another policy is named, also with
+    parameters such as ``"snapkv:window=32"``; ``"xkv"`` by default."""
+
     sinks: int | None
+    """First tokens, never evicted; 4 by default."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,12 +7,9 @@ Then look at the difference before committing it: every changed number is a chan
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import functools
 import hashlib
-import inspect
-import itertools
 import json
 import pkgutil
 import sys
@@ -265,26 +262,19 @@ SETS = (
 def published_schema(name: str) -> dict[str, Any]:
     """The JSON Schema of a file, or of its header, each field with its docstring."""
     from kvalloc.formats.policy import Policy
-    from kvalloc.formats.record import FileRecord
     from kvalloc.shape import ModelShape
+    from kvalloc.units import field_texts
 
     owner = pkgutil.resolve_name(SCHEMAS[name])
     schema: dict[str, Any] = owner.model_json_schema(mode="serialization")
     parts = schema.get("$defs", {})
-    described = [(schema, one) for one in owner.__mro__[: owner.__mro__.index(FileRecord)]]
-    described += [
-        (parts[one.__name__], one) for one in (ModelShape, Policy) if one.__name__ in parts
-    ]
-    for part, of in described:
-        (defined,) = ast.parse(inspect.getsource(of)).body
-        for field, text in itertools.pairwise(defined.body):
-            if (
-                isinstance(field, ast.AnnAssign)
-                and isinstance(text, ast.Expr)
-                and field.target.id in part["properties"]
-            ):
-                said = inspect.cleandoc(text.value.value)
-                part["properties"][field.target.id]["description"] = said
+    for part, of in (
+        (schema, owner),
+        *((parts[one.__name__], one) for one in (ModelShape, Policy) if one.__name__ in parts),
+    ):
+        for field, text in field_texts(of).items():
+            if field in part["properties"]:
+                part["properties"][field]["description"] = text
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 

@@ -53,6 +53,7 @@ def test_a_help_has_an_example_and_fits_on_two_screens(command, monkeypatch):
     assert all(flag in short for flag in ("--json", "--quiet", "--verbose"))
     assert ("--help-all" in short) == (short != whole)
     options = [one for one in cli._build(command).params if one.param_type_name == "option"]
+    assert all(one.help for one in cli._build(command).params)
     for one in options:
         shown = re.compile(rf"^  (-\w, )?{one.opts[0]}\b", re.MULTILINE)
         assert shown.search(whole)

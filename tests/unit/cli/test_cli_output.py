@@ -93,7 +93,11 @@ def test_a_log_gets_a_line_now_and_then(monkeypatch):
 def test_a_terminal_gets_a_bar_with_the_time_left_unless_quiet(monkeypatch):
     terminal = in_terminal(monkeypatch)
     monkeypatch.setattr("kvalloc.cli.progress.PATIENCE_SECONDS", 0.0)
-    with output.printing(quiet=True), ProgressBar("x", unit="layers") as progress, slow("x"):
+    with (
+        output.printing(output.Printing(quiet=True)),
+        ProgressBar("x", unit="layers") as progress,
+        slow("x"),
+    ):
         progress(1, 2)
     assert terminal.getvalue() == ""
     with ProgressBar("measuring", unit="layers") as progress:
