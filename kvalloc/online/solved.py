@@ -161,7 +161,8 @@ def shares_of_rows(file: str, share: float, lengths: tuple[int, ...]) -> tuple[f
         memory=sum(beside) + sum(bytes_in_share(share, one.full) for one in costs),
         solver="lagrangian",
     )
-    parts = zip(pool, beside, costs, strict=True)
-    shares = np.array([(own.requested["value"] - held) / one.full for own, held, one in parts])
+    granted = [Request.read(member).target.value for member in pool]
+    parts = zip(granted, beside, costs, strict=True)
+    shares = np.array([(part - held) / one.full for part, held, one in parts])
     same = np.equal.outer(lengths, lengths)  # rows of one length, such as beams, are kept alike
     return tuple(np.minimum((same * shares).sum(axis=1) / same.sum(axis=1), 1.0).tolist())
