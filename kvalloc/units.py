@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -47,19 +48,23 @@ class Option:
 
 
 @cache
-def field_texts(kind: type) -> Mapping[str, str]:
-    """Return the docstring below each field of a class and of its bases, by the field's name.
+def _classes(module: str) -> Mapping[str, ast.ClassDef]:
+    """Return the classes that stand in a module's source; none where there is no source."""
+    with suppress(OSError, TypeError):
+        statements = ast.parse(inspect.getsource(sys.modules[module])).body
+        return {one.name: one for one in statements if isinstance(one, ast.ClassDef)}
+    return {}
 
-    It is empty in an application that is delivered without its source.
-    """
+
+def field_texts(kind: type) -> dict[str, str]:
+    """Return the docstring below each field of a class and of its bases, by the field's name."""
     texts = {}
-    with suppress(OSError):
-        for base in (one for one in reversed(kind.__mro__) if one.__module__ != "builtins"):
-            statements = ast.parse(inspect.getsource(base)).body[0]
-            for pair in pairwise(ast.iter_child_nodes(statements)):
-                match pair:
-                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(ast.Constant(str(text))):
-                        texts[name] = inspect.cleandoc(text)
+    for base in reversed(kind.__mro__):
+        defined = _classes(base.__module__).get(base.__name__)
+        for pair in pairwise(defined.body if defined else ()):
+            match pair:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(ast.Constant(str(text))):
+                    texts[name] = inspect.cleandoc(text)
     return texts
 
 

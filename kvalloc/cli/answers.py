@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -30,8 +30,8 @@ PROMPT, ANSWER = "Prompt", "Answer"
 
 
 @dataclass(frozen=True, kw_only=True)
-class PromptOptions:
-    """A prompt and how it is answered, as typed."""
+class PromptOptions(Reduction):
+    """A prompt, how its cache is reduced, and how it is answered."""
 
     prompt: Annotated[str | None, Option("TEXT", PROMPT)] = None
     """The prompt."""
@@ -43,7 +43,7 @@ class PromptOptions:
     """Put the prompt into the model's chat form, or not. Where the model has one by default."""
 
     max_new_tokens: Annotated[int, Option("N", ANSWER, least=1)] = 128
-    """Length of an answer at most, tokens; 128 by default."""
+    """Length of an answer at most, tokens."""
 
     temperature: Annotated[float | None, Option("T", ANSWER)] = None
     """Draw each token, at a temperature such as 0.7."""
@@ -156,8 +156,9 @@ class Conversation:
 
     Attributes
     ----------
-    reduction : Reduction
     options : PromptOptions
+    target : mapping
+        What was typed of the target of each prompt.
     loaded : LoadedModel
     make_cache : callable
         Makes an empty cache for a prompt of that many tokens.
@@ -176,8 +177,8 @@ class Conversation:
         Puts documents that were read one by one in front of a question's tokens, as a cache.
     """
 
-    reduction: Reduction
     options: PromptOptions
+    target: Mapping[str, Any]
     loaded: LoadedModel
     make_cache: Callable[[int], Any]
     in_chat: bool
@@ -191,7 +192,7 @@ class Conversation:
     """The last token of an answer that it does not end with: it was written, not read."""
 
     @classmethod
-    def begin(cls, reduction: Reduction, options: PromptOptions) -> Self:
+    def begin(cls, options: PromptOptions, target: Mapping[str, Any]) -> Self:
         """Load the model, for a conversation in which nothing was said yet.
 
         Raises
@@ -199,10 +200,10 @@ class Conversation:
         KVAllocError
             As `Reduction.load`, or if the model has no chat form and one is wanted.
         """
-        loaded, make_cache = reduction.load()
+        loaded, make_cache = options.load(target)
         in_chat = wants_chat(loaded.tokenizer, options.chat)
         return cls(
-            reduction=reduction, options=options, loaded=loaded, make_cache=make_cache,
+            options=options, target=target, loaded=loaded, make_cache=make_cache,
             in_chat=in_chat,
         )  # fmt: skip
 
@@ -252,7 +253,7 @@ class Conversation:
     def open_cache(self, n_tokens: int) -> None:
         """Make the cache for a prompt of that many tokens, and say which way it takes."""
         self.cache = self.make_cache(n_tokens)
-        note_way(self.cache, self.reduction, n_tokens)
+        note_way(self.cache, self.options, self.target, n_tokens)
 
     def read(self, ids: Sequence[int]) -> None:
         """Let the model read tokens into the cache."""

@@ -5,21 +5,23 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any, Unpack
 
 import typer
 
 from kvalloc.allocation.request import RequestOptions
 from kvalloc.cli.answers import Conversation, PromptOptions, check_text
-from kvalloc.cli.options import FittedFlags, ModelArgument, ModelFlags, from_typed, takes
+from kvalloc.cli.options import takes
 from kvalloc.cli.output import is_quiet, note, print_json, wants_json
 from kvalloc.cli.progress import load, slow
-from kvalloc.cli.reduction import OF_A_PROMPT, Reduction, cache_facts, note_whole
+from kvalloc.cli.reduction import OF_A_PROMPT, cache_facts, note_whole
 from kvalloc.errors import InputError, plain
+from kvalloc.online.conflicts import given_names
 from kvalloc.prompts.chat import encode, wants_chat
 from kvalloc.report.wording import deciding_text, kept_text
 from kvalloc.units import Option, duration
@@ -27,28 +29,26 @@ from kvalloc.units import Option, duration
 DOCUMENT = "Questions about a document"
 
 
-class DocumentOptions(TypedDict, total=False):
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions(PromptOptions):
     """What is asked about a document, and where it comes from instead of a prompt."""
 
-    question: Annotated[Sequence[str], Option("TEXT", DOCUMENT)]
+    question: Annotated[Sequence[str] | None, Option("TEXT", DOCUMENT)] = None
     """A question about the document alone."""
 
-    cache: Annotated[Path, Option("FILE", DOCUMENT)]
+    cache: Annotated[Path | None, Option("FILE", DOCUMENT)] = None
     """Take the document from a saved cache."""
 
-    document: Annotated[Sequence[Path], Option("FILE", DOCUMENT)]
+    document: Annotated[Sequence[Path] | None, Option("FILE", DOCUMENT)] = None
     """A saved cache of a document that was read with --no-chat. Several are put behind each
     other."""
 
-    recompute: Annotated[str, Option("SHARE", DOCUMENT)]
+    recompute: Annotated[str | None, Option("SHARE", DOCUMENT)] = None
     """Tokens of all documents that are computed anew for a question; 15% by default."""
 
 
-@takes(
-    *(RequestOptions, Reduction, PromptOptions, DocumentOptions, FittedFlags, ModelFlags),
-    only={RequestOptions: OF_A_PROMPT},
-)
-def chat(named: ModelArgument, **typed: Any) -> None:
+@takes(only=OF_A_PROMPT)
+def chat(options: ChatOptions, **target: Unpack[RequestOptions]) -> None:
     """Talk with a model, or ask about a document, with a reduced cache.
 
     Turns are typed, a line each. --prompt or --prompt-file gives a document, which is read once.
@@ -64,20 +64,20 @@ def chat(named: ModelArgument, **typed: Any) -> None:
     kvalloc chat demo --cache doc.kv --question "Who speaks?" --question "To whom?"
     kvalloc chat demo --document a.kv --document b.kv --question "Who speaks?"
     """
-    reduction, options = Reduction.of(named.model, typed), from_typed(PromptOptions, typed)
-    questions, cache = typed.get("question", ()), typed.get("cache")
+    options.check(target)
+    questions = options.question or ()
     for place, question in enumerate(questions, start=1):
         which = f"question {place}" if len(questions) > 1 else "the question"
         if not check_text(question, which).strip():
             raise InputError(f"{which} is empty; ask something")
-    if cache is not None:
-        conversation = _with_saved(cache, reduction, options, questions)
-    elif "document" in typed:
-        conversation = _with_documents(reduction, options, questions)
-    elif questions or {"prompt", "prompt_file", "save_cache"} & typed.keys():
-        conversation = _with_document(reduction, options, questions)
+    if options.cache is not None:
+        conversation = _with_saved(options.cache, options, questions)
+    elif options.document is not None:
+        conversation = _with_documents(options.document, options, questions)
+    elif questions or {"prompt", "prompt_file", "save_cache"} & given_names(vars(options)):
+        conversation = _with_document(options, target, questions)
     else:
-        conversation = Conversation.begin(reduction, options)
+        conversation = Conversation.begin(options, target)
         _check_questions(conversation, ())
     facts = {} if conversation.cache is None else _facts(conversation)
     conversation.save()
@@ -91,7 +91,7 @@ def chat(named: ModelArgument, **typed: Any) -> None:
     if wants_json():
         if not facts and rows:
             facts = _facts(conversation)
-        files = {"cache": cache, "saved": options.save_cache, "profile": reduction.profile}
+        files = {"cache": options.cache, "saved": options.save_cache, "profile": options.profile}
         print_json({"model": conversation.loaded.model_id, **files, **facts, "answers": rows})
 
 
@@ -105,11 +105,11 @@ def _check_questions(
 
 
 def _with_document(
-    reduction: Reduction, options: PromptOptions, questions: Sequence[str]
+    options: ChatOptions, target: Mapping[str, Any], questions: Sequence[str]
 ) -> Conversation:
     """Let the model read the document, where questions about it have room."""
     text, name = options.read()
-    conversation = Conversation.begin(reduction, options)
+    conversation = Conversation.begin(options, target)
     ids = conversation.form.document_ids(conversation.loaded.tokenizer, text)
     _check_questions(conversation, questions, len(ids))
     conversation.open_cache(len(ids))
@@ -125,9 +125,7 @@ def _with_document(
     return conversation
 
 
-def _with_saved(
-    path: Path, reduction: Reduction, options: PromptOptions, questions: Sequence[str]
-) -> Conversation:
+def _with_saved(path: Path, options: ChatOptions, questions: Sequence[str]) -> Conversation:
     """Take the document from a file that was saved, in the type that it was read in."""
     from kvalloc.formats.saved_cache import SavedCacheHeader
     from kvalloc.models.loading import require_run_packages
@@ -137,16 +135,16 @@ def _with_saved(
     header, tensors = SavedCacheHeader.read(path)  # before the model is loaded
     seconds = time.perf_counter() - start
     dtype, notes = header.dtype, header.notes
-    if (typed := reduction.typed.get("dtype", dtype)) != dtype:
+    if options.dtype not in (None, dtype):
         raise InputError(
-            f"{path} holds {dtype} entries, and --dtype is {typed}; leave out --dtype, or read the "
-            "document again"
+            f"{path} holds {dtype} entries, and --dtype is {options.dtype}; leave out --dtype, or "
+            "read the document again"
         )
-    loaded = load(reduction.model, {**reduction.typed, "dtype": dtype})
+    loaded = load(options.model, replace(options, dtype=dtype))
     from kvalloc.runtime.loading import filled_cache
 
     start = time.perf_counter()
-    cache = filled_cache(path, header, tensors, loaded.model, reduction.allow_other_model)
+    cache = filled_cache(path, header, tensors, loaded.model, options.allow_other_model)
     seconds += time.perf_counter() - start
     if cache.batch != 1:
         raise InputError(
@@ -155,7 +153,7 @@ def _with_saved(
         )
     in_chat = bool(notes.get("chat")) if options.chat is None else options.chat
     conversation = Conversation(
-        reduction=reduction, options=options, loaded=loaded, make_cache=lambda tokens: cache,
+        options=options, target={}, loaded=loaded, make_cache=lambda tokens: cache,
         in_chat=wants_chat(loaded.tokenizer, in_chat), cache=cache,
         document=str(notes.get("document") or path), answered=bool(notes.get("answered")),
         read_seconds=header.read_seconds, load_seconds=seconds,
@@ -169,27 +167,26 @@ def _with_saved(
 
 
 def _with_documents(
-    reduction: Reduction, options: PromptOptions, questions: Sequence[str]
+    paths: Sequence[Path], options: ChatOptions, questions: Sequence[str]
 ) -> Conversation:
     """Take documents from files, to be put in front of each question, or of the first turn."""
     from kvalloc.formats.saved_cache import SavedCacheHeader
     from kvalloc.models.loading import require_run_packages
 
     require_run_packages()
-    paths: Sequence[Path] = reduction.typed["document"]
     headers = [SavedCacheHeader.read(path)[0] for path in paths]  # before the model is loaded
-    loaded = load(reduction.model, {"dtype": headers[0].dtype, **reduction.typed})
+    loaded = load(options.model, replace(options, **{"dtype": headers[0].dtype, **options.how}))
     from kvalloc.online.blends import DEFAULT_SHARE, blend
 
     def put(question: Sequence[int]) -> Any:
         return blend(
             loaded.model, paths, question=question, before=before,
-            recompute=reduction.typed.get("recompute", DEFAULT_SHARE),
-            allow_other_model=reduction.allow_other_model,
+            recompute=DEFAULT_SHARE if options.recompute is None else options.recompute,
+            allow_other_model=options.allow_other_model,
         )  # fmt: skip
 
     conversation = Conversation(
-        reduction=reduction, options=options, loaded=loaded, make_cache=lambda tokens: None,
+        options=options, target={}, loaded=loaded, make_cache=lambda tokens: None,
         blend=put, in_chat=wants_chat(loaded.tokenizer, options.chat),
         document=", ".join(Path(path).name for path in paths),
     )  # fmt: skip

@@ -25,7 +25,7 @@ class CompareOptions(ScoresArgument):
     """Only this solver, also with options: ilp:gap=0.001."""
 
 
-@takes(RequestOptions, only={SolverOptions: ["average", "time_limit"]})
+@takes(only={SolverOptions: ["average", "time_limit"]})
 def compare(
     options: CompareOptions, solving: SolverOptions, **request_options: Unpack[RequestOptions]
 ) -> None:
@@ -49,7 +49,7 @@ def compare(
         solvers=options.solver,
         request=request,
         time_limit=solving.time_limit,
-        average=solving.average,
+        average=solving.average,  # type: ignore[arg-type]  # solving checks it
         notify=note,
         watch=lambda name: slow(f"solving with {name}"),
     )

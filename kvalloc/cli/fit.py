@@ -6,10 +6,10 @@ import shlex
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Unpack
 
-from kvalloc.cli.measuring import MeasuringOptions, PromptOptions, measure
-from kvalloc.cli.options import EngineFlags, ModelFlags, takes
+from kvalloc.cli.measuring import MeasuringOptions, measure
+from kvalloc.cli.options import takes
 from kvalloc.cli.output import note, print_result
 from kvalloc.measure.scorer_fitting import FitOptions
 from kvalloc.report.wording import fitted_fields
@@ -24,8 +24,8 @@ class FittingOptions(MeasuringOptions):
     """The file to write, for `fitted`; in the cache folder by default."""
 
 
-@takes(FitOptions, PromptOptions, ModelFlags, EngineFlags)
-def fit(options: FittingOptions, **given: Any) -> None:
+@takes()
+def fit(options: FittingOptions, **wanted: Unpack[FitOptions]) -> None:
     r"""Measure a model once, so that each prompt is read once and reduced well.
 
     MODEL is a hub id, a local folder, a .gguf file, or 'demo' (SmolLM2-135M-Instruct). The file
@@ -46,10 +46,9 @@ def fit(options: FittingOptions, **given: Any) -> None:
     from kvalloc.online.fitting import EACH_KIND
     from kvalloc.online.fitting import fit as measured_model
 
-    given |= vars(options)
     function = partial(measured_model, notify=note)
     fitted, facts, shown = measure(
-        function, FitOptions, given, per_kind=EACH_KIND, by_tasks=None, unit="prompts"
+        function, options, wanted, per_kind=EACH_KIND, by_tasks=None, unit="prompts"
     )
     words = ["kvalloc", "generate", options.model, "--budget", "20%", "--prompt-file", "prompt.txt"]
     words += [] if options.output is None else ["--fitted", str(options.output)]

@@ -28,10 +28,7 @@ class FrontierOptions(ScoresArgument):
     """Sizes between the floors and everything."""
 
 
-@takes(
-    RequestOptions,
-    only={RequestOptions: BESIDE_TARGET, SolverOptions: ["solver", "time_limit"]},
-)
+@takes(only={RequestOptions: BESIDE_TARGET, SolverOptions: ["solver", "time_limit"]})
 def frontier(
     options: FrontierOptions, solving: SolverOptions, **request_options: Unpack[RequestOptions]
 ) -> None:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Unpack
 
 from kvalloc.allocation.request import RequestOptions
 from kvalloc.cli.answers import Conversation, PromptOptions
-from kvalloc.cli.options import FittedFlags, ModelArgument, ModelFlags, from_typed, takes
+from kvalloc.cli.options import takes
 from kvalloc.cli.output import note, print_json, wants_json
-from kvalloc.cli.reduction import OF_A_PROMPT, Reduction, cache_facts, note_whole
+from kvalloc.cli.reduction import OF_A_PROMPT, cache_facts, note_whole
 from kvalloc.report.wording import deciding_text, kept_text
 from kvalloc.units import duration
 
 
-@takes(
-    *(RequestOptions, Reduction, PromptOptions, FittedFlags, ModelFlags),
-    only={RequestOptions: OF_A_PROMPT},
-)
-def generate(named: ModelArgument, **typed: Any) -> None:
+@takes(only=OF_A_PROMPT)
+def generate(options: PromptOptions, **target: Unpack[RequestOptions]) -> None:
     """Answer one prompt with a reduced cache.
 
     With --budget or --target-loss the cache is reduced in the best way that is known for the model:
@@ -34,15 +31,15 @@ def generate(named: ModelArgument, **typed: Any) -> None:
     kvalloc generate demo --budget 100% --prompt "What is a KV cache?" --max-new-tokens 40
     cat prompt.txt | kvalloc generate demo --profile p.json --json
     """
-    reduction, options = Reduction.of(named.model, typed), from_typed(PromptOptions, typed)
+    options.check(target)
     text, where = options.read()
-    conversation = Conversation.begin(reduction, options)
+    conversation = Conversation.begin(options, target)
     n_tokens = len(conversation.turn_ids(text))
     answer = conversation.answer(text)
     note_whole(conversation.cache, n_tokens)
     facts = {
         "model": conversation.loaded.model_id,
-        "profile": reduction.profile,
+        "profile": options.profile,
         "answer": answer.text,
         "prompt_tokens": n_tokens,
         "new_tokens": len(answer.tokens),

@@ -5,55 +5,55 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from kvalloc.cli.options import ModelArgument, from_typed
+from kvalloc.cli.options import EngineOptions, ModelArgument
 from kvalloc.cli.output import note
 from kvalloc.cli.progress import ProgressBar, running
 from kvalloc.errors import InputError, option
+from kvalloc.online.conflicts import given_names
 from kvalloc.units import Option, duration, parse_numbers, size
 
 if TYPE_CHECKING:
     from kvalloc.measure import Document, Prompt
 
 PROMPTS = "On which text or prompts"
-DEFAULT_CONTEXT = 1024
-
-
-class PromptOptions(TypedDict, total=False):
-    """Which texts or prompts are measured."""
-
-    text: Annotated[Sequence[str] | None, Option("FILE|DIR", PROMPTS)]
-    """Running text, files or folders, cut into samples."""
-
-    prompts: Annotated[Sequence[str] | None, Option("FILE.jsonl", PROMPTS)]
-    """Prompts of the kinds that are to come, one JSON object a line with 'prompt', 'text',
-    'messages', or 'context' and 'input'."""
-
-    tasks: Annotated[str | None, Option("NAME,NAME", PROMPTS)]
-    """Prompts with answers instead of text, made by the rules of these tasks of 'kvalloc eval' from
-    texts and words that no evaluation uses."""
-
-    question_at: Annotated[Literal["inside", "after", "both"] | None, Option("", PROMPTS)]
-    """With `tasks`: whether the prompt that is reduced ends with the question, or is the context
-    alone, and the question is read after the reduction; inside by default."""
-
-    lengths: Annotated[str | None, Option("N,N", PROMPTS)]
-    """With `tasks`: prompts of each of these lengths, tokens; `context` by default."""
-
-    context: Annotated[int | None, Option("N", PROMPTS, least=1)]
-    """Longest prompt, tokens; 1024 by default."""
-
-    seed: Annotated[int | None, Option("N", PROMPTS, least=0)]
-    """Seed of the choice of samples or prompts; 0 by default."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasuringOptions(ModelArgument):
-    """What is measured, and whether a killed command goes on."""
+class MeasuringOptions(EngineOptions, ModelArgument):
+    """Which texts or prompts are measured on which model, and where the file goes."""
+
+    output: Path | None
+    """The file to write; None for the cache folder."""
 
     resume: Annotated[bool, Option()] = False
     """Resume the unfinished work of a killed command."""
+
+    text: Annotated[Sequence[str] | None, Option("FILE|DIR", PROMPTS)] = None
+    """Running text, files or folders, cut into samples."""
+
+    prompts: Annotated[Sequence[str] | None, Option("FILE.jsonl", PROMPTS)] = None
+    """Prompts of the kinds that are to come, one JSON object a line with 'prompt', 'text',
+    'messages', or 'context' and 'input'."""
+
+    tasks: Annotated[str | None, Option("NAME,NAME", PROMPTS)] = None
+    """Prompts with answers instead of text, made by the rules of these tasks of 'kvalloc eval' from
+    texts and words that no evaluation uses."""
+
+    question_at: Annotated[Literal["inside", "after", "both"] | None, Option("", PROMPTS)] = None
+    """With `tasks`: whether the prompt that is reduced ends with the question, or is the context
+    alone, and the question is read after the reduction; inside by default."""
+
+    lengths: Annotated[str | None, Option("N,N", PROMPTS)] = None
+    """With `tasks`: prompts of each of these lengths, tokens; `context` by default."""
+
+    context: Annotated[int, Option("N", PROMPTS, least=1)] = 1024
+    """Longest prompt, tokens."""
+
+    seed: Annotated[int, Option("N", PROMPTS, least=0)] = 0
+    """Seed of the choice of samples or prompts."""
 
 
 Prompts = Callable[[Any], "list[Document | Prompt] | None"]
@@ -62,8 +62,8 @@ Prompts = Callable[[Any], "list[Document | Prompt] | None"]
 
 def measure(
     function: Callable[..., Any],
-    options: type,
-    given: Mapping[str, Any],
+    options: MeasuringOptions,
+    wanted: Mapping[str, Any],
     *,
     per_kind: int,
     by_tasks: bool | None = True,
@@ -75,11 +75,9 @@ def measure(
     ----------
     function : callable
         `kvalloc.profile` or `kvalloc.fit`.
-    options : type
-        The ``TypedDict`` of its options.
-    given : mapping
-        `MeasuringOptions` with ``output`` (None for the cache folder), and what was typed of its
-        options, of `PromptOptions` and of where the model runs.
+    options : MeasuringOptions
+    wanted : mapping
+        What was typed of the function's own options.
     per_kind : int
         Prompts of every kind and form that are made by default.
     by_tasks : bool
@@ -102,30 +100,31 @@ def measure(
     from kvalloc.formats.shipped_profiles import fitted_file
     from kvalloc.measure.checkpoint import check_output
 
-    output, resume = given["output"], given["resume"]
-    if output is not None:
-        check_output(output, resume=resume)
-    wanted: Any = from_typed(options, given)
-    prompts, made = read_prompt_options(given, per_kind=per_kind, by_tasks=by_tasks)
+    if options.output is not None:
+        check_output(options.output, resume=options.resume)
+    how = {**wanted, "context": options.context, "seed": options.seed}
+    prompts, made = read_prompt_options(
+        options, wanted.get("samples"), per_kind=per_kind, by_tasks=by_tasks
+    )
     start = time.perf_counter()
-    with running(given["model"], given) as loaded:
+    with running(options.model, options) as loaded:
         texts = prompts(loaded.tokenizer)
         if made:
-            wanted["samples"] = len(texts or ())
+            how["samples"] = len(texts or ())
         with ProgressBar("measuring", unit=unit) as progress:
             measured = function(
                 loaded.model,
                 loaded.tokenizer,
                 texts,
-                output=output,
-                resume=resume,
+                output=options.output,
+                resume=options.resume,
                 progress=progress,
                 model_id=loaded.model_id,
-                **wanted,
+                **how,
             )
     for reason in measured.set_aside.values():
         note(f"set aside, and named in the file: {reason}")
-    output = output or fitted_file(measured.shape)
+    output = options.output or fitted_file(measured.shape)
     seconds, count = time.perf_counter() - start, output.stat().st_size
     facts = {"output": output, "seconds": seconds, "file_bytes": count}
     shown = {
@@ -136,14 +135,15 @@ def measure(
 
 
 def read_prompt_options(
-    given: Mapping[str, Any], *, per_kind: int, by_tasks: bool | None
+    options: MeasuringOptions, samples: int | None, *, per_kind: int, by_tasks: bool | None
 ) -> tuple[Prompts, bool]:
     """Return the texts and prompts that the user names, or how to make some.
 
     Parameters
     ----------
-    given : mapping
-        What was typed of `PromptOptions`, and ``samples``, how many prompts to make.
+    options : MeasuringOptions
+    samples : int or None
+        How many prompts to make.
     per_kind : int
         Prompts of every kind and form by default.
     by_tasks : bool
@@ -160,21 +160,21 @@ def read_prompt_options(
         If options contradict each other, a file cannot be read, there is no such task, place or
         length; from the callable, if prompts cannot be made.
     """
-    has_texts, tasks = bool(given.get("text") or given.get("prompts")), given.get("tasks")
+    has_texts, tasks = bool(options.text or options.prompts), options.tasks
     if tasks is not None and has_texts:
         raise InputError("--tasks makes prompts, and text or prompts are given; give one of them")
     if tasks is None and (has_texts or not by_tasks):
-        if about := [name for name in ("question_at", "lengths") if name in given]:
+        if about := sorted({"question_at", "lengths"} & given_names(vars(options)), reverse=True):
             raise InputError(f"{option(about[0])} is about prompts that --tasks makes; add --tasks")
-        texts = _read(given) if has_texts or by_tasks is not None else None
+        texts = _read(options) if has_texts or by_tasks is not None else None
         return lambda tokenizer: texts, False
     from kvalloc.prompts.calibration import KINDS, STANDINGS, calibration_prompts
     from kvalloc.prompts.tasks import find_tasks
 
     names = KINDS if tasks is None else [name.strip() for name in tasks.split(",")]
     kinds = tuple(task.name for task in find_tasks(names))
-    question, context = given.get("question_at", "inside"), given.get("context", DEFAULT_CONTEXT)
-    lengths = _lengths(given.get("lengths"), context)
+    question = options.question_at or "inside"
+    lengths = _lengths(options.lengths, options.context)
     forms = len(kinds) * len(lengths) * len(STANDINGS[question])
 
     def make(tokenizer: Any) -> list[Document | Prompt]:
@@ -182,11 +182,11 @@ def read_prompt_options(
             return [
                 *calibration_prompts(
                     tokenizer,
-                    given.get("samples", per_kind * forms),
+                    per_kind * forms if samples is None else samples,
                     lengths,
                     kinds=kinds,
                     question=question,
-                    seed=given.get("seed", 0),
+                    seed=options.seed,
                 )
             ]
         except InputError as error:
@@ -195,11 +195,11 @@ def read_prompt_options(
     return make, True
 
 
-def _read(given: Mapping[str, Any]) -> list[Document | Prompt]:
+def _read(options: MeasuringOptions) -> list[Document | Prompt]:
     from kvalloc.measure import default_texts, read_prompts, read_texts
 
-    texts: list[Document | Prompt] = [*read_texts(given.get("text", ()))]
-    texts += [prompt for file in given.get("prompts", ()) for prompt in read_prompts(file)]
+    texts: list[Document | Prompt] = [*read_texts(options.text or ())]
+    texts += [prompt for file in options.prompts or () for prompt in read_prompts(file)]
     return texts or [*default_texts()]
 
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from math import inf
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Unpack, get_args, get_origin, get_type_hints
 
 import typer
 from typer.core import TyperCommand
@@ -19,8 +19,6 @@ from kvalloc.cli.output import Printing, printing
 from kvalloc.cli.values import NAMES
 from kvalloc.errors import InputError
 from kvalloc.units import Option, field_texts
-
-T = TypeVar("T")
 
 SOLVING, MODEL, ENGINE = "Solver", "Model", "Where it runs"
 """Headings in the help."""
@@ -64,47 +62,55 @@ class SolverOptions:
     """Solver, or module:Class, with its options after colons, such as ilp:gap=0.001; see 'kvalloc
     list solvers'."""
 
-    average: Annotated[Any, Option("curves|allocations", SOLVING)] = "curves"
+    average: Annotated[str, Option("curves|allocations", SOLVING)] = "curves"
     """Solve once on the mean curves, or solve every sample and average the budgets."""
 
     time_limit: Annotated[float | None, Option("SECONDS", SOLVING, parser=parse_seconds)] = None
     """Of a solver, by default 60; its best so far counts."""
 
 
-class FittedFlags(TypedDict, total=False):
+@dataclass(frozen=True, kw_only=True)
+class FittedOptions:
     """Which fitted file counts; see `kvalloc.apply`."""
 
-    fitted: Annotated[Path, Option("FILE", MODEL)]
+    fitted: Annotated[Path | None, Option("FILE", MODEL)] = None
     """What 'kvalloc fit' wrote for the model, instead of the file that is found for it."""
 
-    allow_other_model: Annotated[bool, Option("", MODEL)]
+    allow_other_model: Annotated[bool, Option("", MODEL)] = False
     """Accept a profile or fitted file of another model of the same sizes."""
 
 
-class ModelFlags(TypedDict, total=False):
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
     """How a model is loaded; see `kvalloc.cli.progress.load`."""
 
-    dtype: Annotated[str, Option("NAME", MODEL)]
+    dtype: Annotated[str | None, Option("NAME", MODEL)] = None
     """Of weights and cache: float32, bfloat16 or float16; float32 by default."""
 
-    device: Annotated[str, Option("NAME", MODEL)]
+    device: Annotated[str | None, Option("NAME", MODEL)] = None
     """Such as cuda:0, or auto to spread a large model over all there are; the CPU by default."""
 
+    @property
+    def how(self) -> dict[str, Any]:
+        """Return what was typed, as keywords of `kvalloc.load_model`."""
+        typed = {"dtype": self.dtype, "device": self.device}
+        return {name: value for name, value in typed.items() if value is not None}
 
-class EngineFlags(TypedDict, total=False):
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions(LoadOptions):
     """Where a model runs; see `kvalloc.cli.progress.running`."""
 
-    engine: Annotated[Literal["local", "ray"], Option("", ENGINE)]
-    """In this process, or in workers of a Ray cluster that load the model each; local by
-    default."""
+    engine: Annotated[Literal["local", "ray"], Option("", ENGINE)] = "local"
+    """In this process, or in workers of a Ray cluster that load the model each."""
 
-    address: Annotated[str, Option("HOST:PORT", ENGINE)]
+    address: Annotated[str | None, Option("HOST:PORT", ENGINE)] = None
     """With ray: of a cluster, HOST:PORT or auto; one is started on this machine by default."""
 
-    workers: Annotated[int, Option("N", ENGINE, least=1)]
+    workers: Annotated[int | None, Option("N", ENGINE, least=1)] = None
     """With ray: how many; as many as the cluster has GPUs, else as its CPUs allow, by default."""
 
-    threads: Annotated[int, Option("N", ENGINE, least=1)]
+    threads: Annotated[int | None, Option("N", ENGINE, least=1)] = None
     """CPU threads, with ray of each worker. The same number gives the same bits everywhere."""
 
 
@@ -115,7 +121,7 @@ RARE = frozenset(
         *("min_tokens", "max_tokens", "page", "share_groups", "max_distinct"),
         *("cap", "loss_policies", "measure_prompts", "average"),
         *("shard", "share_length", "fairness"),
-        *("chunk", "lengths", *EngineFlags.__annotations__),
+        *("chunk", "lengths", "engine", "address", "workers", "threads"),
         *("peer", "plain_bits", "metric", "turns", "answer_tokens"),
         *("decode_every", "seed", "recompute"),
         *("fitted", "allow_other_model"),
@@ -128,21 +134,19 @@ _ALSO = {"output": ("-o",), "quiet": ("-q",), "verbose": ("-v",)}
 
 
 def takes(
-    *groups: type, only: Mapping[type, Collection[str]] | None = None
+    only: Mapping[type, Collection[str]] | None = None,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a command of a function: an argument or a flag for every field that is an `Option`.
 
     The function's parameters are dataclasses: each is made of what was typed or is the default.
     Their fields that are not keyword-only are arguments; those without a default are required.
-    Every command gets ``--json``, ``--quiet`` and ``--verbose``, which `kvalloc.cli.output` knows.
+    Keywords of a ``TypedDict`` (``Unpack``) reach the function where they were typed. Every command
+    gets ``--json``, ``--quiet`` and ``--verbose``, which `kvalloc.cli.output` knows.
 
     Parameters
     ----------
-    *groups : type
-        A ``TypedDict`` or a dataclass each, whose fields reach the function by name where they
-        were typed.
     only : mapping of type to collection of str
-        Of which of all these only some fields are taken.
+        Of which classes only some fields are taken.
 
     Returns
     -------
@@ -151,50 +155,43 @@ def takes(
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        hints = get_type_hints(command).values()
-        made: list[Any] = [*(kind for kind in hints if is_dataclass(kind)), Printing]
-        flags = {kind: _flags(kind, (only or {}).get(kind)) for kind in (*groups, *made)}
-        defaults = {
-            one.name: inspect.Parameter.empty if one.default is MISSING else one.default
-            for kind in made
-            for one in fields(kind)
-            if one.name in flags[kind]
-        }
+        hints = [*get_type_hints(command).values(), Printing]
+        made: list[Any] = [hint for hint in hints if is_dataclass(hint)]
+        keywords = [get_args(hint)[0] for hint in hints if get_origin(hint) is Unpack]
+        shown = {kind: _parameters(kind, (only or {}).get(kind)) for kind in (*keywords, *made)}
+        parameters = [one for some in shown.values() for one in some]
 
         @functools.wraps(command)
         def run(**values: Any) -> None:
-            options = [kind(**{name: values.pop(name) for name in flags[kind]}) for kind in made]
+            options = [
+                kind(**{one.name: values.pop(one.name) for one in shown[kind]}) for kind in made
+            ]
             with printing(options.pop()):
                 command(*options, **{n: one for n, one in values.items() if one is not None})
 
-        shown: Any = run
-        shown.__annotations__ = {n: one for named in flags.values() for n, one in named.items()}
-        keyword = functools.partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
-        parameters = [
-            keyword(name, default=defaults.get(name), annotation=flag)
-            for name, flag in shown.__annotations__.items()
-        ]
-        parameters.sort(key=lambda one: one.default is not one.empty)  # required ones first
-        shown.__signature__ = inspect.Signature(parameters)
+        result: Any = run
+        result.__annotations__ = {one.name: one.annotation for one in parameters}
+        result.__signature__ = inspect.Signature(parameters)
         return run
 
     return decorate
 
 
-def from_typed(kind: type[T], typed: Mapping[str, Any]) -> T:
-    """Make a dataclass or a ``TypedDict`` of those of its fields that were typed."""
-    return kind(**{name: typed[name] for name in kind.__annotations__ if name in typed})
-
-
-def _flags(kind: type, names: Collection[str] | None) -> dict[str, Any]:
-    """Return the annotations that make typer show fields of a class, by default all options."""
+def _parameters(kind: type, names: Collection[str] | None) -> list[inspect.Parameter]:
+    """Return what makes typer show fields of a class, by default all that are an `Option`."""
     texts, hints = field_texts(kind), get_type_hints(kind, include_extras=True)
-    arguments = {one.name for one in fields(kind) if not one.kw_only} if is_dataclass(kind) else ()
-    return {
-        name: _flag(name, hint, texts.get(name, ""), argument=name in arguments)
-        for name, hint in hints.items()
-        if (name in names if names else get_origin(hint) is Annotated)
-    }
+    known = {one.name: one for one in fields(kind)} if is_dataclass(kind) else {}
+    names = names or [name for name, hint in hints.items() if get_origin(hint) is Annotated]
+    parameter = functools.partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
+    parameters = []
+    for name in names:
+        field: Any = known.get(name)
+        is_argument = field is not None and not field.kw_only
+        flag = _flag(name, hints[name], texts.get(name, ""), argument=is_argument)
+        default = None if field is None else field.default
+        default = inspect.Parameter.empty if default is MISSING else default
+        parameters.append(parameter(name, default=default, annotation=flag))
+    return parameters
 
 
 def _flag_name(name: str) -> str:
@@ -251,7 +248,7 @@ class GroupedCommand(TyperCommand):
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write arguments, then options by group in the order of their first one, others last."""
-        groups: dict[str, list[tuple[str, str]]] = {}
+        groups: dict[str, list[tuple[str, str]]] = {"Arguments": []}
         hidden = False
         for one in self.get_params(ctx):
             heading = "Arguments" if one.param_type_name == "argument" else "Options"
@@ -263,7 +260,8 @@ class GroupedCommand(TyperCommand):
                 groups.setdefault(heading, []).append((re.sub(r" <.*>$", "", name), text))
         if hidden:
             groups["Options"].append((HELP_ALL, "Show the options that few need, too."))
-        others = groups.pop("Options")
-        for heading, records in {**groups, "Options": others}.items():
-            with formatter.section(heading):
-                formatter.write_dl(records)
+        last = {heading: groups.pop(heading, []) for heading in (MODEL, ENGINE, "Options")}
+        for heading, records in {**groups, **last}.items():
+            if records:
+                with formatter.section(heading):
+                    formatter.write_dl(records)

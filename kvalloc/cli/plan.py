@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated
 
-from kvalloc.cli.options import MODEL, FittedFlags, ModelArgument, ModelFlags, from_typed, takes
+from kvalloc.cli.options import MODEL, FittedOptions, LoadOptions, ModelArgument, takes
 from kvalloc.cli.output import note, print_result, print_table
 from kvalloc.units import Option, size
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions(ModelArgument):
+class PlanOptions(FittedOptions, LoadOptions, ModelArgument):
     """What is asked of a machine."""
 
     memory: Annotated[str, Option("SIZE")]
@@ -34,8 +34,8 @@ class PlanOptions(ModelArgument):
     machine that is not here. The CPU by default."""
 
 
-@takes(ModelFlags, FittedFlags, only={ModelFlags: ["dtype"]})
-def plan(options: PlanOptions, **given: Any) -> None:
+@takes()
+def plan(options: PlanOptions) -> None:
     r"""Show how many prompts at once, at which budget, give the most tokens a second.
 
     Losses are predicted from the model's fitted file: sums of single losses, corrected by what
@@ -55,7 +55,7 @@ def plan(options: PlanOptions, **given: Any) -> None:
     from kvalloc.online.planning import plan_batch
 
     named = options.device if options.device in DEVICES else None
-    loaded = load(options.model, {**given, "device": None if named else options.device})
+    loaded = load(options.model, replace(options, device=None) if named else options)
     with slow("measuring steps"):
         planned = plan_batch(
             loaded.model,
@@ -64,7 +64,8 @@ def plan(options: PlanOptions, **given: Any) -> None:
             answer=options.answer,
             target_loss=options.target_loss,
             times=named,
-            **from_typed(FittedFlags, given),
+            fitted=options.fitted,
+            allow_other_model=options.allow_other_model,
         )
     print_result(planned, lambda: _show(planned))
 

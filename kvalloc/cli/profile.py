@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Unpack
 
 from kvalloc.cli.inspect import score_facts
-from kvalloc.cli.measuring import MeasuringOptions, PromptOptions, measure
-from kvalloc.cli.options import EngineFlags, ModelFlags, from_typed, takes
+from kvalloc.cli.measuring import MeasuringOptions, measure
+from kvalloc.cli.options import takes
 from kvalloc.cli.output import print_result
 from kvalloc.measure.profiling import ProfileOptions, read_options
 from kvalloc.report.wording import score_fields
@@ -26,8 +26,8 @@ class ProfilingOptions(MeasuringOptions):
     """The score profile to write."""
 
 
-@takes(ProfileOptions, PromptOptions, ModelFlags, EngineFlags)
-def profile(options: ProfilingOptions, **given: Any) -> None:
+@takes()
+def profile(options: ProfilingOptions, **wanted: Unpack[ProfileOptions]) -> None:
     r"""Measure on text what each layer and KV head can do without.
 
     MODEL is a hub id, a local folder, a .gguf file, or 'demo' (SmolLM2-135M-Instruct). Finished
@@ -48,10 +48,9 @@ def profile(options: ProfilingOptions, **given: Any) -> None:
     from kvalloc.models.loading import require_run_packages
 
     require_run_packages()
-    read_options(from_typed(ProfileOptions, given))
-    given |= vars(options)
+    read_options(wanted)
     measured, facts, shown = measure(
-        measured_profile, ProfileOptions, given, per_kind=EACH_TASK, by_tasks="loss" in given
+        measured_profile, options, wanted, per_kind=EACH_TASK, by_tasks="loss" in wanted
     )
     fields = {**score_fields(measured), **shown}
     print_result({**score_facts(measured), **facts}, fields)

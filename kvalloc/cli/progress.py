@@ -6,11 +6,12 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any
 
+from kvalloc.cli.options import EngineOptions, LoadOptions
 from kvalloc.cli.output import is_quiet, is_verbose, note
 from kvalloc.errors import InputError, option
 from kvalloc.units import duration
@@ -125,14 +126,13 @@ class ProgressBar:
             note(f"{self._text}: {done} of {total} {self._unit}{left}")
 
 
-def load(model: str, given: Mapping[str, Any]) -> LoadedModel:
+def load(model: str, options: LoadOptions) -> LoadedModel:
     """Load the model that the user named, with a note where loading takes long.
 
     Parameters
     ----------
     model : str
-    given : mapping
-        Among others what was typed of `kvalloc.cli.options.ModelFlags`.
+    options : LoadOptions
 
     Raises
     ------
@@ -142,42 +142,38 @@ def load(model: str, given: Mapping[str, Any]) -> LoadedModel:
     from kvalloc.models.loading import load_model
 
     with slow(f"loading {model}"):
-        dtype, device = given.get("dtype", "float32"), given.get("device")
-        return load_model(model, dtype=dtype, device=device, notify=note)
+        return load_model(model, notify=note, **options.how)
 
 
 @contextmanager
-def running(model: str, given: Mapping[str, Any]) -> Iterator[LoadedModel]:
+def running(model: str, options: EngineOptions) -> Iterator[LoadedModel]:
     """Yield the model that the user named, where it is to run; inside nothing is printed on stdout.
 
     Parameters
     ----------
     model : str
-    given : mapping
-        Among others what was typed of `kvalloc.cli.options.ModelFlags` and `EngineFlags`.
+    options : EngineOptions
 
     Raises
     ------
     KVAllocError
         As `load`; or if there is no such engine, or it cannot be used.
     """
-    engine, threads = given.get("engine", "local"), given.get("threads")
-    if engine == "local":
-        if about := [name for name in ("address", "workers") if name in given]:
+    if options.engine == "local":
+        if about := [name for name in ("address", "workers") if getattr(options, name) is not None]:
             raise InputError(f"{option(about[0])} goes with {option('engine', 'ray')}; add that")
-        if threads is not None:
+        if options.threads is not None:
             import torch
 
-            torch.set_num_threads(threads)
-        yield load(model, given)
+            torch.set_num_threads(options.threads)
+        yield load(model, options)
         return
     from kvalloc.engine.ray import RayEngine
     from kvalloc.models.loading import LoadedModel, ModelSource
 
-    how = {name: given[name] for name in ("dtype", "device") if name in given}
-    source = ModelSource(source=model, **how)
+    source = ModelSource(source=model, **options.how)
     tokenizer, model_id = source.tokenizer(note)
-    placing = {name: given.get(name) for name in ("address", "workers", "threads")}
+    placing = {name: getattr(options, name) for name in ("address", "workers", "threads")}
     workers = RayEngine(source=source, log=is_verbose(), **placing)
     with ExitStack() as stack:
         # Ray tells of workers that died on stdout, where a command's result belongs

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any
 
-from kvalloc.cli.options import from_typed
+from kvalloc.allocation.request import RequestOptions
+from kvalloc.cli.options import FittedOptions, LoadOptions, ModelArgument
 from kvalloc.cli.output import is_verbose, note
 from kvalloc.cli.progress import load
 from kvalloc.errors import InputError
-from kvalloc.online.conflicts import TARGET, check_conflicts
+from kvalloc.online.conflicts import TARGET, check_conflicts, given_names
 from kvalloc.units import Option
 
 if TYPE_CHECKING:
@@ -21,17 +21,13 @@ if TYPE_CHECKING:
 BUDGETS, KEPT = "Budgets", "Which entries stay"
 """Headings in the help."""
 
-OF_A_PROMPT = (*TARGET, "level")
+OF_A_PROMPT: dict[type, Collection[str]] = {RequestOptions: (*TARGET, "level")}
 """What of a request can be decided from one prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reduction:
-    """How the cache of a model's prompts is reduced, as typed."""
-
-    model: str
-    typed: Mapping[str, Any]
-    """Every option that was typed, also those of a target."""
+class Reduction(FittedOptions, LoadOptions, ModelArgument):
+    """How the cache of a model's prompts is reduced, beside the target of each prompt."""
 
     profile: Annotated[str | None, Option("P.json", BUDGETS)] = None
     """A budget profile, or a shipped one's name."""
@@ -50,34 +46,28 @@ class Reduction:
     lossless: Annotated[bool, Option("", KEPT)] = False
     """Answer as the full cache does: it verifies what the reduced cache drafts."""
 
-    fitted: Path | None = None
-    allow_other_model: bool = False
-    """As in `FittedFlags`."""
-
-    @classmethod
-    def of(cls, model: str, typed: Mapping[str, Any]) -> Self:
-        """Read it from everything that was typed.
+    def check(self, target: Mapping[str, Any]) -> None:
+        """Refuse options that exclude each other, or do not say how a prompt is reduced.
 
         Raises
         ------
         InputError
-            If options exclude each other, or none says how a prompt is reduced.
         """
-        check_conflicts(typed)
-        if not {*TARGET, "profile", "cache", "document"} & typed.keys():
+        given = given_names({**vars(self), **target})
+        check_conflicts(given)
+        if not {*TARGET, "profile", "cache", "document"} & given:
             raise InputError(
                 "say how much to keep with --budget 20%, of which 100% is the full cache, or which "
                 "budgets to use with --profile P.json"
             )
-        return from_typed(cls, {**typed, "model": model, "typed": typed})
 
-    @property
-    def target(self) -> dict[str, Any]:
-        """Return what was typed of the target of each prompt."""
-        return {name: self.typed[name] for name in (*OF_A_PROMPT, "solver") if name in self.typed}
-
-    def load(self) -> tuple[LoadedModel, Callable[[int], Any]]:
+    def load(self, target: Mapping[str, Any]) -> tuple[LoadedModel, Callable[[int], Any]]:
         """Load the model, after everything that can be refused without it.
+
+        Parameters
+        ----------
+        target : mapping
+            What was typed of the target of each prompt.
 
         Returns
         -------
@@ -99,8 +89,8 @@ class Reduction:
 
         names = ("policy", "decode_every", "allow_other_model", "fitted")
         options = CacheOptions(**{name: getattr(self, name) for name in names})
-        make = cache_maker(self.profile, options, **self.target)
-        loaded = load(self.model, self.typed)
+        make = cache_maker(self.profile, options, **target, solver=self.solver)
+        loaded = load(self.model, self)
         if self.profile is not None:
             make(loaded.model, UNKNOWN)  # of another model it is refused before all reading
 
@@ -113,12 +103,12 @@ class Reduction:
         return loaded, made
 
 
-def note_way(cache: Any, reduction: Reduction, n_tokens: int) -> None:
+def note_way(cache: Any, reduction: Reduction, target: Mapping[str, Any], n_tokens: int) -> None:
     """Say which way the default took for these tokens, unless ``--verbose`` says it already."""
     from kvalloc.online.default import Default
 
-    reducing = {"profile": reduction.profile, "policy": reduction.policy, **reduction.target}
-    if Default.applies(**reducing) and not is_verbose():
+    how = {name: getattr(reduction, name) for name in ("profile", "policy", "solver")}
+    if Default.applies(**how, **target) and not is_verbose():
         note(f"{n_tokens:,} tokens: {cache.profile.detail}")
 
 

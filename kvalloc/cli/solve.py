@@ -6,13 +6,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Unpack
 
 from kvalloc.allocation.request import Request, RequestOptions
-from kvalloc.cli.options import ModelFlags, SolverOptions, from_typed, takes
+from kvalloc.cli.options import LoadOptions, SolverOptions, takes
 from kvalloc.cli.output import note, print_fields, print_result, print_table, wants_json
 from kvalloc.cli.progress import ProgressBar, load, slow
 from kvalloc.errors import InputError, option
+from kvalloc.online.conflicts import given_names
 from kvalloc.report import wording
 from kvalloc.units import Option, duration, gap_text
 
@@ -23,17 +24,18 @@ if TYPE_CHECKING:
 MEASURING = "Measuring"
 
 
-class MeasureFlags(TypedDict, total=False):
+@dataclass(frozen=True, kw_only=True)
+class MeasureOptions(LoadOptions):
     """What ``kvalloc solve`` measures; see `kvalloc.solve_measured`."""
 
-    measure: Annotated[str | None, Option("MODEL", MEASURING)]
+    measure: Annotated[str | None, Option("MODEL", MEASURING)] = None
     """Measure what the whole reduced cache loses on this model; with `target_loss`, ask for less
     until the measured loss is within it."""
 
-    measure_prompts: Annotated[Sequence[str] | None, Option("FILE.jsonl", MEASURING)]
+    measure_prompts: Annotated[Sequence[str] | None, Option("FILE.jsonl", MEASURING)] = None
     """Prompts to measure on. By default four of each kind that 'kvalloc profile --loss' makes."""
 
-    resume: Annotated[bool | None, Option("", MEASURING)]
+    resume: Annotated[bool, Option("", MEASURING)] = False
     """With `measure`: go on with what a killed command had measured."""
 
 
@@ -53,8 +55,13 @@ class SolveOptions:
     """The budget profile to write, or the folder of several; may be left out with --json."""
 
 
-@takes(RequestOptions, MeasureFlags, ModelFlags)
-def solve(options: SolveOptions, solving: SolverOptions, **typed: Any) -> None:
+@takes()
+def solve(
+    options: SolveOptions,
+    measuring: MeasureOptions,
+    solving: SolverOptions,
+    **request_options: Unpack[RequestOptions],
+) -> None:
     """Decide how many entries each layer and KV head keeps.
 
     What was decided comes with a bound that shows how much better it could be at most.
@@ -75,13 +82,13 @@ def solve(options: SolveOptions, solving: SolverOptions, **typed: Any) -> None:
     from kvalloc.problem.registry import get_solver
 
     if options.scores[1:]:
-        return _solve_pool(options, solving, typed)
+        return _solve_pool(options, measuring, solving, request_options)
     scores, output, fairness = options.scores[0], options.output, options.fairness
     if fairness != "sum":
         raise InputError(f"{option('fairness', fairness)} is for several score profiles; add one")
-    request = Request.parse(**from_typed(RequestOptions, typed))  # before anything is read
-    beside = typed.keys() - RequestOptions.__annotations__
-    if beside and "measure" not in beside:
+    request = Request.parse(**request_options)  # before anything is read
+    beside = given_names(vars(measuring))
+    if beside and measuring.measure is None:
         raise InputError(f"{option(min(beside))} goes with --measure MODEL; name the model")
     _check_named(output, "the budget profile goes with -o OUT.json")
     if output is not None:
@@ -91,8 +98,8 @@ def solve(options: SolveOptions, solving: SolverOptions, **typed: Any) -> None:
     how = {**vars(solving), "solver": get_solver(solving.solver), "notify": note}
     profile = load_scores(scores)
     start = time.perf_counter()
-    if "measure" in typed:
-        decided = _measured(profile, request, typed, output, how)
+    if measuring.measure is not None:
+        decided = _measured(profile, request, measuring, output, how)
     else:
         with slow(f"solving with {solving.solver}"):
             decided = decide(profile, request=request, **how)
@@ -111,29 +118,33 @@ def _show(summary: dict[str, str], caps: list[str]) -> None:
         print(line)
 
 
-def _solve_pool(options: SolveOptions, solving: SolverOptions, typed: Mapping[str, Any]) -> None:
+def _solve_pool(
+    options: SolveOptions,
+    measuring: MeasureOptions,
+    solving: SolverOptions,
+    request: RequestOptions,
+) -> None:
     """Decide the budgets of several score profiles that share a memory; write FOLDER/NAME.json."""
     from kvalloc.allocation.pool import solve_pool
     from kvalloc.files import make_folder
 
     scores, output = options.scores, options.output
-    alone = typed.keys() - RequestOptions.__annotations__
+    alone = given_names(vars(measuring))
     if solving.average != "curves":
         alone.add("average")
     if alone:
         raise InputError(f"{option(min(alone))} is for one score profile, and these are several")
-    if "memory" not in typed:
+    if (memory := request.pop("memory", None)) is None:
         raise InputError(f"several score profiles share a memory; give {option('memory', '2GiB')}")
     names = [f"{Path(one).stem}.json" for one in scores]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise InputError(f"two of the score profiles would write {twice}; rename one of the files")
     _check_named(output, "the budget profiles go with -o FOLDER")
-    request = {key: value for key, value in typed.items() if key != "memory"}
     start = time.perf_counter()
     with slow(f"solving with {solving.solver}"):
         pool = solve_pool(
             [(one, request, 1.0) for one in scores],
-            memory=typed["memory"],
+            memory=memory,
             solver=solving.solver,
             time_limit=solving.time_limit,
             fairness=options.fairness,
@@ -164,7 +175,7 @@ def _check_named(output: Path | None, where: str) -> None:
 def _measured(
     scores: ScoreProfile,
     request: Request,
-    typed: Mapping[str, Any],
+    options: MeasureOptions,
     output: Path | None,
     how: Mapping[str, Any],
 ) -> BudgetProfile:
@@ -177,11 +188,11 @@ def _measured(
     from kvalloc.online.solving import solve_measured
 
     # what cannot be read or resumed is refused before the model is loaded
-    resume, files = typed.get("resume", False), typed.get("measure_prompts", ())
+    files = options.measure_prompts or ()
     prompts = [prompt for file in files for prompt in read_prompts(file)] or None
     if output is not None:
-        check_output(output, resume=resume)
-    loaded = load(typed["measure"], typed)
+        check_output(output, resume=options.resume)
+    loaded = load(options.measure or "", options)
     with ProgressBar("measuring", unit="prompts") as progress:
         return solve_measured(
             scores,
@@ -189,7 +200,7 @@ def _measured(
             loaded.tokenizer,
             prompts,
             output=output,
-            resume=resume,
+            resume=options.resume,
             progress=progress,
             model_id=loaded.model_id,
             how={**how, "request": request},

@@ -32,7 +32,7 @@ from kvalloc.models.names import (
     without_cache,
 )
 from kvalloc.models.structure import decoder_of
-from kvalloc.online.conflicts import check_conflicts
+from kvalloc.online.conflicts import check_conflicts, given_names
 from kvalloc.online.default import Default
 from kvalloc.online.per_prompt import NOT_OF_A_PROMPT, PromptOptions, PromptTarget
 from kvalloc.online.prompt_size import PromptSize
@@ -153,7 +153,7 @@ def apply(
         across=across,
     )
     given = {"profile": profile, "lossless": lossless, **vars(options), **keywords}
-    check_conflicts([n for n, value in given.items() if value is not None and value is not False])
+    check_conflicts(given_names(given))
     model = uncompiled(model)
     make = partial(cache_maker(profile, options, **keywords), model)
     applied = Applied(model, make, lossless=lossless)

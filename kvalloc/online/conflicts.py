@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from kvalloc.allocation.request import TARGETS
@@ -124,6 +124,11 @@ CONFLICTS = (
     ),
 )
 """In the order in which they are looked for."""
+
+
+def given_names(options: Mapping[str, object]) -> set[str]:
+    """Return the names of the options that are given: neither None nor False."""
+    return {name for name, value in options.items() if value is not None and value is not False}
 
 
 def check_conflicts(given: Collection[str]) -> None:
