@@ -175,7 +175,9 @@ def _with_documents(
 
     require_run_packages()
     headers = [SavedCacheHeader.read(path)[0] for path in paths]  # before the model is loaded
-    loaded = load(options.model, replace(options, **{"dtype": headers[0].dtype, **options.how}))
+    loaded = load(
+        options.model, replace(options, **{"dtype": headers[0].dtype, **options.keywords})
+    )
     from kvalloc.online.blends import DEFAULT_SHARE, blend
 
     def put(question: Sequence[int]) -> Any:

@@ -25,7 +25,7 @@ class FittingOptions(MeasuringOptions):
 
 
 @takes()
-def fit(options: FittingOptions, **wanted: Unpack[FitOptions]) -> None:
+def fit(options: FittingOptions, **keywords: Unpack[FitOptions]) -> None:
     r"""Measure a model once, so that each prompt is read once and reduced well.
 
     MODEL is a hub id, a local folder, a .gguf file, or 'demo' (SmolLM2-135M-Instruct). The file
@@ -48,7 +48,7 @@ def fit(options: FittingOptions, **wanted: Unpack[FitOptions]) -> None:
 
     function = partial(measured_model, notify=note)
     fitted, facts, shown = measure(
-        function, options, wanted, per_kind=EACH_KIND, by_tasks=None, unit="prompts"
+        function, options, keywords, per_kind=EACH_KIND, by_tasks=None, unit="prompts"
     )
     words = ["kvalloc", "generate", options.model, "--budget", "20%", "--prompt-file", "prompt.txt"]
     words += [] if options.output is None else ["--fitted", str(options.output)]

@@ -63,7 +63,7 @@ Prompts = Callable[[Any], "list[Document | Prompt] | None"]
 def measure(
     function: Callable[..., Any],
     options: MeasuringOptions,
-    wanted: Mapping[str, Any],
+    keywords: Mapping[str, Any],
     *,
     per_kind: int,
     by_tasks: bool | None = True,
@@ -76,7 +76,7 @@ def measure(
     function : callable
         `kvalloc.profile` or `kvalloc.fit`.
     options : MeasuringOptions
-    wanted : mapping
+    keywords : mapping
         What was typed of the function's own options.
     per_kind : int
         Prompts of every kind and form that are made by default.
@@ -102,15 +102,15 @@ def measure(
 
     if options.output is not None:
         check_output(options.output, resume=options.resume)
-    how = {**wanted, "context": options.context, "seed": options.seed}
+    arguments = {**keywords, "context": options.context, "seed": options.seed}
     prompts, made = read_prompt_options(
-        options, wanted.get("samples"), per_kind=per_kind, by_tasks=by_tasks
+        options, keywords.get("samples"), per_kind=per_kind, by_tasks=by_tasks
     )
     start = time.perf_counter()
     with running(options.model, options) as loaded:
         texts = prompts(loaded.tokenizer)
         if made:
-            how["samples"] = len(texts or ())
+            arguments["samples"] = len(texts or ())
         with ProgressBar("measuring", unit=unit) as progress:
             measured = function(
                 loaded.model,
@@ -120,7 +120,7 @@ def measure(
                 resume=options.resume,
                 progress=progress,
                 model_id=loaded.model_id,
-                **how,
+                **arguments,
             )
     for reason in measured.set_aside.values():
         note(f"set aside, and named in the file: {reason}")
@@ -164,8 +164,10 @@ def read_prompt_options(
     if tasks is not None and has_texts:
         raise InputError("--tasks makes prompts, and text or prompts are given; give one of them")
     if tasks is None and (has_texts or not by_tasks):
-        if about := sorted({"question_at", "lengths"} & given_names(vars(options)), reverse=True):
-            raise InputError(f"{option(about[0])} is about prompts that --tasks makes; add --tasks")
+        if about := {"question_at", "lengths"} & given_names(vars(options)):
+            raise InputError(
+                f"{option(max(about))} is about prompts that --tasks makes; add --tasks"
+            )
         texts = _read(options) if has_texts or by_tasks is not None else None
         return lambda tokenizer: texts, False
     from kvalloc.prompts.calibration import KINDS, STANDINGS, calibration_prompts

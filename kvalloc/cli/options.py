@@ -91,7 +91,7 @@ class LoadOptions:
     """Such as cuda:0, or auto to spread a large model over all there are; the CPU by default."""
 
     @property
-    def how(self) -> dict[str, Any]:
+    def keywords(self) -> dict[str, Any]:
         """Return what was typed, as keywords of `kvalloc.load_model`."""
         typed = {"dtype": self.dtype, "device": self.device}
         return {name: value for name, value in typed.items() if value is not None}
@@ -156,15 +156,16 @@ def takes(
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         hints = [*get_type_hints(command).values(), Printing]
-        made: list[Any] = [hint for hint in hints if is_dataclass(hint)]
+        classes: list[Any] = [hint for hint in hints if is_dataclass(hint)]
         keywords = [get_args(hint)[0] for hint in hints if get_origin(hint) is Unpack]
-        shown = {kind: _parameters(kind, (only or {}).get(kind)) for kind in (*keywords, *made)}
-        parameters = [one for some in shown.values() for one in some]
+        flags = {kind: _parameters(kind, (only or {}).get(kind)) for kind in (*keywords, *classes)}
+        parameters = [flag for kind in flags.values() for flag in kind]
 
         @functools.wraps(command)
         def run(**values: Any) -> None:
             options = [
-                kind(**{one.name: values.pop(one.name) for one in shown[kind]}) for kind in made
+                kind(**{flag.name: values.pop(flag.name) for flag in flags[kind]})
+                for kind in classes
             ]
             with printing(options.pop()):
                 command(*options, **{n: one for n, one in values.items() if one is not None})

@@ -27,7 +27,7 @@ class ProfilingOptions(MeasuringOptions):
 
 
 @takes()
-def profile(options: ProfilingOptions, **wanted: Unpack[ProfileOptions]) -> None:
+def profile(options: ProfilingOptions, **keywords: Unpack[ProfileOptions]) -> None:
     r"""Measure on text what each layer and KV head can do without.
 
     MODEL is a hub id, a local folder, a .gguf file, or 'demo' (SmolLM2-135M-Instruct). Finished
@@ -48,9 +48,9 @@ def profile(options: ProfilingOptions, **wanted: Unpack[ProfileOptions]) -> None
     from kvalloc.models.loading import require_run_packages
 
     require_run_packages()
-    read_options(wanted)
+    read_options(keywords)
     measured, facts, shown = measure(
-        measured_profile, options, wanted, per_kind=EACH_TASK, by_tasks="loss" in wanted
+        measured_profile, options, keywords, per_kind=EACH_TASK, by_tasks="loss" in keywords
     )
     fields = {**score_fields(measured), **shown}
     print_result({**score_facts(measured), **facts}, fields)

@@ -142,7 +142,7 @@ def load(model: str, options: LoadOptions) -> LoadedModel:
     from kvalloc.models.loading import load_model
 
     with slow(f"loading {model}"):
-        return load_model(model, notify=note, **options.how)
+        return load_model(model, notify=note, **options.keywords)
 
 
 @contextmanager
@@ -171,7 +171,7 @@ def running(model: str, options: EngineOptions) -> Iterator[LoadedModel]:
     from kvalloc.engine.ray import RayEngine
     from kvalloc.models.loading import LoadedModel, ModelSource
 
-    source = ModelSource(source=model, **options.how)
+    source = ModelSource(source=model, **options.keywords)
     tokenizer, model_id = source.tokenizer(note)
     placing = {name: getattr(options, name) for name in ("address", "workers", "threads")}
     workers = RayEngine(source=source, log=is_verbose(), **placing)

@@ -53,9 +53,9 @@ class Reduction(FittedOptions, LoadOptions, ModelArgument):
         ------
         InputError
         """
-        given = given_names({**vars(self), **target})
-        check_conflicts(given)
-        if not {*TARGET, "profile", "cache", "document"} & given:
+        names = given_names({**vars(self), **target})
+        check_conflicts(names)
+        if not {*TARGET, "profile", "cache", "document"} & names:
             raise InputError(
                 "say how much to keep with --budget 20%, of which 100% is the full cache, or which "
                 "budgets to use with --profile P.json"

@@ -87,9 +87,8 @@ def solve(
     if fairness != "sum":
         raise InputError(f"{option('fairness', fairness)} is for several score profiles; add one")
     request = Request.parse(**request_options)  # before anything is read
-    beside = given_names(vars(measuring))
-    if beside and measuring.measure is None:
-        raise InputError(f"{option(min(beside))} goes with --measure MODEL; name the model")
+    if (names := given_names(vars(measuring))) and measuring.measure is None:
+        raise InputError(f"{option(min(names))} goes with --measure MODEL; name the model")
     _check_named(output, "the budget profile goes with -o OUT.json")
     if output is not None:
         if output.exists() and Path(scores).exists() and output.samefile(scores):
@@ -129,15 +128,15 @@ def _solve_pool(
     from kvalloc.files import make_folder
 
     scores, output = options.scores, options.output
-    alone = given_names(vars(measuring))
+    names = given_names(vars(measuring))
     if solving.average != "curves":
-        alone.add("average")
-    if alone:
-        raise InputError(f"{option(min(alone))} is for one score profile, and these are several")
+        names.add("average")
+    if names:
+        raise InputError(f"{option(min(names))} is for one score profile, and these are several")
     if (memory := request.pop("memory", None)) is None:
         raise InputError(f"several score profiles share a memory; give {option('memory', '2GiB')}")
-    names = [f"{Path(one).stem}.json" for one in scores]
-    if twice := next((name for name in names if names.count(name) > 1), None):
+    files = [f"{Path(one).stem}.json" for one in scores]
+    if twice := next((name for name in files if files.count(name) > 1), None):
         raise InputError(f"two of the score profiles would write {twice}; rename one of the files")
     _check_named(output, "the budget profiles go with -o FOLDER")
     start = time.perf_counter()
@@ -151,14 +150,14 @@ def _solve_pool(
         )
     if output is not None:
         make_folder(output)
-        for name, profile in zip(names, pool, strict=True):
+        for name, profile in zip(files, pool, strict=True):
             profile.save(output / name)
     seconds = time.perf_counter() - start
     facts = [decision_facts(profile, seconds) for profile in pool]
     columns = [wording.decision_cells(profile, seconds) for profile in pool]
 
     def shown() -> None:
-        rows = [[name, *column.values()] for name, column in zip(names, columns, strict=True)]
+        rows = [[name, *column.values()] for name, column in zip(files, columns, strict=True)]
         print_table(["profile", *columns[0]], rows)
         reached = f"{pool.fairness} {pool.objective:.6g}, gap {gap_text(pool.gap)}"
         source = "" if pool.bound_source == "dual" else f" ({pool.bound_source}'s word)"

@@ -120,6 +120,8 @@ def fit(
     record = {
         **facts.record(),
         **options,
+        "context": context,
+        "seed": seed,
         "text_digest": [one.digest() for one in (second, losses, others)],
     }
     layers = len(facts.shape.full_layers)
