@@ -1,12 +1,10 @@
-"""Late eviction, and the default's ways: what they cost beside a full cache, what bounding loses.
+"""The default's ways: what they cost beside a full cache, what bounded memory loses.
 
     python benchmarks/bench_runtime.py late [--lengths 2048 8192] [--repeats 5 2]
 
-With the default's late way at 20% of the bytes: prefill and 64 greedy tokens over the same with a
-full cache, in turns; the eviction itself (`cache.evict`) over the prefill; K and V bytes held and
-stored over those of the full cache. Then what the default's other ways cost; and KL(full cache ||
-reduced cache) of 64 tokens for ways that hold the full cache while a prompt is read, and those for
-bounded memory. Real text, SmolLM2-135M. Some twenty-five minutes on two cores.
+At 20% of the bytes: a prefill by each way over a plain one, in turns; and KL(full cache || reduced
+cache) of 64 tokens for the way that holds the full cache while a prompt is read, and those for
+bounded memory. Real text, SmolLM2-135M. Some twenty minutes on two cores.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ import argparse
 import time
 from collections.abc import Iterator
 from functools import partial
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -24,21 +21,10 @@ from _common import Row, in_turns, parser_of, print_rows, ratio_of, spread_of
 from bench_runtime import prompt_ids
 from transformers import DynamicCache
 
-import kvalloc
 from kvalloc.models.loading import LoadedModel, load_model, shape_of
 from kvalloc.models.structure import context_limit
 from kvalloc.online.default import Default
-from kvalloc.online.ways import (
-    AWAITED,
-    PIECE,
-    Decided,
-    Early,
-    Late,
-    Setting,
-    Twice,
-    Way,
-    chosen_way,
-)
+from kvalloc.online.ways import PIECE, Decided, Early, Setting, Twice, Way, chosen_way
 from kvalloc.prompts.intervals import resampled_means
 from kvalloc.runtime.making import build_cache
 from kvalloc.runtime.options import CacheOptions
@@ -50,10 +36,10 @@ TARGETS = {"decided": 1.12, "twice": 2.5, "early": 1.10}
 PAIRS = [
     (("twice", True), ("decided", True)),
     (("twice", True), ("early", True)),
-    (("late", False), ("early", False)),
+    (("twice", False), ("early", False)),
 ]
-"""Ways that hold the full cache, and what is done in bounded memory; where nothing was measured of
-the model, votes choose."""
+"""The way that holds the full cache, and what is done in bounded memory; and whether the model was
+measured: else votes choose in bounded memory."""
 
 
 def main() -> int:
@@ -72,10 +58,8 @@ def main() -> int:
 
 def rows_of(loaded: LoadedModel, arguments: argparse.Namespace) -> Iterator[Row]:
     """Return the rows of every length, then those of the loss."""
-    profile = Late(setting=Default(share=SHARE).setting(shape_of(loaded.model))).profile(None)
     ids = prompt_ids(loaded, max(*arguments.lengths, arguments.kl_tokens * arguments.samples))
     for length, repeats in zip(arguments.lengths, arguments.repeats, strict=True):
-        yield from speed(loaded.model, profile, ids[:, :length], repeats)
         yield from default_ways(loaded, ids[:, :length], repeats)
     yield from harm(loaded, ids, arguments)
 
@@ -85,49 +69,14 @@ def full(model: Any) -> Any:
 
 
 @torch.inference_mode()
-def written(model: Any, cache: Any, ids: torch.Tensor, new: int) -> tuple[torch.Tensor, Any]:
-    """A prompt and so many greedy tokens after it, one by one."""
+def written(model: Any, cache: Any, ids: torch.Tensor, new: int) -> torch.Tensor:
+    """Return so many greedy tokens after a prompt, one by one."""
     tokens = [ids[:, :0]]
     for number in range(new + 1):
         ids = model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits.argmax(-1)
         if number < new:
             tokens.append(ids)
-    return torch.cat(tokens, dim=1), cache
-
-
-@torch.inference_mode()
-def speed(model: Any, profile: Any, ids: torch.Tensor, repeats: int) -> Iterator[Row]:
-    """Time prefill and answer in turns, and the eviction alone over the prefill."""
-    make = {"full": lambda: full(model), "late": lambda: kvalloc.make_cache(model, profile)}
-    runs = {name: (lambda new=new: written(model, new(), ids, NEW)) for name, new in make.items()}
-    found = in_turns(runs, repeats=repeats)
-    prefills, evictions = [], []
-    for _ in range(repeats):
-        cache = kvalloc.make_cache(model, profile)
-        begun = time.perf_counter()
-        out = model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits.argmax(-1)
-        prefills.append(time.perf_counter() - begun)
-        awaited = cache.awaited_tokens
-        while cache.awaited_tokens > 1:
-            out = model(input_ids=out, past_key_values=cache).logits.argmax(-1)
-        full_bytes = cache.full_bytes
-        before = f"{cache.retained_bytes / full_bytes:.3f}"
-        begun = time.perf_counter()
-        cache.evict()
-        evictions.append(time.perf_counter() - begun)
-    yield {
-        "name": f"{ids.shape[1]} tokens, late: prefill and {NEW} tokens / full cache",
-        **ratio_of(found, "late", "full"),
-        "at_most": 1.05,
-        "note": f"prefill {median(prefills):.2f} s; stored "
-        f"{cache.retained_bytes / full_bytes:.3f} of the full cache's bytes, {before} before",
-    }
-    yield {
-        "name": f"{ids.shape[1]} tokens, late: evicting / prefill",
-        **spread_of([a / b for a, b in zip(evictions, prefills, strict=True)]),
-        "at_most": 0.15,
-        "note": f"after {awaited} tokens",
-    }
+    return torch.cat(tokens, dim=1)
 
 
 def default_ways(loaded: LoadedModel, ids: torch.Tensor, repeats: int) -> Iterator[Row]:
@@ -164,7 +113,7 @@ def cache_of(
     if name == "decided":
         assert isinstance(way, Decided), "nothing is decided for this model"
     else:
-        way = {"twice": Twice, "late": Late, "early": Early}[name](setting=setting)
+        way = {"twice": Twice, "early": Early}[name](setting=setting)
     return build_cache(model, way.profile(tokens), CacheOptions(by_layer=way.by_layer))
 
 
@@ -177,11 +126,10 @@ def read_and_written(model: Any, make: Any, ids: torch.Tensor, prefills: list[fl
     written(model, cache, out, NEW - 1)
 
 
-def predicted(model: Any, cache: Any, *parts: torch.Tensor) -> torch.Tensor:
-    """Return the log-probabilities after each token of the last part, (n_tokens, vocabulary)."""
-    for part in parts[:-1]:
-        model(input_ids=part, past_key_values=cache, logits_to_keep=1)
-    logits = model(input_ids=parts[-1], past_key_values=cache).logits[0]
+def predicted(model: Any, cache: Any, prompt: torch.Tensor, answer: torch.Tensor) -> torch.Tensor:
+    """Return the log-probabilities after each token of an answer, (n_tokens, vocabulary)."""
+    model(input_ids=prompt, past_key_values=cache, logits_to_keep=1)
+    logits = model(input_ids=answer, past_key_values=cache).logits[0]
     return logits.double().log_softmax(-1)
 
 
@@ -192,28 +140,28 @@ def kl_of(expected: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 @torch.inference_mode()
 def harm(loaded: LoadedModel, ids: torch.Tensor, arguments: argparse.Namespace) -> Iterator[Row]:
-    """Measure the KL along what the full cache writes, after the tokens that some ways wait for."""
+    """Measure the KL along what the full cache writes."""
     model, shape = loaded.model, shape_of(loaded.model, model_id=loaded.model_id)
     found: dict[tuple[str, bool], list[float]] = {key: [] for pair in PAIRS for key in pair}
     for place in range(arguments.samples):
         first = place * arguments.kl_tokens
         prompt = ids[:, first : first + arguments.kl_tokens]
-        answer, _ = written(model, full(model), prompt, AWAITED + NEW)
-        head, tail = answer[:, :AWAITED], answer[:, AWAITED:]
-        plain = predicted(model, full(model), prompt, head, tail)
+        answer = written(model, full(model), prompt, NEW)
+        plain = predicted(model, full(model), prompt, answer)
         for (way, measured), own in found.items():
             cache = cache_of(model, shape, prompt.shape[1], way, measured=measured)
-            other = predicted(model, cache, prompt, head, tail)
+            other = predicted(model, cache, prompt, answer)
             own.append(float(kl_of(plain, other).mean()))
     for held, bounded in PAIRS:
         pair = np.array([found[held], found[bounded]])
-        late, early = pair.mean(axis=1)
+        whole, part = pair.mean(axis=1)
+        unmeasured = "" if held[1] else ", nothing measured"
         (drawn,) = resampled_means([pair.T])
         low, high = np.quantile(drawn[:, 1] / drawn[:, 0], (0.025, 0.975))
         yield {
-            "name": f"KL in bounded memory, {bounded[0]} / {held[0]}",
-            **{"figure": early / late, "low": low, "high": high},
+            "name": f"KL in bounded memory, {bounded[0]} / {held[0]}{unmeasured}",
+            **{"figure": part / whole, "low": low, "high": high},
             "at_most": 1.5,
-            "note": f"{early:.5f} and {late:.5f} nats a token, 95% interval; {NEW} tokens after "
-            f"{AWAITED}, {arguments.samples} texts of {arguments.kl_tokens} tokens",
+            "note": f"{part:.5f} and {whole:.5f} nats a token, 95% interval; {NEW} tokens, "
+            f"{arguments.samples} texts of {arguments.kl_tokens} tokens",
         }

@@ -343,7 +343,6 @@ class Conversation:
         if (path := self.options.save_cache) is None:
             return
         self.read(self._unread)
-        self.cache.evict()  # nothing follows before it is saved: what has been read decides
         noted = ("document", "read_seconds", "answered")
         notes = {"chat": self.in_chat, **{name: getattr(self, name) for name in noted}}
         save_cache(self.cache, path, notes=notes)

@@ -116,8 +116,6 @@ def _with_document(
     with slow(f"reading {name}"):
         start = time.perf_counter()
         conversation.read(ids)
-        if options.save_cache is not None:
-            conversation.cache.evict()  # nothing follows before it is saved
         seconds = time.perf_counter() - start
     note_whole(conversation.cache, len(ids))
     conversation.document, conversation.read_seconds = name, seconds

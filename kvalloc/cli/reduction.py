@@ -113,14 +113,9 @@ def note_way(cache: Any, reduction: Reduction, target: Mapping[str, Any], n_toke
 
 
 def note_whole(cache: Any, n_tokens: int) -> None:
-    """Say why nothing of a prompt was evicted: it is too short, or too little has followed it."""
+    """Say so if nothing of a prompt was evicted."""
     kept = cache.kept_tokens[list(cache.profile.shape.full_layers)]
-    if (kept < cache.get_seq_length()).any():
-        return
-    if awaited := cache.awaited_tokens:
-        more = f"{awaited} more token{'s' * (awaited > 1)}"
-        note(f"note: nothing is evicted yet: these budgets wait for {more} behind the prompt")
-    else:
+    if (kept >= cache.get_seq_length()).all():
         note(f"note: these budgets leave nothing out of {n_tokens:,} tokens: everything is kept")
 
 

@@ -39,8 +39,7 @@ class Compressed:
     logits : Tensor of float32, (vocabulary,)
         Prediction of the token after the prompt.
     stored_bytes : int
-        Bytes that are stored now, read from the tensors. Of a cache that still holds the
-        prompt until tokens have followed: those that are stored once it has evicted.
+        Bytes that are stored now, read from the tensors.
     kept_bytes : int
         Bytes of the entries that later tokens can attend to: less than what is stored where a
         method only masks entries and frees nothing, and where a sliding layer still keeps what
@@ -60,17 +59,11 @@ class Compressed:
     prefill_seconds: float
 
     def exact_tokens(self, n_question: int) -> int:
-        """Return the number of tokens of the next answer that are predicted before an eviction.
+        """Return the number of tokens of the next answer that the full cache predicts.
 
-        The full cache predicts them: the first one, where no question follows the prompt; and
-        those that a cache waits for which evicts when tokens have followed.
+        That is the first one, if no question follows the prompt.
         """
-        awaited = 0 if getattr(self.cache, "reduced", False) else self._awaited
-        return 1 + max(awaited - n_question, 0) if awaited or not n_question else 0
-
-    @property
-    def _awaited(self) -> int:
-        return int(getattr(self.cache, "awaited_tokens", 0))
+        return 0 if n_question else 1
 
     def fork(self) -> Compressed:
         """Return a copy that can answer without changing this one."""
@@ -87,8 +80,7 @@ class Compressed:
         question_ids : sequence of int, (n_question,)
             They stay in the cache.
         answer_ids : sequence of int, (n_answer,)
-            What comes after them. A cache that holds the prompt until some tokens have followed
-            reads that number of them apart, as if they came one by one.
+            What comes after them.
         last : int
             Positions whose predictions are wanted, counted from the end.
 
@@ -96,18 +88,7 @@ class Compressed:
         -------
         Tensor of float32, (last, vocabulary)
         """
-        import torch
-
-        pieces: list[Sequence[int]] = [[*question_ids, *answer_ids]]
-        if awaited := self._awaited:
-            first = max(awaited - len(question_ids), 0)
-            pieces = [question_ids, answer_ids[:first], answer_ids[first:]]
-        logits = [
-            next_logits(self.model, self.cache, piece, last=min(last, len(piece)))
-            for piece in pieces
-            if piece
-        ]
-        return torch.cat(logits)[-last:]
+        return next_logits(self.model, self.cache, [*question_ids, *answer_ids], last=last)
 
 
 class Method(Protocol):
@@ -173,20 +154,14 @@ class AppliedMethod:
 
 
 def _read(model: PreTrainedModel, cache: Cache, logits: Tensor, seconds: float) -> Compressed:
-    """Return a cache that has read its prompt, with its bytes after the eviction."""
-    from kvalloc.runtime.cache import BudgetCache
-
-    evicted = cache
-    if isinstance(cache, BudgetCache) and cache.awaited_tokens:  # it still holds the prompt
-        evicted = copy.deepcopy(cache)
-        evicted.evict()
-    every: list[Any] = evicted.layers
+    """Return a cache that has read its prompt, with its bytes."""
+    every: list[Any] = cache.layers
     return Compressed(
         model=model,
         cache=cache,
         logits=logits,
-        stored_bytes=stored_bytes(evicted),
-        kept_bytes=needed_bytes(evicted),
+        stored_bytes=stored_bytes(cache),
+        kept_bytes=needed_bytes(cache),
         bytes_at_16_bits=bytes_at_16_bits(every),
         prefill_seconds=seconds,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -124,24 +123,6 @@ class CacheLosses:
     ) -> Tensor:
         """Return logits after the question's last token and all that follow it, (n, vocabulary)."""
         self._model(input_ids=prompt, logits_to_keep=1, **cache_keyword(self._model, cache))
-        if awaited := getattr(cache, "awaited_tokens", 0):
-            self._show(cache, following[:, : max(awaited, n_question)], int(prompt.shape[1]))
         keyword = cache_keyword(self._model, cache)
         logits: Tensor = self._model(input_ids=following, **keyword).logits
         return logits[0, max(0, n_question - 1) :]
-
-    def _show(self, cache: Any, ids: Tensor, n_prompt: int) -> None:
-        """Let a cache evict by these tokens, and take them back."""
-        sliding = {
-            index: copy.deepcopy(layer)
-            for index, layer in enumerate(cache.layers)
-            if not hasattr(layer, "seen_tokens")
-        }
-        self._model(input_ids=ids, logits_to_keep=1, **cache_keyword(self._model, cache))
-        cache.evict()
-        for index, layer in enumerate(cache.layers):
-            if index in sliding:  # which cannot take back what slid out
-                cache.layers[index] = sliding[index]
-            else:
-                layer.crop(-int(ids.shape[1]))
-        cache.arrival.crop(n_prompt)

@@ -8,7 +8,7 @@ many variants in one batch that share the prompt's keys and values.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
@@ -28,12 +28,11 @@ from kvalloc.runtime.quantization import quantised_keys, quantised_values
 from kvalloc.runtime.refusals import check_kept
 from kvalloc.runtime.repetition import HeldPrompt, repeat_prompt
 from kvalloc.runtime.selection import keep_best
-from kvalloc.scorers.base import awaited_tokens, following_notes
 
 if TYPE_CHECKING:
     from kvalloc.accounting import IntArray
     from kvalloc.measure.sampling import Sample
-    from kvalloc.models.attention import Compute, Observed
+    from kvalloc.models.attention import Compute
     from kvalloc.runtime.policies.base import EvictionPolicy
     from kvalloc.scorers import Scorer
     from kvalloc.shape import ModelShape
@@ -95,11 +94,9 @@ class LossProbe:
         What each full-attention layer saw of the prompt, with as many of the last queries as
         ``policies`` look at; empty without any.
     continuation_ids : Tensor of int64, (n_continuation,)
-        What is read after the prompt, the question first. Where scorers wait for tokens after the
-        prompt, these are the first ones; the losses are then those of reading them again with the
-        reduced cache, though a cache that waits for them is still whole meanwhile. Losses are
-        measured on the predictions after each of these tokens, or after the last of the question's
-        and those that follow: ``n_measured`` of them.
+        What is read after the prompt, the question first. Losses are measured on the predictions
+        after each of these tokens, or after the last of the question's and those that follow:
+        ``n_measured`` of them.
 
     Raises
     ------
@@ -379,7 +376,7 @@ class LossProbe:
         )
 
     def _look_later(self) -> None:
-        """Show what comes after the prompt to the scorers that look at it, and let those score."""
+        """Show a second read to the scorers that need one, and let those score."""
         scorers = () if self._scorer.later is None else (self._scorer,)
         wanted = {
             layer: (*scorers, *(one for p in self.policies for one in p.later_scorers(layer)))
@@ -387,26 +384,11 @@ class LossProbe:
         }
         repeated = repeat_prompt(self._held_prompt(), wanted, sinks=self._sinks)
         for layer, states in self.prompt_states.items():
-            notes = {**repeated[layer], **self._followed(layer, wanted[layer])}
-            self.prompt_states[layer] = replace(states, later=notes)
+            self.prompt_states[layer] = replace(states, later=repeated[layer])
         for layer, states in self.prompt_states.items() if scorers else ():
             self.scores[layer] = self._scorer.score(states, sinks=self._sinks)[0]
         if not self.policies:
             self.prompt_states = {}
-
-    def _followed(self, layer: int, scorers: Sequence[Scorer]) -> dict[Hashable, Observed]:
-        """What scorers note of the question's last tokens, or the first of the continuation."""
-        tokens, states = awaited_tokens(scorers), self._states[layer]
-        keys, values = self._stored(layer)
-        end = max(tokens, self._n_question)
-        voting = replace(
-            states,
-            queries=states.queries[:, :, max(end - tokens, 0) : end],
-            keys=torch.cat([keys[None], states.keys[:, :, :end]], dim=2),
-            values=torch.cat([values[None], states.values[:, :, :end]], dim=2),
-            mask=None,
-        )
-        return following_notes(scorers, voting, self.n_tokens, sinks=self._sinks)
 
     def _held_prompt(self) -> HeldPrompt:
         """Return the prompt as it is repeated."""

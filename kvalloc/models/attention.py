@@ -91,7 +91,7 @@ class AttentionStates:
     positions : Tensor of int32, (batch, n_kv_heads, n_tokens), or None
         Position of each key, where some between them are gone; None where they are 0, 1, 2, ...
     later : mapping to Observed, or None
-        What scorers noted of tokens after the prompt, by their `later_key`; its columns may be
+        What scorers noted of a second read of the prompt, by their `later_key`; its columns may be
         those of all query heads.
     bias : Tensor of float32, (batch, n_kv_heads, n_tokens), or None
         Added to the logits of entries into which evicted ones were put: ``log(n)`` for n of them.

@@ -226,9 +226,7 @@ def _check_finished(model: Any, held: BudgetCache) -> None:
     """Refuse a cache that is of another model, or is no whole document yet."""
     refuse(asked_by_other=held.decoder() is not decoder_of(model) and type(model).__name__)
     state = held.interrupted
-    if held.awaited_tokens:
-        state = f"it is held until {held.awaited_tokens} more tokens follow; call its evict() first"
-    elif not held.prompt_complete:
+    if not held.prompt_complete:
         state = "it holds no complete prompt; let the model read it"
     if state is not None:
         raise InputError(f"{held!r} is no finished document: {state}")

@@ -121,8 +121,9 @@ class Default:
             return chosen_way(setting, length, limit=context_limit(model))
 
         if tokens is None:
-            profile = way_of(setting, None).profile(None)
-            return build_cache(model, profile, self.options, prompt_tokens=size.announced)
+            way = way_of(setting, None)
+            options = replace(self.options, by_layer=way.by_layer)
+            return build_cache(model, way.profile(None), options, prompt_tokens=size.announced)
         # nothing of a row of padding alone is kept, whatever its way
         lengths = [max(length, 1) for length in size.lengths or (tokens,)]
         settings = [setting] * len(lengths)

@@ -40,7 +40,7 @@ def matching_options(share: float, *, biases: bool = False) -> dict[str, int]:
     """Return the parameters of `attention_matching` at a share."""
     few = share < FEW_BELOW
     rows = MATCHED_BY_FEW if few else MATCHED
-    return {"rows": rows, "every": 1 if few else EVERY, "following": 0, "biases": biases}
+    return {"rows": rows, "every": 1 if few else EVERY, "biases": biases}
 
 
 def grid_length(tokens: int) -> int:

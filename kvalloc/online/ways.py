@@ -5,14 +5,14 @@ prompt does not look up. Where there is a fitted file of the model, its curves s
 each head keeps, and at how many bits, and its surrogate of a second read says which. Below what
 they cover, and without a file, entries are stored at 5 bits (8 where the share is large, 4 where it
 is small), as many as fit, and the values of those that stay are fitted to what all of them gave.
-The model then reads the prompt twice; and where it cannot, the first tokens after the prompt
-choose. For all heads to compete, these hold the full cache; where memory does not allow that, the
-heads of each layer compete as it is read.
+The model then reads the prompt twice, for which it holds the full cache. Where it cannot, the
+prompt's length is not known or memory does not allow that, the heads of each layer compete as it is
+read, by the surrogate or the votes of the prompt's last tokens.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -37,7 +37,7 @@ from kvalloc.online.solved import (
 )
 from kvalloc.scorers import Scorer, get_scorer
 from kvalloc.scorers.later_pass import CARRIED_TOKENS, SHOWN_FIRST
-from kvalloc.scorers.lookahead import LATEST_VOTES, latest_votes
+from kvalloc.scorers.lookahead import latest_votes
 from kvalloc.shape import ModelShape
 from kvalloc.units import gap_text
 
@@ -53,12 +53,6 @@ LONGER = 256
 """Tokens for which a conversation is solved that begins with less than half of them: sinks and
 windows are most of a short text's budgets (SmolLM2-135M at 20%, 36 tokens and then turns of 250:
 4.5 and 3.1 of reading all again, and 7.2 and 4.6 where the short text's budgets go on)."""
-
-AWAITED = 16
-"""Tokens whose queries vote where nothing is read twice, of those that follow a prompt, beside its
-last ones from behind the end (`kvalloc.scorers.lookahead.latest_votes`). From behind the end they
-lose less than in their own places (three speeches of 700 tokens, 20%, mean KL of 64 tokens:
-SmolLM2-135M .0025 and not .0037; where layers are evicted as they are read, .0041 not .0144)."""
 
 FAR = 8
 """Times the length of the curves' prompts beyond which the line of detail says so."""
@@ -396,32 +390,13 @@ class Twice(Way):
         return f"; 'kvalloc fit' once, and one read does, {Decided.cost} times a plain prefill"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Late(Way):
-    """The prompt's last tokens and those that follow it choose, of the whole prompt."""
-
-    cost = 1.1
-    text = f"holds the full cache until {AWAITED} tokens have followed the prompt"
-    action = f"evicts after {AWAITED} more tokens"
-
-    @property
-    def scorer(self) -> Scorer:
-        """Return the votes of all these tokens."""
-        votes = latest_votes(window=WINDOW, rotates=self.setting.rotates)
-        return replace(votes, tokens=AWAITED)
-
-    def peak_bytes(self, read: Rows) -> int:
-        """Return it, with the queries of these tokens."""
-        return self._holding_bytes(read, min(LATEST_VOTES, read.tokens) + AWAITED)
-
-
 def chosen_way(
     setting: Setting,
     tokens: int | None,
     *,
     limit: int | None = None,
 ) -> Way:
-    """Return how a row is served that may hold its full cache.
+    """Return how a row is served where the memory takes its full cache.
 
     Parameters
     ----------
@@ -431,12 +406,11 @@ def chosen_way(
     limit : int or None
         Tokens that the model was made for.
     """
-    if tokens is not None:
-        if (solved := setting.solved_tokens(tokens)) is not None:
-            return Decided(setting=setting, solved_tokens=solved)
-        if setting.entries(tokens) == tokens:
-            return Whole.of(setting, tokens)
     if tokens is None:
-        return Late(setting=setting)
+        return Early(setting=setting)
+    if (solved := setting.solved_tokens(tokens)) is not None:
+        return Decided(setting=setting, solved_tokens=solved)
+    if setting.entries(tokens) == tokens:
+        return Whole.of(setting, tokens)
     again = tokens + min(PIECE, tokens) + CARRIED_TOKENS
-    return (Late if limit is not None and again > limit else Twice)(setting=setting)
+    return (Early if limit is not None and again > limit else Twice)(setting=setting)

@@ -43,14 +43,13 @@ class BudgetCache(Cache, hooks.HookedCache):
 
     While the prompt runs, each full-attention layer first attends to all it holds, then the
     policy ranks the entries and only the budget stays: sinks, window and, for each row and KV
-    head, its own best. What is evicted is freed before the next layer runs. A policy that looks at
-    what follows the prompt evicts later: the cache is a full one until so many tokens have
-    followed (`awaited_tokens`), then all layers evict at once. Tokens that follow, turns and
-    answers, any number at a time, are added; every so many (``decode_every``) and at the end of a
-    turn they compete with what is kept for the budgets of all tokens seen. Positions stay true:
-    `get_seq_length` is the number of tokens seen. Make one with `kvalloc.make_cache`; budgets,
-    entries and masks belong to this object and not to the model, so any number of caches can be
-    interleaved.
+    head, its own best. What is evicted is freed before the next layer runs. Where a prompt is read
+    twice, or all layers share its budgets, all of them evict at once when it is complete; until
+    then the cache is a full one. Tokens that follow, turns and answers, any number at a time, are
+    added; every so many (``decode_every``) and at the end of a turn they compete with what is kept
+    for the budgets of all tokens seen. Positions stay true: `get_seq_length` is the number of
+    tokens seen. Make one with `kvalloc.make_cache`; budgets, entries and masks belong to this
+    object and not to the model, so any number of caches can be interleaved.
 
     Notes
     -----
@@ -189,30 +188,9 @@ class BudgetCache(Cache, hooks.HookedCache):
         return next((reason for reason in reasons if reason is not None), None)
 
     @property
-    def awaited_tokens(self) -> int:
-        """Tokens that still have to follow before a held prompt is evicted; 0 if none is held."""
-        return max(prompt.awaited_tokens for prompt in self._prompts)
-
-    @property
     def reduced(self) -> bool:
         """Whether any entry has been evicted, padding included."""
         return any(prompt.reduced for prompt in self._prompts)
-
-    def evict(self) -> None:
-        """Let a held prompt be evicted now; only tokens that have followed so far vote.
-
-        For a cache that is to be measured before anybody asks it. Does nothing where no prompt is
-        held.
-
-        Raises
-        ------
-        UnsupportedRequestError
-            If the cache is interrupted.
-        """
-        if self.interrupted is not None:
-            raise UnsupportedRequestError(self.interrupted)
-        for prompt in self._prompts:
-            prompt.evict()
 
     def end_turn(self) -> None:
         """Keep no more than the budget of all tokens seen: a turn has been read and answered.
@@ -225,7 +203,8 @@ class BudgetCache(Cache, hooks.HookedCache):
         UnsupportedRequestError
             If the cache is interrupted.
         """
-        self.evict()
+        if self.interrupted is not None:
+            raise UnsupportedRequestError(self.interrupted)
         for prompt in self._prompts:
             conversation.settle(prompt)
 
@@ -512,7 +491,7 @@ class BudgetCache(Cache, hooks.HookedCache):
         Raises
         ------
         UnsupportedRequestError
-            If no complete prompt is stored, or one is held until tokens have followed it.
+            If no complete prompt is stored.
         InputError
             If the folder does not exist or is read-only.
         """

@@ -28,8 +28,7 @@ budget, all compete each time (0.0085, and 0.0155 if what is new competes alone)
 
 
 def catch_up(prompt: Prompt) -> None:
-    """Evict late, or settle what followed, where enough has followed."""
-    prompt.evict_if_followed()
+    """Settle what followed, where enough has followed."""
     every = prompt.schedule.every
     if every and (prompt.n_seen >= _due(prompt, every) or _is_full(prompt, every)):
         settle(prompt)
@@ -51,9 +50,7 @@ def cuts(prompt: Prompt, end: int) -> list[int]:
     arrival, seen, given = prompt.arrival, prompt.n_seen, prompt.given
     every, token_bytes = prompt.schedule.every, prompt.token_bytes
     if given is not None:
-        read = arrival.prompt_tokens if arrival.complete else given
-        assert read is not None
-        columns = {given, read + prompt.schedule.awaited}
+        columns = {given}
         if every:
             settled = arrival.settled if arrival.complete else given
             if given - settled >= every.interval(settled, token_bytes):
@@ -71,7 +68,7 @@ def cuts(prompt: Prompt, end: int) -> list[int]:
 def settle(prompt: Prompt) -> None:
     """Go back to the budgets of all tokens seen: what followed competes with what is kept."""
     every, arrival, policy = prompt.schedule.every, prompt.arrival, prompt.profile.policy
-    if every is None or prompt.whole is not None or not arrival.complete:
+    if every is None or not arrival.complete:
         return
     noted = all(layer.unfinished.latest.pieces for layer in prompt.budget_layers)
     if prompt.n_seen == arrival.settled or not noted:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
@@ -26,8 +26,6 @@ from kvalloc.runtime.policies.score import Score
 from kvalloc.runtime.refusals import check_kept
 from kvalloc.runtime.selection import flat_entries, handed_out, keep_best, kept_places
 from kvalloc.runtime.unfinished import LAYER, Part, Queries, part_of
-from kvalloc.scorers import Scorer
-from kvalloc.scorers.base import awaited_tokens, following_notes
 
 
 def _collected(targets: IntArray, chosen: Iterator[Choice]) -> KeptEntries:
@@ -82,8 +80,7 @@ class Source:
     ----------
     layer : BudgetLayer
     states : AttentionStates
-        Its attention, with keys and values of what came since the latest eviction, but for those
-        that are no candidates.
+        Its attention, with keys and values of what came since the latest eviction.
     stays : ndarray of bool, (batch,)
         Rows in which all that was kept stays: heads that keep fewer than another have places of no
         entry behind theirs, which no query sees.
@@ -161,18 +158,14 @@ class Eviction:
         Whether the prompt is held whole: its queries are noted, and none is observed.
     settles : bool
         Whether what followed chooses, and not the prompt's last tokens.
-    scorers : mapping of int to sequence of Scorer
-        For each layer, those that look at tokens after the prompt.
-    following : int
-        How many of the latest tokens are no candidates, and stay.
     idle : frozenset of int
         Rows of which nothing goes, and which have no queries to choose by.
     stays : ndarray of bool, (batch,), optional
         Rows in which all that earlier evictions kept stays, and targets are of what came since; in
         none by default.
-    scored : dict of (int, Part) to (Tensor, dict of Observed)
-        What `handed_out` has computed of each layer, until entries are kept by it: scores,
-        (batch, n_kv_heads, n_tokens), and what scorers noted, but for numbers of each entry.
+    scored : dict of (int, Part) to Tensor
+        Scores that `handed_out` has computed of each layer, (batch, n_kv_heads, n_tokens), until
+        entries are kept by them.
     """
 
     policy: EvictionPolicy
@@ -185,13 +178,9 @@ class Eviction:
     new_from: int = 0
     held: bool = False
     settles: bool = False
-    scorers: Mapping[int, Sequence[Scorer]] = field(default_factory=dict)
-    following: int = 0
     idle: frozenset[int] = frozenset()
     stays: BoolArray | None = None
-    scored: dict[tuple[int, Part], tuple[Tensor, dict[Hashable, Observed]]] = field(
-        default_factory=dict
-    )
+    scored: dict[tuple[int, Part], Tensor] = field(default_factory=dict)
 
     @torch.no_grad()
     def observe(self, layer: BudgetLayer) -> None:
@@ -215,8 +204,8 @@ class Eviction:
         """Return what a layer has to choose from."""
         assert layer.attention is not None
         stays = np.zeros(len(self.visible), bool) if self.stays is None else self.stays
-        keys, values = layer.all_but(self.following)
-        return Source(layer, replace(layer.attention, keys=keys, values=values), stays)
+        states = replace(layer.attention, keys=layer.keys, values=layer.values)
+        return Source(layer, states, stays)
 
     def _pieces(self, source: Source) -> list[Part]:
         """Return the pieces in which a policy looks at a layer, as large as they may be."""
@@ -255,7 +244,7 @@ class Eviction:
         """
         layer, states = source.layer, source.states
         row, head = part
-        columns, end = self._columns(states, row), self._end(layer)
+        columns, end = self._columns(states, row), layer.seen_tokens
         first = end - int(states.keys.shape[2])
         positions = torch.arange(first, end, dtype=torch.int32, device=states.keys.device)
         every = [own[_one(row), _one(head)] for own in (states.keys, states.values)]
@@ -280,38 +269,7 @@ class Eviction:
         mask = self._gaps(layer, own, positions, places)
         if mask is not None:
             own = replace(own, mask=mask, gaps=True)
-        scorers = self.scorers.get(states.layer, ())
-        if voting := awaited_tokens(scorers):
-            _, notes = self.scored.get((states.layer, part), (None, None))
-            if notes is None:
-                seen, n_prompt = self._with_following(layer, own, row, voting), int(keys.shape[2])
-                notes = following_notes(scorers, seen, n_prompt, sinks=self.sinks)
-            own = replace(own, later={**(own.later or {}), **notes})
         return own, positions
-
-    def _with_following(
-        self, layer: BudgetLayer, states: AttentionStates, row: int | None, voting: int
-    ) -> AttentionStates:
-        """Return a row of a held prompt, or all, with the tokens that followed.
-
-        Its queries are those that vote: so many of the latest.
-        """
-        queries = states.queries[:, :, :0]
-        if layer.unfinished.latest.pieces:
-            queries, columns = layer.unfinished.latest.of(row)
-            voting = min(voting, int((columns >= self.prompt_tokens).sum()))
-            queries = queries[:, :, int(columns.shape[0]) - voting :]
-        keys, values = layer.keys, layer.values  # no padding, no copy
-        if row is not None:
-            shown = self.visible[row, self._end(layer) :].nonzero()[:, 0].to(queries.device)
-            latest = [own[_one(row)][:, :, shown] for own in layer.latest(self.following)]
-            pairs = zip((states.keys, states.values), latest, strict=True)
-            keys, values = (torch.cat(pair, dim=2) for pair in pairs)
-        return replace(states, queries=queries, keys=keys, values=values)
-
-    def _end(self, layer: BudgetLayer) -> int:
-        """Column behind the last candidate."""
-        return layer.seen_tokens - self.following
 
     def _gaps(
         self, layer: BudgetLayer, own: AttentionStates, positions: Tensor, places: Tensor
@@ -335,8 +293,7 @@ class Eviction:
 
     def _dense_visible(self, states: AttentionStates) -> Tensor:
         """What is no padding of a layer's keys that no eviction has kept yet, (batch, n)."""
-        end = int(self.visible.shape[1]) - self.following
-        return self.visible[:, end - int(states.keys.shape[2]) : end]
+        return self.visible[:, self.visible.shape[1] - states.keys.shape[2] :]
 
     def _columns(self, states: AttentionStates, row: int | None) -> slice | Tensor:
         """Columns of a layer's keys, of this row without its padding."""
@@ -432,9 +389,7 @@ class Eviction:
             scores = own.keys[..., 0]
             if end > sinks:  # else there is nothing to choose from, or only padding
                 scores = policy.scores(own, sinks=sinks)
-                later = (own.later or {}).items()
-                notes = {key: replace(noted, columns=None) for key, noted in later}
-                self.scored[source.states.layer, part] = scores, notes
+                self.scored[source.states.layer, part] = scores
             for place, evictable in enumerate(scores[..., sinks:end]):
                 by_row[place if part[0] is None else part[0]] += evictable
         return [pad_sequence(row, batch_first=True, padding_value=-inf) for row in by_row]
@@ -472,7 +427,7 @@ class Eviction:
 
         By the scores that the entries were handed out by, where they were.
         """
-        scores, _ = self.scored.pop((states.layer, part), (None, None))
+        scores = self.scored.pop((states.layer, part), None)
         if scores is not None:
             return keep_best(scores, budgets, sinks=sinks, window=self.window)
         return self.policy.keep(states, budgets, sinks=sinks, window=self.window)
@@ -510,7 +465,7 @@ class Eviction:
             stays, bits = source.stays, self.bits.get(source.states.layer)
             entries = _collected(own, self._choices(source, own, pieces, together, observed))
             del source  # it keeps alive what goes
-            layer.keep_numbers(entries, bits, following=self.following, stays=stays)
+            layer.keep_numbers(entries, bits, stays=stays)
             notes = layer.unfinished
             notes.observed = observed
             if self.remember and not self.settles:

@@ -145,20 +145,10 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
             self.keys, self.values = self.tail.add(key_states, value_states, every=self.every)
         return self.keys, self.values
 
-    def all_but(self, latest: int) -> tuple[Tensor, Tensor]:
-        """Dense keys and values without so many of the latest tokens."""
-        end = self.dense_tokens - latest
-        return self.keys[:, :, :end], self.values[:, :, :end]
-
-    def latest(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the latest tokens, (batch, n_kv_heads, tokens, head_dim), as views."""
-        first = self.dense_tokens - tokens
-        return self.keys[..., first:, :], self.values[..., first:, :]
-
     def keep_numbers(
-        self, entries: KeptEntries, bits: IntArray | None, *, following: int, stays: BoolArray
+        self, entries: KeptEntries, bits: IntArray | None, *, stays: BoolArray
     ) -> None:
-        """Keep entries, rounded to these bits, and the latest tokens; free the rest.
+        """Keep entries, rounded to these bits; free the rest.
 
         Parameters
         ----------
@@ -166,12 +156,10 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
             Of all rows and KV heads.
         bits : ndarray of int64, (n_kv_heads,), or None
             None stores them as they are.
-        following : int
-            Latest tokens that stay as they are.
         stays : ndarray of bool, (batch,)
             Rows in which what was kept before stays in front of them, with the bits that it has.
         """
-        self.keep(self._with(entries, bits, stays), following)
+        self.keep(self._with(entries, bits, stays))
 
     def _with(self, entries: KeptEntries, bits: IntArray | None, stays: BoolArray) -> LayerEntries:
         """Return entries, in some rows behind what was kept before; see `keep_numbers`."""
@@ -192,9 +180,9 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         parts = [held.with_more(more), fresh(others, gone)]
         return LayerEntries.joined(parts, np.concatenate(rows).argsort())
 
-    def keep(self, entries: LayerEntries, following: int = 0) -> None:
-        """From now on store these entries and the latest tokens, and free the rest."""
-        self._store(*self.latest(following))
+    def keep(self, entries: LayerEntries) -> None:
+        """From now on store these entries alone, and free the rest."""
+        self._store(self.keys[..., :0, :], self.values[..., :0, :])
         self.entries, self.evicts_next = entries, False
 
     def _store(self, keys: Tensor, values: Tensor) -> None:

@@ -51,7 +51,7 @@ class Plan:
     rounded : frozenset of int
         Layers that are rounded, or choose entries with one that is.
     wanted : mapping of int to tuple of Scorer
-        For each layer, the scorers that look beyond the prompt.
+        For each layer, the scorers that need a second read of the prompt.
     limit : int or None
         Tokens that the model was made for.
     after : EvictionPolicy

@@ -30,7 +30,7 @@ from kvalloc.runtime.policies.base import EvictionPolicy
 from kvalloc.runtime.repetition import Wanted, WholePrompt, repeat_prompt, scorers_of
 from kvalloc.runtime.tail import BLOCK_TOKENS
 from kvalloc.runtime.unfinished import Unfinished
-from kvalloc.scorers.base import awaited_tokens, repetitions
+from kvalloc.scorers.base import repetitions
 
 REFIT = 0.8
 """Where the memory leaves so much less than the share that the budgets were decided for, others are
@@ -48,9 +48,9 @@ class Prompt:
        `BudgetLayer.keep` stores these alone, before the next layer runs.
     3. `end` notes what has come, and `_complete` that the budgets of the prompt are kept.
 
-    Where the schedule says that the prompt stays whole, nothing goes in `attend`, and `evict` lets
-    all layers evict at once: in `_complete`, or when so many tokens have followed. What follows,
-    turns and answers, is settled in `kvalloc.runtime.conversation`.
+    Where the schedule says that the prompt stays whole, nothing goes in `attend`, and `_complete`
+    lets all layers evict at once. What follows, turns and answers, is settled in
+    `kvalloc.runtime.conversation`.
 
     Parameters
     ----------
@@ -79,8 +79,8 @@ class Prompt:
     reader : Reader or None
         Chooses what decoded tokens read.
     whole : WholePrompt or None
-        What is known of a prompt that is whole until all layers evict at once; None of one whose
-        layers evict while they read it, and once that is done.
+        What is known of a prompt that is whole until it is complete; None of one whose layers evict
+        while they read it, and once it is complete.
     given : int or None
         Columns behind which drafts may stand; None without any.
     """
@@ -148,17 +148,6 @@ class Prompt:
         return self._broken or (None if self.forward is None else refusals.HALF_WAY)
 
     @property
-    def awaited_tokens(self) -> int:
-        """Tokens that still have to follow before anything is evicted; 0 where none is awaited."""
-        waits = self.whole is not None and self.arrival.complete
-        return max(self.schedule.awaited - self._n_voting, 1) if waits else 0
-
-    @property
-    def _n_voting(self) -> int:
-        """Tokens that have followed the prompt in every row, padding left out."""
-        return int(row_tokens(self.arrival.visible[:, self.arrival.prompt_tokens :]).min())
-
-    @property
     def reduced(self) -> bool:
         """Whether any entry has been evicted, padding included."""
         return any(layer.reduced for layer in self.budget_layers)
@@ -178,11 +167,6 @@ class Prompt:
     def n_seen(self) -> int:
         """Columns seen."""
         return int(self.layers[0].get_seq_length())
-
-    @property
-    def n_following(self) -> int:
-        """Columns seen after the prompt."""
-        return self.n_seen - (self.arrival.prompt_tokens or 0)
 
     @property
     def token_bytes(self) -> int:
@@ -222,7 +206,7 @@ class Prompt:
         if self.given is not None and self.arrival.complete:
             record_past(self.layers)
         self._decide_on_arrival(arguments)
-        whole = self.arrival.complete and self.whole is None and not self.reduced
+        whole = self.arrival.complete and not self.reduced
         step = self.arrival.step(self.n_seen, batch, new_tokens, mask, whole=whole)
         targets = {} if step.follows else self._begin_reading(arguments, step)
         interval = self.interval(follows=step.follows)
@@ -262,8 +246,8 @@ class Prompt:
         if not step.seen:
             self.schedule = plan.schedule(in_chunks=not step.completes)
             self.whole = WholePrompt() if self.schedule.holds else None
-            late = not step.completes and bool(plan.bits)
-            refusals.refuse(rounded_beyond_memory=late and plan.profile.fits_a_peak)
+            in_pieces = not step.completes and bool(plan.bits)
+            refusals.refuse(rounded_beyond_memory=in_pieces and plan.profile.fits_a_peak)
         tokens = self.arrival.row_tokens(step.visible, step.prompt_tokens)
         if self.whole is not None:
             repeats = bool(repetitions(scorers_of(plan.wanted)))
@@ -335,7 +319,7 @@ class Prompt:
         who = self.plan.after
         if who.observes or self.given is not None:  # drafts may be taken back
             return end
-        return max(who.query_rows(end), self.schedule.awaited if self.whole else 0)
+        return who.query_rows(end)
 
     def end(self, *, completed: bool) -> None:
         """Clean up after a forward; after a failed one, find out what it left."""
@@ -446,67 +430,38 @@ class Prompt:
     # A prompt that is complete
 
     def _complete(self) -> None:
-        """The prompt is complete; a held one is repeated, and evicted or waits for what follows."""
-        visible = self.arrival.visible[:, : self.arrival.prompt_tokens]
-        targets = self._targets_of(visible, row_tokens(visible)) if self.whole else {}
-        if not targets or self.whole is None:
-            self._settle()
-            return
-        looks, decoder = self._looks(targets), self.plan.decoder()
-        scorers = scorers_of(looks)
-        if repetitions(scorers):
-            assert decoder is not None, "it has just read the prompt"
-            held = self.whole.held(decoder, self.layers, visible)
+        """Let all layers of a whole prompt evict at once, now that it is complete."""
+        visible, whole = self.arrival.visible, self.whole
+        tokens = row_tokens(visible)
+        if whole is not None and (targets := self._targets_of(visible, tokens)):
+            self._read_again(whole, self._looks(targets))
+            n_seen = self.n_seen
+            eviction = self.eviction(
+                self.plan.policy, prompt_tokens=n_seen, new_from=n_seen, held=True
+            )
             with self.half_way():
-                noted = repeat_prompt(held, looks, sinks=self.profile.policy.sinks)
-                for index, own in noted.items():
-                    self.layers[index].unfinished.later |= own
-        if not awaited_tokens(scorers):
-            self.evict()
+                self.evict_layers(eviction, targets)
+        for layer in self.budget_layers:
+            observed = layer.unfinished.observed if self.goes_on_observing else {}
+            layer.unfinished = Unfinished(observed=observed)
+        self.arrival.settled, self.arrival.competed = self.n_seen, tokens
+        self.whole = None
+
+    def _read_again(self, whole: WholePrompt, looks: Wanted) -> None:
+        """Let the model read the prompt again, where the scorers of some layers want that."""
+        if not repetitions(scorers_of(looks)):
+            return
+        decoder = self.plan.decoder()
+        assert decoder is not None, "it has just read the prompt"
+        held = whole.held(decoder, self.layers, self.arrival.visible)
+        with self.half_way():
+            noted = repeat_prompt(held, looks, sinks=self.profile.policy.sinks)
+            for index, own in noted.items():
+                self.layers[index].unfinished.later |= own
 
     def _looks(self, targets: Mapping[int, IntArray]) -> Wanted:
-        """Return who looks beyond the prompt in the layers that are to evict."""
+        """Return the scorers that want a second read in the layers that are to evict."""
         return {layer: each for layer, each in self.plan.wanted.items() if layer in targets}
-
-    def evict_if_followed(self) -> None:
-        """Let a held prompt evict, where as many tokens have followed as are awaited."""
-        if self.awaited_tokens and self._n_voting >= max(self.schedule.awaited, 1):
-            self.evict()
-
-    @torch.no_grad()
-    def evict(self) -> None:
-        """Let all layers of a held prompt evict now; the tokens that have followed vote.
-
-        Whatever fails here leaves some layers whole and others reduced, so the cache then refuses
-        to go on.
-        """
-        if not self.awaited_tokens:
-            return
-        columns = self.arrival.prompt_tokens
-        assert columns is not None
-        visible = self.arrival.visible[:, :columns]
-        eviction = self.eviction(
-            self.plan.policy,
-            prompt_tokens=columns,
-            new_from=columns,
-            held=True,
-            scorers=self.plan.wanted,
-            following=self.n_following,
-        )
-        with self.half_way():
-            self.evict_layers(eviction, self._targets_of(visible, row_tokens(visible)))
-        self._settle()
-
-    def _settle(self) -> None:
-        """Nothing more of the prompt alone goes."""
-        for layer in self.budget_layers:
-            own = layer.unfinished
-            layer.unfinished = Unfinished(latest=own.latest)
-            if self.goes_on_observing:
-                layer.unfinished.observed = own.observed
-        self.arrival.settled = columns = self.arrival.prompt_tokens or 0
-        self.arrival.competed = row_tokens(self.arrival.visible[:, :columns])
-        self.whole = None
 
     # What the cache is told
 
@@ -534,11 +489,7 @@ class Prompt:
     def check_crop(self, remove: int) -> None:
         """Refuse to take so many tokens back where that cannot be right."""
         arriving = bool(self.n_seen) and not self.arrival.complete
-        into = self.awaited_tokens > 0 and remove > self.n_following
-        refusals.refuse(
-            crop_amid_prompt=arriving,
-            crop_into_held=into and self.arrival.prompt_tokens,
-        )
+        refusals.refuse(crop_amid_prompt=arriving)
         if self.interrupted is not None:
             raise UnsupportedRequestError(self.interrupted)
         for layer in self.layers if remove > 0 else ():

@@ -125,8 +125,6 @@ REFUSALS: dict[type[KVAllocError], dict[str, str]] = {
         # What is asked of a cache
         "crop_amid_prompt": "cannot crop before the prompt is complete; reset the cache and start "
         "again",
-        "crop_into_held": "cannot crop into a prompt of {0} tokens that is held until others "
-        "follow: its last queries have been noted; reset the cache and start again",
         "prompt_begun": "{0} is for a new prompt, but this cache has seen one already or was made "
         "with prompt_tokens; call cache.reset(), or make a new cache",
         "decides_from_embeddings": "budgets of a prompt's own are decided from its token ids, but "
@@ -141,9 +139,6 @@ REFUSALS: dict[type[KVAllocError], dict[str, str]] = {
         "the model with it first",
         "saved_in_groups": "rows of this cache are kept in {0} different ways, and a file holds "
         "one; read each row by itself, and save its cache",
-        "saved_held": "this cache holds its whole prompt until {0} more tokens have followed it, "
-        "and the file would be that of a full cache; call cache.evict() before cache.save(), or "
-        "ask it something first",
         "saved_without_model": "the model of this cache is gone, so the file could not say whose "
         "memory it holds; save the cache while its model is loaded",
         "decided_in_file": "the budgets of this cache were decided from the prompt that it was "

@@ -1,4 +1,4 @@
-"""A held prompt that the model reads once more, for scorers to see what it looks up."""
+"""A whole prompt that the model reads once more, for scorers to see what it looks up."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvalloc.models.structure import context_limit
 from kvalloc.runtime.arrival import Step, row_tokens
 from kvalloc.runtime.refusals import new_tokens, refuse
 from kvalloc.scorers import Scorer
-from kvalloc.scorers.base import awaited_tokens, repetitions
+from kvalloc.scorers.base import repetitions
 from kvalloc.scorers.later_pass import (
     CARRIED_TOKENS,
     SHOWN_FIRST,
@@ -29,7 +29,7 @@ from kvalloc.scorers.later_pass import (
 
 
 class LaterLayer(DynamicLayer):  # type: ignore[no-untyped-call]
-    """What a layer holds of some rows of a prompt, for one forward of later tokens.
+    """What a layer holds of some rows of a prompt, for one forward that repeats a piece of it.
 
     Nothing of either is stored, so that what both are together goes with the layer's attention.
 
@@ -39,7 +39,7 @@ class LaterLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         Keys and values of the prompt, (batch, n_kv_heads, n_columns, head_dim) each.
     rows : Tensor of int64, (n_rows,)
     columns : Tensor of int64, (n_shown,)
-        Those of `held` that later tokens see: the last ones of the rows' tokens, or of full
+        Those of `held` that the piece sees: the last ones of the rows' tokens, or of full
         attention any.
     tokens : int
         Tokens of each row.
@@ -63,7 +63,7 @@ class LaterLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return all keys and values, those of later tokens behind."""
+        """Return all keys and values, those of the piece behind."""
         held = (_taken(_taken(own, 0, self._rows), 2, self._columns) for own in self._held)
         pairs = zip(held, (key_states, value_states), strict=True)
         keys, values = (torch.cat(pair, dim=-2) for pair in pairs)
@@ -128,14 +128,14 @@ class HeldPrompt:
         ]
 
     def cache(self, rows: Tensor, columns: Tensor, shown: Tensor) -> Cache:
-        """Return a new cache for tokens after some rows, which go with it.
+        """Return a new cache for a piece that some rows read again, which goes with it.
 
         Parameters
         ----------
         rows, columns : Tensor of int64
             One of `parts`.
         shown : Tensor of int64, (n_shown,)
-            Columns that the later tokens see in full-attention layers.
+            Columns that the piece sees in full-attention layers.
         """
         layers: list[Any] = []
         for own in self.layers:
@@ -223,7 +223,7 @@ class WholePrompt:
     def check_room(
         self, visible: Tensor, tokens: IntArray, looks: Wanted, limit: int | None
     ) -> None:
-        """Refuse a prompt that does not fit the model's limit with what scorers want after it.
+        """Refuse a prompt whose second read does not fit the model's limit.
 
         Parameters
         ----------
@@ -235,10 +235,7 @@ class WholePrompt:
         limit : int or None
             Tokens that the model was made for.
         """
-        scorers = scorers_of(looks)
-        passes = repetitions(scorers)
-        if awaited := awaited_tokens(scorers):
-            passes.append(Later(kind="following", tokens=awaited))
+        passes = repetitions(scorers_of(looks))
         if limit is None or not passes:
             return
         places = self.next_positions(visible) + torch.from_numpy(tokens - row_tokens(visible))
@@ -307,7 +304,7 @@ def check_context(later: Later, places: Sequence[int], n_tokens: Sequence[int], 
     Parameters
     ----------
     later : Later
-        What comes after the prompt.
+        How the prompt is read again.
     places : sequence of int
         Position of the first token after each row of the prompt.
     n_tokens : sequence of int
@@ -318,18 +315,12 @@ def check_context(later: Later, places: Sequence[int], n_tokens: Sequence[int], 
     Raises
     ------
     InputError
-        If a row, or the repetition behind it, does not fit.
+        If the repetition behind a row does not fit.
     """
     for place, tokens in zip(places, n_tokens, strict=True):
         beyond = later.furthest(tokens)
         if place + beyond <= limit:
             continue
-        if later.kind == "following":
-            raise InputError(
-                f"this policy holds the prompt until {later.tokens} tokens have followed it, but "
-                f"its {place} tokens are more than the {limit} that the model was made for; "
-                "shorten the prompt, or choose a policy that evicts while it is read"
-            )
         room = limit - place - CARRIED_TOKENS
         smaller = f"repeat shorter pieces (chunk={room}), " if room >= SMALLEST_CHUNK else ""
         raise InputError(

@@ -42,7 +42,6 @@ def save_cache(cache: Any, path: str | Path, *, notes: Mapping[str, Any] | None 
     model = cache.decoder()
     refuse(
         saved_incomplete=not cache.prompt_complete,
-        saved_held=cache.awaited_tokens or None,
         saved_without_model=model is None,
     )
     cache.end_turn()  # the queries of tokens that are not settled are not in the file

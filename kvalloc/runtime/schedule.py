@@ -10,7 +10,6 @@ from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.sharing_groups import Groups
 from kvalloc.runtime.options import CacheOptions
 from kvalloc.runtime.policies.base import EvictionPolicy
-from kvalloc.scorers.base import awaited_tokens
 
 EVERY, OF_SEEN = 64, 16
 """Tokens after which a conversation is brought back within its budget: a full block of keys, and
@@ -60,16 +59,13 @@ class Schedule(NamedTuple):
     Attributes
     ----------
     holds : bool
-        Whether a prompt stays whole until all layers evict at once, when it is complete or tokens
-        have followed it; else a layer, or the last of a group, evicts once it has read it.
-    awaited : int
-        Number of tokens that have to follow a prompt before anything of it goes.
+        Whether a prompt stays whole until it is complete and all layers evict at once; else a
+        layer, or the last of a group, evicts once it has read it.
     every : Settlement or None
         None where nothing ever goes of what follows.
     """
 
     holds: bool
-    awaited: int
     every: Settlement | None
 
 
@@ -100,10 +96,10 @@ def schedule_of(
         Whether the prompt comes in several forwards.
     """
     full = profile.shape.full_layers
-    later = [scorer for layer in full for scorer in policy.later_scorers(layer)]
+    again = any(policy.later_scorers(layer) for layer in full)
     # a group evicts after its last layer, when the queries of its others have gone
     whole = policy.holds and (in_chunks or bool(profile.share_groups))
-    holds = bool(later) or whole or (profile.by_prompt and not options.by_layer)
+    holds = again or whole or (profile.by_prompt and not options.by_layer)
     every = Settlement(tokens=options.decode_every, memory=options.memory)
     goes = profile.reduces or options.memory is not None
-    return Schedule(holds, awaited_tokens(later), every if goes else None)
+    return Schedule(holds, every if goes else None)

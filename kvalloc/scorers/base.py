@@ -140,9 +140,9 @@ class Scorer(Parameterized, ABC):
 
     @property
     def later(self) -> Later | None:
-        """The tokens after the prompt that `score` looks at; None, as by default, for none.
+        """The second read of the prompt that `score` looks at; None, as by default, for none.
 
-        Where it is not None, the cache holds the whole prompt until they have been seen.
+        Where it is not None, the cache holds the whole prompt until it has been read again.
         """
         return None
 
@@ -150,8 +150,8 @@ class Scorer(Parameterized, ABC):
     def again(self) -> Scorer | None:
         """The one that ranks what is kept of a prompt beside what followed it.
 
-        This by default; None for one that looks beyond the prompt, which gives way to the votes of
-        the latest queries.
+        This by default; None for one that needs a second read, which gives way to the votes of the
+        latest queries.
         """
         return self if self.later is None else None
 
@@ -161,7 +161,7 @@ class Scorer(Parameterized, ABC):
         return (self.name, *sorted(self.parameters().items()))
 
     def observe_later(self, states: AttentionStates, step: LaterStep, *, sinks: int) -> Observed:
-        """Return what to remember of tokens after the prompt, or of a piece of its repetition.
+        """Return what to remember of a piece of the prompt that is read again.
 
         Only called where `later` is not None; `score` finds the last one returned under
         `later_key` in ``states.later``.
@@ -169,10 +169,10 @@ class Scorer(Parameterized, ABC):
         Parameters
         ----------
         states : AttentionStates
-            One layer: the queries of the later tokens, and all keys up to the last of them. Its
+            One layer: the queries of the piece, and all keys up to the last of it. Its
             ``observed`` is what the piece before left.
         step : LaterStep
-            What these tokens are.
+            What the piece is.
         sinks : int
             First tokens of the prompt that are never evicted.
 
@@ -182,11 +182,11 @@ class Scorer(Parameterized, ABC):
             Its columns are those of the prompt, (batch, n_kv_heads or n_query_heads, n_prompt).
         """
         raise NotImplementedError(
-            f"the scorer {self.name} looks beyond the prompt and sees nothing"
+            f"the scorer {self.name} has the prompt read again and sees nothing of it"
         )
 
     def later_notes(self, states: AttentionStates) -> Observed:
-        """Return the scorer's notes about the tokens after this prompt.
+        """Return the scorer's notes about the second read of this prompt.
 
         Raises
         ------
@@ -214,54 +214,25 @@ class Scorer(Parameterized, ABC):
         """
 
     def check_prompt_only(self) -> None:
-        """Refuse the scorer where nothing but the prompt is run.
+        """Refuse the scorer where the prompt is run only once.
 
         Raises
         ------
         UnsupportedRequestError
-            If it looks at tokens after the prompt.
+            If it needs a second read.
         """
         if self.later is not None:
             raise self._prompt_only()
 
     def _prompt_only(self) -> UnsupportedRequestError:
         return UnsupportedRequestError(
-            f"the scorer {self.name} looks at tokens that come after the prompt, and here only the "
-            "prompt is run; offer it to heads "
+            f"the scorer {self.name} has the model read the prompt again, and here it is read "
+            "once; offer it to heads "
             f"({option('loss_policies')}), name it where a cache is made ({option('policy')}), or "
             "choose another scorer"
         )
 
 
-def awaited_tokens(scorers: Iterable[Scorer]) -> int:
-    """Return the number of tokens after a prompt that these scorers wait for."""
-    later = (scorer.later for scorer in scorers)
-    return max((one.tokens for one in later if one and one.kind == "following"), default=0)
-
-
 def repetitions(scorers: Iterable[Scorer]) -> list[Later]:
     """Return the repetitions that these scorers need, each once."""
-    later = (scorer.later for scorer in scorers)
-    return list(dict.fromkeys(one for one in later if one and one.kind == "repeat"))
-
-
-def following_notes(
-    scorers: Iterable[Scorer], states: AttentionStates, n_prompt: int, *, sinks: int
-) -> dict[Hashable, Observed]:
-    """Return the notes of scorers about the tokens after a prompt, by their `later_key`.
-
-    Parameters
-    ----------
-    scorers : iterable of Scorer
-        Those that look at nothing of the kind are left out.
-    states : AttentionStates
-        One layer: the queries of the tokens that vote, and all keys up to the last of them.
-    n_prompt, sinks : int
-        Entries of the prompt; first tokens of it that are never evicted.
-    """
-    step = LaterStep(n_prompt=n_prompt)
-    return {
-        scorer.later_key: scorer.observe_later(states, step, sinks=sinks)
-        for scorer in scorers
-        if scorer.later is not None and scorer.later.kind == "following"
-    }
+    return list(dict.fromkeys(one.later for one in scorers if one.later is not None))

@@ -1,15 +1,14 @@
-"""Tokens after the prompt that a scorer looks at, and what it sees of them.
+"""The second read of a prompt that a scorer looks at, and what it sees of it.
 
-Most scorers look at the prompt alone. One that does not says so by `Scorer.later`, and the cache
-then holds the prompt whole before it evicts: until some tokens have followed it, whoever they come
-from, or until the model has repeated it. `Scorer.observe_later` sees each layer's queries of these
-tokens, and the keys up to the last of them.
+Most scorers look at the first read alone. One that does not says so by `Scorer.later`, and the
+cache then holds the prompt whole until the model has repeated it. `Scorer.observe_later` sees each
+layer's queries of the repeated tokens, and the keys up to the last of them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,29 +26,24 @@ SHOWN_FIRST = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Later:
-    """Tokens that come after the prompt and that a scorer looks at.
+    """The prompt once more, teacher-forced, behind itself; its tokens are taken away again.
+
+    In front of each further piece come the last `CARRIED_TOKENS` tokens of the piece before.
 
     Attributes
     ----------
-    kind : {"following", "repeat"}
-        Whatever follows the prompt: an answer, a question, a turn of a chat. Or the prompt once
-        more, teacher-forced, whose tokens are taken away again; in front of each further piece come
-        the last `CARRIED_TOKENS` tokens of the piece before.
     tokens : int
-        How many have to follow; longest piece of the prompt that is repeated at once.
+        Longest piece of the prompt that is repeated at once.
     nearby : int or None
         How many of the prompt's tokens before a piece, and behind it, its repetition may look at
         beside the piece and the prompt's first tokens; None for all of them.
     """
 
-    kind: Literal["following", "repeat"]
     tokens: int
     nearby: int | None = None
 
     def furthest(self, n_tokens: int) -> int:
-        """Return the tokens that the longest repetition of a prompt adds to it, 0 for none."""
-        if self.kind == "following":
-            return 0
+        """Return the tokens that the longest repetition of a prompt adds to it."""
         first, rest = min(self.tokens, n_tokens), min(self.tokens, n_tokens - self.tokens)
         return first if rest <= 0 else max(first, min(CARRIED_TOKENS, self.tokens) + rest)
 
@@ -65,14 +59,14 @@ class LaterStep:
     shown : Tensor of int64, (n_shown,), or None
         Columns of the prompt whose entries are the first keys, in order; None for all. All other
         keys are those of the later tokens, the last of which have the states' queries.
-    repeated : Tensor of int64, (n_repeated,), or None
+    repeated : Tensor of int64, (n_repeated,)
         Columns of the prompt that are repeated now, the same in all rows.
     leading : Tensor of int64, (n_leading,), or None
         Columns of the prompt's first tokens, its sinks, as far as they are not among `repeated`.
     """
 
     n_prompt: int
-    repeated: Tensor | None = None
+    repeated: Tensor
     leading: Tensor | None = None
     shown: Tensor | None = None
 

@@ -69,7 +69,7 @@ class Reconstruction(PooledScorer):
     @property
     def later(self) -> Later:
         """The repetition."""
-        return Later(kind="repeat", tokens=self.chunk, nearby=self.nearby)
+        return Later(tokens=self.chunk, nearby=self.nearby)
 
     @property
     def later_key(self) -> Hashable:
@@ -80,7 +80,6 @@ class Reconstruction(PooledScorer):
         """Return the largest weights so far, (batch, n_query_heads, n_prompt)."""
         import torch
 
-        assert step.repeated is not None  # it asked for a repetition
         n_rows = int(states.queries.shape[2])
         device = states.keys.device
         places = step.repeated.to(device)

@@ -101,8 +101,8 @@ REFUSED = {
         "demo --scorer snapvk -o q": "nearest is 'snapkv'",
         "demo --loss fsat -o q": "'fsat' is not one of 'measured', 'fast'",
         "tiny --text text.txt --context 513 -o q": "513 | beyond the 512",
-        "tiny --text text.txt --context 64 --samples 2 --scorer lookahead -o q":
-            "lookahead looks at tokens that come after the prompt",
+        "tiny --text text.txt --context 64 --samples 2 --scorer reconstruction -o q":
+            "reconstruction has the model read the prompt again, and here it is read once",
         "tiny --text text.txt --context 64 --samples 2 --device abacus -o q": "abacus",
         "tiny --text long.jsonl -o q": "--prompts",
         "tiny --text text.txt --tasks needle -o q": "--tasks | text or prompts are given",

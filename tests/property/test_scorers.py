@@ -18,7 +18,7 @@ OPTIONS = {
     "snapkv": {"pooling": "max", "group_reduce": "max"},
     "a2sf": {"forgetting": 0.5},
     "expected_attention": {"future": 3},
-    "lookahead": {"tokens": 3},
+    "lookahead": {"votes": 3, "row_reduce": "mean"},
 }
 
 

@@ -18,7 +18,7 @@ from kvalloc.scorers import get_scorer
 
 CONTEXT, SINKS, NEW = 70, 2, 6
 WINDOW = {"window": 4}
-AT_ONCE: dict[str, Any] = {"policy": "attention_matching:following=0"}
+AT_ONCE: dict[str, Any] = {"policy": "attention_matching"}
 """Fits values and biases while the prompt is read."""
 TARGET: dict[str, Any] = {"sinks": SINKS, "scorer": "xkv:window=4"}
 
@@ -31,38 +31,6 @@ def run(model: Any, ids: torch.Tensor, cache: Any, mask: Any = None, **inputs: A
     with torch.no_grad():
         out = model(ids, attention_mask=mask, **cache_keyword(model, cache), **inputs)
     logits: torch.Tensor = out.logits
-    return logits
-
-
-def follow(
-    model: Any, cache: Any, logits: torch.Tensor, mask: Any = None, positions: Any = None
-) -> torch.Tensor:
-    """Let the model go on greedily until a held prompt is evicted.
-
-    Each row goes on behind its own last token, whatever padding stands there. Returns the tokens
-    that followed, (batch, n).
-    """
-    batch, columns = logits.shape[0], cache.get_seq_length()
-    new = logits.shape[1]
-    shown = torch.ones(batch, new, dtype=torch.long) if mask is None else mask[:, -new:]
-    at = torch.arange(columns - new, columns) if positions is None else positions
-    rows, last = torch.arange(batch), (shown * torch.arange(new)).amax(dim=1)
-    place = at.expand(batch, -1)[rows, last] + 1
-    token = logits[rows, last].argmax(-1, keepdim=True)
-    followed = []
-    while cache.awaited_tokens:
-        if mask is not None:
-            mask = torch.nn.functional.pad(mask, (0, 1), value=1)
-        followed.append(token)
-        found = run(model, token, cache, mask, position_ids=place[:, None])
-        token, place = found[:, -1].argmax(-1, keepdim=True), place + 1
-    return torch.cat(followed, dim=1) if followed else torch.empty(batch, 0, dtype=torch.long)
-
-
-def read(model: Any, ids: torch.Tensor, cache: Any, mask: Any = None, **inputs: Any) -> Any:
-    """Run a prompt, and what has to follow it before its entries go; returns its logits."""
-    logits = run(model, ids, cache, mask, **inputs)
-    follow(model, cache, logits, mask, inputs.get("position_ids"))
     return logits
 
 

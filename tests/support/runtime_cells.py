@@ -40,13 +40,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 COMBINING = [n for n in policy_names() if policy_class(n).combine is not EvictionPolicy.combine]
 HOLDING = [n for n in policy_names() if policy_class(n).holds is not EvictionPolicy.holds]
 RANKING = [n for n in policy_names() if issubclass(policy_class(n), RankedPolicy)]
-LATER = {name: own.later.kind for name in SCORERS if (own := get_scorer(name)).later is not None}
+LATER = [name for name in SCORERS if get_scorer(name).later is not None]
 READING = [n for n in policy_names() if policy_class(n).reader is not EvictionPolicy.reader]
 # The filter at decoding reads less than what is stored; here it reads all, so that the oracle of
 # what is stored holds. What it leaves out is the subject of test_mpcache.py.
 OPTIONS = {"mpcache": {"coarse_share": 1.0, "fine_share": 1.0}}
-# This policy waits for tokens by itself, which early eviction does not.
-EARLY_OPTIONS = {"attention_matching": {"following": 0}}
 DRAFTS = {"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 1, "eos_token_id": 10**6}
 # The oldest transformers takes nothing back of sliding layers, and its early exit fails alone.
 RECORDS = hasattr(DynamicSlidingWindowLayer, "activate_past_recording")
@@ -78,8 +76,7 @@ class Setting:
         profile = tiny.make_profile(model, CONTEXT, 0.4, scorer=scorer, parameters=None)
         profile = tiny.by_head(profile, spread=9) if level == "head" else profile
         if policy in policy_names():
-            own = (EARLY_OPTIONS if mode == "early" else {}) | OPTIONS
-            changed = changed_policy(profile.policy, policy, own.get(policy))
+            changed = changed_policy(profile.policy, policy, OPTIONS.get(policy))
             profile = profile.replace(policy=changed)
         if policy == BY_HEAD:
             table, full = np.zeros_like(profile.budgets), list(profile.shape.full_layers)
@@ -100,8 +97,8 @@ class Setting:
         self.profile = profile
 
     def cache(self, decode_every: int | None = None, **changes: Any) -> Any:
-        """Where each prompt hands out its entries early, each layer hands out its own."""
-        options = CacheOptions(by_layer=self.mode == "early", decode_every=decode_every)
+        """Where each prompt hands out its entries at once, each layer hands out its own."""
+        options = CacheOptions(by_layer=self.mode == "immediate", decode_every=decode_every)
         return build_cache(self.model, self.profile, options, **changes)
 
     def shadow(self) -> Any:
@@ -153,24 +150,22 @@ class Setting:
         dim, bits = self.profile.shape.head_dim, int(self.profile.bits.max())
         return -(-2 * SCALE_BYTES * dim // sum(packed_row_bytes(bits, dim)))
 
-    def as_alone(self, cache: Any, ids: torch.Tensor, mask: torch.Tensor, tokens: int = 0) -> None:
-        """Each row of a padded batch keeps what it keeps alone, followed by as many tokens.
+    def as_alone(self, cache: Any, ids: torch.Tensor, mask: torch.Tensor) -> None:
+        """Each row of a padded batch keeps what it keeps alone.
 
         In half precision scores of a row differ from those that it has alone by rounding.
         """
         if self.tolerance != 1e-4 or not cache.reduced:
             return
-        following, stored = tiny.prompt(max(tokens, 1), BATCH, seed=tokens)[:, :tokens], 0
+        stored = 0
         for row, shown in enumerate(mask.bool()):
             self.run(ids[row : row + 1, shown], alone := self.cache())
-            if tokens:
-                self.run(following[row : row + 1], alone)
             stored += alone.retained_bytes
             first = int(shown.int().argmax())
             for layer, kept in tiny.kept_of(alone).items():
                 for own, other in zip(cache.kept_indices(layer)[row], kept[0], strict=True):
                     assert (own[own >= 0].cpu() - first).tolist() == other[other >= 0].tolist()
-        assert self.mode != "early" or cache.retained_bytes == stored
+        assert self.mode != "immediate" or cache.retained_bytes == stored
 
     def near(self, found: torch.Tensor, expected: torch.Tensor, mask: Any = None) -> None:
         assert tiny.worst(found, expected, mask) <= self.tolerance
@@ -188,21 +183,11 @@ class Setting:
             mask = torch.nn.functional.pad(mask, (0, tokens), value=1)
         self.near(self.run(ids, cache, mask), shadow.logits(ids, mask))
 
-    def settle(self, cache: Any, shadow: Any, mask: Any = None) -> Any:
-        """Give a policy that waits for tokens those; returns the mask that covers them, too."""
-        if not (awaited := cache.awaited_tokens):
-            return mask
-        self.ask(awaited, cache, shadow, mask)
-        assert not cache.awaited_tokens
-        self.follow(shadow, cache)
-        return mask if mask is None else torch.nn.functional.pad(mask, (0, awaited), value=1)
-
     def prompted(self, batch: int = BATCH, seed: int = 0) -> tuple[Any, Any]:
         """A cache that has read a prompt in one piece, and its oracle."""
         cache, shadow, ids = self.cache(), self.shadow(), tiny.prompt(CONTEXT, batch, seed)
         self.near(self.run(ids, cache), shadow.logits(ids))
         self.follow(shadow, cache)
-        self.settle(cache, shadow)
         return cache, shadow
 
 
@@ -258,7 +243,6 @@ def padded_turns(at: Setting) -> None:
     cache, shadow, ids = at.cache(), at.shadow(), tiny.prompt(CONTEXT, BATCH)
     at.near(at.run(ids, cache, mask), shadow.logits(ids, mask), mask)
     at.follow(shadow, cache)
-    mask = at.settle(cache, shadow, mask)
     for tokens, fewer in ((7, 7), (40, 9), (1, 1), (12, 12), (70, 30)):
         shown = (torch.arange(tokens) >= torch.tensor([[0], [fewer]])).long()
         mask, ids = torch.cat([mask, shown], dim=1), tiny.prompt(tokens, BATCH, seed=tokens)
@@ -272,12 +256,10 @@ def padded_turns(at: Setting) -> None:
 def decoding(at: Setting) -> None:
     """What follows competes every so many tokens: the oracle says what is attended to."""
     ids = tiny.prompt(CONTEXT, BATCH)
-    at.run(ids, probe := at.cache())
-    every, settled, times = max(6, probe.awaited_tokens + 1), CONTEXT, 0
+    every, settled, times = 6, CONTEXT, 0
     cache, shadow = at.cache(decode_every=every), at.shadow()
     at.near(at.run(ids, cache), shadow.logits(ids))
     at.follow(shadow, cache)
-    at.settle(cache, shadow)
     for tokens in (*[1] * 8, 9, 1, 1, 5, every, 1):
         at.ask(tokens, cache, shadow)
         at.follow(shadow, cache)
@@ -293,7 +275,6 @@ def chunks(at: Setting) -> None:
     for part in tiny.prompt(CONTEXT, BATCH).split(25, dim=1):
         at.near(at.run(part, cache), shadow.logits(part))
         at.follow(shadow, cache)
-    at.settle(cache, shadow)
     at.met(cache, (CONTEXT, CONTEXT))
     at.ask(5, cache, shadow)
 
@@ -304,14 +285,10 @@ def padded(at: Setting, side: str) -> None:
     at.near(at.run(ids, cache, mask), shadow.logits(ids, mask), mask)
     at.follow(shadow, cache)
     # On the right, padding fills the sliding windows of what is read after a shorter row.
-    if at.mode != "late" or at.profile.shape.sliding_window is None or side == "left":
+    if at.mode != "deferred" or at.profile.shape.sliding_window is None or side == "left":
         at.as_alone(cache, ids, mask)
-    awaited = cache.awaited_tokens
-    after = at.settle(cache, shadow, mask)
     at.met(cache, LENGTHS, mask)
-    if side == "left" and awaited:
-        at.as_alone(cache, ids, mask, awaited)
-    at.ask(5, cache, shadow, after)
+    at.ask(5, cache, shadow, mask)
 
 
 def left_padding(at: Setting) -> None:
@@ -331,12 +308,8 @@ def padded_chunks(at: Setting) -> None:
         own = mask[:, :seen]
         at.near(at.run(part, cache, own), shadow.logits(part, own), own)
         at.follow(shadow, cache)
-    awaited = cache.awaited_tokens
-    after = at.settle(cache, shadow, mask)
     at.met(cache, LENGTHS, mask)
-    if at.mode == "late" and awaited:
-        at.as_alone(cache, ids, mask, awaited)
-    at.ask(5, cache, shadow, after)
+    at.ask(5, cache, shadow, mask)
 
 
 def reorder(at: Setting) -> None:
@@ -354,14 +327,8 @@ def reorder(at: Setting) -> None:
 def generated(
     at: Setting, ids: torch.Tensor, **options: Any
 ) -> tuple[Any, torch.Tensor, torch.Tensor]:
-    """What `generate` gives, its new tokens, and the oracle's logits of them.
-
-    With late eviction it goes on after the tokens that are awaited, and evicts amid them.
-    """
-    cache, shadow = at.cache(), at.shadow()
-    at.run(ids, probe := at.cache())
-    awaited = probe.awaited_tokens
-    new_tokens = awaited + 4
+    """What `generate` gives, its new tokens, and the oracle's logits of them."""
+    cache, shadow, new_tokens = at.cache(), at.shadow(), 4
     if DRAFTS.items() <= options.items():
         cache.activate_past_recording(CONTEXT)
     reorder, orders = cache.reorder_cache, []
@@ -386,11 +353,9 @@ def generated(
     if orders:
         reorder(found.beam_indices[:, -1].long())
     new = found.sequences[:, CONTEXT:]
-    assert at.mode != "late" or not cache.awaited_tokens
-    logits = [shadow.logits(ids.repeat_interleave(len(new) // len(ids), dim=0))[:, -1:]]
-    logits += [shadow.logits(new[:, :awaited])] if awaited else []
+    logits = shadow.logits(ids.repeat_interleave(len(new) // len(ids), dim=0))[:, -1:]
     at.follow(shadow, cache)
-    return found, new, torch.cat([*logits, shadow.logits(new[:, awaited:-1])], dim=1)
+    return found, new, torch.cat([logits, shadow.logits(new[:, :-1])], dim=1)
 
 
 def beams(at: Setting) -> None:
@@ -416,7 +381,6 @@ def inputs_embeds(at: Setting) -> None:
         found = at.model(inputs_embeds=embedded, past_key_values=cache).logits
     at.near(found, shadow.logits(ids))
     at.follow(shadow, cache)
-    at.settle(cache, shadow)
     at.ask(5, cache, shadow)
 
 
@@ -491,7 +455,7 @@ ARRIVALS: dict[str, Callable[..., None]] = {
 FACTORS: dict[str, list[str]] = {
     "policy": [*policy_names(), BY_PROMPT, BY_HEAD],
     "arrival": list(ARRIVALS),
-    "mode": ["early", "late"],
+    "mode": ["immediate", "deferred"],
     "family": ["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3"],
     "level": ["layer", "head"],
     "attention": ["sdpa", "eager", "flex_attention", "padding_only"],
@@ -517,10 +481,9 @@ def scorer_of(cell: Cell) -> str:
 
 @functools.cache
 def scorers_of(policy: str, mode: str) -> list[str]:
-    """Scorers with which a policy evicts in a mode: who waits by itself goes with others, too."""
-    kinds = {"early": (None,), "late": ("following", "repeat")}[mode]
-    kinds += (None,) if policy in (*HOLDING, BY_PROMPT) else ()
-    return [name for name in SCORERS if LATER.get(name) in kinds]
+    """Scorers with which a policy evicts in a mode: one that holds a prompt goes with others."""
+    either = policy in (*HOLDING, BY_PROMPT) and mode == "deferred"
+    return [name for name in SCORERS if either or (name in LATER) == (mode == "deferred")]
 
 
 @functools.cache
@@ -558,7 +521,12 @@ def refusal(cell: Cell) -> str | None:
         return "adds up"
     if sharing == "shared" and policy not in RANKING:
         return "chooses for each layer on its own"
-    if policy in COMBINING and "chunks" in arrival and mode == "early" and policy not in HOLDING:
+    if (
+        policy in COMBINING
+        and "chunks" in arrival
+        and mode == "immediate"
+        and policy not in HOLDING
+    ):
         return "merges entries"
     uneven = level == "head" or "padd" in arrival or arrival == "different_lengths"
     if arrival == "assisted" and cell[3] == "gemma3" and not RECORDS:

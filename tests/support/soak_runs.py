@@ -74,14 +74,14 @@ class Soak:
         head = oracle.by_head(layer)
         packed = {bits: np.full_like(head.budgets, bits) for bits in (8, 5, 4, 3)}
         names = [*policy_names(), *SCORERS, f"surrogate:file={fitted}"]
-        late: dict[str, Any] = {"profile": head, "policy": "lookahead"}
+        deferred: dict[str, Any] = {"profile": head, "policy": "reconstruction"}
         self.ways: dict[str, dict[str, Any] | None] = {
             "no kvalloc": None,
             "layer": {"profile": layer},
             **{f"{n} bits": {"profile": head.replace(bits=bits)} for n, bits in packed.items()},
             **{name.partition("=")[0]: {"profile": head, "policy": name} for name in names},
             "every 3": {"profile": head, "decode_every": 3},
-            "every 3, late": {**late, "decode_every": 3},
+            "every 3, deferred": {**deferred, "decode_every": 3},
             "every 3, 4 bits": {"profile": head.replace(bits=packed[4]), "decode_every": 3},
             "each prompt": {"target_retention": 0.8, "level": "head"},
             "each prompt, a solver": {"budget": "40%", "solver": "uniform", "scorer": "h2o"},

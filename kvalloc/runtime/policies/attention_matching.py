@@ -2,32 +2,29 @@
 
 For reference queries r with attention weights a over all entries of a head, and kept entries S:
 
-1. mass: w minimises ``sum_r c_r (sum_S a_rj w_j - sum_all a_rj)^2 + lambda sum_S (w_j - 1)^2``, and
+1. mass: w minimises ``sum_r (sum_S a_rj w_j - sum_all a_rj)^2 + lambda sum_S (w_j - 1)^2``, and
    is cut to between `LEAST_WEIGHT` and `MOST_WEIGHT`; the logit bias of entry j is ``log w_j``;
-2. output: V' minimises ``sum_r c_r |sum_S b_rj v'_j - sum_all a_rj v_j|^2 + lambda |V' - V|^2``,
+2. output: V' minimises ``sum_r |sum_S b_rj v'_j - sum_all a_rj v_j|^2 + lambda |V' - V|^2``,
    with b the softmax over S with these biases.
 
-Both are ridge regressions toward what the entries are by themselves, with c_r the weight of a query
-and lambda the ridge times the mean of the diagonal of the normal matrix. Where entries are stored
-at fewer bits, what the kept ones give is that of their rounded keys: both make up for that, too.
+Both are ridge regressions toward what the entries are by themselves, with lambda the ridge times
+the mean of the diagonal of the normal matrix. Where entries are stored at fewer bits, what the kept
+ones give is that of their rounded keys: both make up for that, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Unpack
 
 import torch
 from torch import Tensor
 
-from kvalloc.errors import InputError
-from kvalloc.models.attention import AttentionStates, Observed
+from kvalloc.models.attention import AttentionStates
 from kvalloc.runtime.policies.base import Combined, Limits
 from kvalloc.runtime.policies.score import Score
 from kvalloc.runtime.quantization import round_first_keys
 from kvalloc.runtime.selection import gathered, put_at
-from kvalloc.scorers import Scorer
 from kvalloc.scorers.attention_rows import (
     attention_logits,
     attention_softmax,
@@ -36,17 +33,13 @@ from kvalloc.scorers.attention_rows import (
     row_divisors,
     want_rows,
 )
-from kvalloc.scorers.later_pass import Later, LaterStep
-from kvalloc.scorers.parameters import Count, Positive
+from kvalloc.scorers.parameters import Positive
 
 LEAST_WEIGHT, MOST_WEIGHT = 0.05, 50.0
 """How many entries one may count for."""
 
 VALUE_RIDGE, BIAS_RIDGE = 0.01, 0.3
 """How close values and biases stay to what the entries have by themselves."""
-
-FOLLOWING_WEIGHT = 10.0
-"""How much a query of the tokens that follow counts beside one of the prompt."""
 
 _LEAST_RIDGE = 1e-6
 """Of a ridge over the number of entries: below it normal matrices in float32 are too rough."""
@@ -65,59 +58,43 @@ _AHEAD_TOKENS = 8
 class AttentionMatching(Score):
     """The best scores stay, with values and logit biases that match attention over all entries.
 
-    What later queries get from the whole prompt is known for two kinds of them: those of the tokens
-    that follow it first, and the prompt's last ones, put where the answer begins (queries in their
-    own places look at their neighbours, which later ones do not have). Each KV head's kept entries
-    get the logit biases and values that reproduce it best, close to what they were: see
-    `match_attention`. Keys and the number of entries stay; a bias takes 4 bytes an entry. The cache
-    holds the prompt until it is complete and those tokens have followed.
+    What later queries get from the whole prompt is known for its last ones, put where the answer
+    begins (queries in their own places look at their neighbours, which later ones do not have).
+    Each KV head's kept entries get the logit biases and values that reproduce it best, close to
+    what they were: see `match_attention`. Keys and the number of entries stay; a bias takes 4 bytes
+    an entry. The cache holds a prompt that comes in chunks until it is complete.
 
     Parameters
     ----------
     scorer : Scorer
         Picks the entries that stay.
     rows : int
-        Last queries of the prompt, tokens; 0 for none.
+        Last queries of the prompt, tokens.
     every : int
-        Only each N-th of these rows is matched, and counts for N. On SmolLM2-135M every second of
-        64 loses what all of them do, in half the time.
-    following : int
-        Tokens that are waited for, as the scorer ``lookahead`` does; 0 for none.
+        Only each N-th of these rows is matched. On SmolLM2-135M every second of 64 loses what all
+        of them do, in half the time.
     biases : bool
         Whether there are logit biases.
 
     Raises
     ------
     InputError
-        If a parameter is out of range, or there are neither rows nor following tokens.
+        If a parameter is out of range.
 
     References
     ----------
     Fast KV Compaction via Attention Matching (Zweiger et al., 2026, arXiv 2602.16284). There the
     queries come from repeating the context or from questions about it; the ridges, and queries of
-    the tokens that follow and of the prompt's end, are ours.
+    the prompt's end, are ours.
     """
 
     name = "attention_matching"
     summary = "the best scores, with values that make up for what is evicted"
     reference = "Attention Matching (Zweiger et al., 2026); our queries and ridges"
 
-    rows: Count = 128
+    rows: Positive = 128
     every: Positive = 2
-    following: Count = 16
     biases: bool = True
-
-    def __post_init__(self) -> None:
-        """Check; see `Parameterized`."""
-        super().__post_init__()
-        if not self.rows and not self.following:
-            raise InputError(
-                f"policy {self.name}: rows and following are both 0, so there is nothing to match"
-            )
-
-    @property
-    def _waits(self) -> tuple[FollowingQueries, ...]:
-        return (FollowingQueries(tokens=self.following),) if self.following else ()
 
     def again(self, *, rotates: bool) -> Score:
         """Return the best scores: fitted to other queries, values that were fitted lose."""
@@ -127,10 +104,6 @@ class AttentionMatching(Score):
     def holds(self) -> bool:
         """Return True: every chunk would change values that the next one has to match."""
         return True
-
-    def later_scorers(self, layer: int) -> tuple[Scorer, ...]:
-        """Return the scorer's own, and what notes the queries that are matched."""
-        return (*super().later_scorers(layer), *self._waits)
 
     def query_rows(self, n_tokens: int) -> int:
         """Return the larger of the scorer's number and of the rows that are matched."""
@@ -146,10 +119,9 @@ class AttentionMatching(Score):
         UnsupportedModelError
             If the prompt's queries cannot be put elsewhere.
         """
-        queries, counts = self._references(states)
+        queries = self._references(states)
         sizes, group = budgets.to(kept.device), queries.shape[1] // kept.shape[1]
-        # what counts for nothing changes nothing: a head that keeps everything stays as it is
-        counts = counts.reshape(*sizes.shape, -1) * ~kept.all(dim=-1, keepdim=True)
+        evicts = ~kept.all(dim=-1)
         values = states.values.clone(memory_format=torch.contiguous_format)
         bias = torch.zeros(kept.shape, device=kept.device)
         bias += 0.0 if states.bias is None else states.bias
@@ -184,7 +156,7 @@ class AttentionMatching(Score):
                 states.values[:, heads],
                 places,
                 sizes=sizes[:, heads],
-                query_weights=counts[:, heads],
+                evicts=evicts[:, heads],
                 biases=self.biases,
                 bias=added,
                 as_stored=as_stored,
@@ -197,8 +169,6 @@ class AttentionMatching(Score):
 
     def _known(self, states: AttentionStates, heads: slice) -> tuple[Tensor, Tensor] | None:
         """Return `known_rows` of the references, where the same queries have just voted."""
-        if self.following:
-            return None
         voted = [states.kv_head(head) for head in range(heads.start, heads.stop)]
         known = [found for one in voted if (found := known_rows(one, _AHEAD_TOKENS)) is not None]
         if len(known) < len(voted):
@@ -209,69 +179,19 @@ class AttentionMatching(Score):
 
     def scores(self, states: AttentionStates, *, sinks: int) -> Tensor:
         """Return the scorer's; what it computes of the queries that are matched is kept."""
-        if self.rows and not self.following:
-            want_rows(states, self.rows, self.every)
+        want_rows(states, self.rows, self.every)
         return super().scores(states, sinks=sinks)
 
-    def _references(self, states: AttentionStates) -> tuple[Tensor, Tensor]:
-        """Return queries behind the prompt, and their weights: (batch, n_query_heads, n, ...)."""
-        queries, counts = [], []
-        if self.rows:
-            end = int(states.queries.shape[2])
-            first = end - min(self.rows, end)
-            places = (
-                torch.arange(first, end, device="cpu").flip(0)[:: self.every].flip(0)
-            )  # the last among them
-            instead = "match the queries of what follows alone (rows=0)"
-            who = "the policy attention_matching"
-            queries.append(queries_behind(states, places, _AHEAD_TOKENS, who=who, instead=instead))
-            counts.append(float(self.every))
-        for waits in self._waits:
-            noted = waits.later_notes(states).totals["queries"].to(states.keys.device)
-            queries.append(noted.float())
-            counts.append(FOLLOWING_WEIGHT)
-        weights = [
-            torch.full(own.shape[:3], count, device=own.device)
-            for own, count in zip(queries, counts, strict=True)
-        ]
-        return torch.cat(queries, dim=2), torch.cat(weights, dim=2)
-
-
-@dataclass(frozen=True, kw_only=True)
-class FollowingQueries(Scorer):
-    """Notes the queries of the tokens that follow, and scores nothing: a policy's part of waiting.
-
-    Parameters
-    ----------
-    tokens : int
-        How many have to follow.
-    """
-
-    name = "following_queries"
-    summary = "the queries of the tokens that follow"
-    reference = "ours"
-
-    tokens: Count
-    window: Count = 0
-
-    @property
-    def later(self) -> Later:
-        """Return these tokens."""
-        return Later(kind="following", tokens=self.tokens)
-
-    @property
-    def later_key(self) -> Hashable:
-        """Return what tells its notes from those of other scorers."""
-        return (self.name, self.tokens)
-
-    def observe_later(self, states: AttentionStates, step: LaterStep, *, sinks: int) -> Observed:
-        """Note the last queries, (batch, n_query_heads, n, head_dim)."""
-        queries = states.queries[:, :, -self.tokens :]
-        return Observed(n_tokens=int(queries.shape[2]), totals={"queries": queries})
-
-    def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
-        """Return zeros: it scores nothing."""
-        return states.keys.new_zeros(states.keys.shape[:3], dtype=torch.float32)
+    def _references(self, states: AttentionStates) -> Tensor:
+        """Return queries behind the prompt, (batch, n_query_heads, n, head_dim)."""
+        end = int(states.queries.shape[2])
+        first = end - min(self.rows, end)
+        places = (
+            torch.arange(first, end, device="cpu").flip(0)[:: self.every].flip(0)
+        )  # the last among them
+        instead = "choose a policy that fits no values"
+        who = "the policy attention_matching"
+        return queries_behind(states, places, _AHEAD_TOKENS, who=who, instead=instead)
 
 
 def _alike(sizes: list[int]) -> list[tuple[slice, int]]:
@@ -311,7 +231,7 @@ def match_attention(
     values: Tensor,
     kept: Tensor,
     *,
-    query_weights: Tensor,
+    evicts: Tensor,
     biases: bool = True,
     sizes: Tensor | None = None,
     bias: Tensor | None = None,
@@ -327,8 +247,8 @@ def match_attention(
     values : Tensor, (..., n_tokens, head_dim)
     kept : Tensor of int64, (..., n_kept)
         No entry twice in a head.
-    query_weights : Tensor of float32, (..., n_queries)
-        How much each query counts, at least 0.
+    evicts : Tensor of bool, (...)
+        Whether anything goes of a head; one that keeps everything stays as it is.
     biases : bool
         Whether there are to be logit biases.
     sizes : Tensor of int64, (...), optional
@@ -363,22 +283,22 @@ def match_attention(
         index = kept[..., None, :].expand(*weights.shape[:-1], n_kept)
         as_stored = weights.gather(-1, index)
     own = as_stored.to(weights.dtype) * there[..., None, :]
-    roots = query_weights.to(weights.dtype).sqrt()[..., None]
+    fits = evicts[..., None, None]
     counts = None
     if biases:
         lacking = weights.sum(dim=-1, keepdim=True) - own.sum(dim=-1, keepdim=True)
-        more = ridge_step(roots * own, roots * lacking, BIAS_RIDGE, sizes)[..., 0]
+        more = ridge_step(own, lacking * fits, BIAS_RIDGE, sizes)[..., 0]
         before = torch.ones_like(more) if bias is None else bias.to(more.dtype).exp()
         counts = (before * (1 + more)).clamp(LEAST_WEIGHT, MOST_WEIGHT)
         own *= (counts / before)[..., None, :]
     total = own.sum(dim=-1, keepdim=True)
     if others:
         total = total + (1 - weights.sum(dim=-1, keepdim=True)).clamp(min=0)  # they stay
-    design = own.mul_(roots / total.clamp_(min=torch.finfo(own.dtype).tiny))
+    design = own.div_(total.clamp_(min=torch.finfo(own.dtype).tiny))
     first = values.gather(-2, kept[..., None].expand(*kept.shape, values.shape[-1]))
     first = first.to(weights.dtype)
-    lacking = roots * (weights @ values.to(weights.dtype)) - design @ first
-    added = ridge_step(design, lacking, VALUE_RIDGE, sizes)
+    lacking = weights @ values.to(weights.dtype) - design @ first
+    added = ridge_step(design, lacking * fits, VALUE_RIDGE, sizes)
     return Matched(
         values=(first + added).to(values.dtype),
         logit_bias=None if counts is None else counts.log().float(),

@@ -199,7 +199,7 @@ class EvictionPolicy(Parameterized, ABC):
         return self.scorer.query_rows(n_tokens)
 
     def later_scorers(self, layer: int) -> tuple[Scorer, ...]:
-        """Return the scorers that see tokens after the prompt before `keep` chooses in a layer."""
+        """Return the scorers that see a second read before `keep` chooses in a layer."""
         return (self.scorer,) if self.scorer.later is not None else ()
 
     def again(self, *, rotates: bool) -> EvictionPolicy:

@@ -167,8 +167,8 @@ def test_policies_that_no_unit_takes_are_not_listed():
 
 
 def test_a_policy_that_holds_the_whole_prompt_does_not_go_with_a_peak():
-    scores = make_choices(3, names=("tova", "lookahead"))
-    refusal = "lookahead holds the whole prompt .* give loss_policies='xkv,tova', or a size"
+    scores = make_choices(3, names=("tova", "reconstruction"))
+    refusal = "reconstruction holds the whole prompt .* give loss_policies='xkv,tova', or a size"
     with pytest.raises(InputError, match=refusal):
         solve(scores, memory="5kB", **LOSS)
     chosen = solve(scores, memory="5kB", loss_policies="xkv,tova", level="head")

@@ -66,9 +66,9 @@ def test_a_budget_profile_is_known_by_its_content(tmp_path):
 
 def test_parameters_are_shown_when_asked_for(tmp_path):
     own = Policy(
-        scorer="lookahead", scorer_parameters={"tokens": 5}, sinks=2, window=3, label="lookahead"
+        scorer="lookahead", scorer_parameters={"votes": 5}, sinks=2, window=3, label="lookahead"
     )
-    other = own.replace(scorer_parameters={"tokens": 16}, label="lookahead:tokens=16")
+    other = own.replace(scorer_parameters={"votes": 16}, label="lookahead:votes=16")
     make_budget_profile(
         np.full((2, 2), 20),
         policy=own.replace(name="attention_matching"),
@@ -78,7 +78,7 @@ def test_parameters_are_shown_when_asked_for(tmp_path):
     ).save(tmp_path / "p.json")
     brief, whole = (run("inspect", tmp_path / "p.json", *more).out for more in ((), ("--verbose",)))
     assert "attention_matching by lookahead, 2 sinks" in brief
-    for words in ("lookahead:tokens=16", "learning_rate=0.15", "other policies"):
+    for words in ("lookahead:votes=16", "learning_rate=0.15", "other policies"):
         assert words in whole
         assert words not in brief
 

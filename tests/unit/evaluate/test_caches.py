@@ -103,23 +103,12 @@ def test_a_view_counts_with_what_it_keeps_alive():
 
 
 LONG = 24
-AWAITED = 6
-
-
-def waiting_profile(model, kept=10):
-    """Equal budgets that evict when six tokens have followed."""
-    profile = equal_budgets(model, kept)
-    parameters = {"window": 4, "tokens": AWAITED}
-    return profile.with_policy(
-        profile.policy.replace(scorer="lookahead", scorer_parameters=parameters)
-    )
 
 
 @pytest.mark.parametrize("n_question", [0, 3, 9])
-@pytest.mark.parametrize("waits", [False, True])
-def test_kl_by_position_is_that_of_tokens_one_at_a_time(model, references, waits, n_question):
+def test_kl_by_position_is_that_of_tokens_one_at_a_time(model, references, n_question):
     """And what was predicted before the eviction is said, and never counted as kept."""
-    profile = waiting_profile(model) if waits else equal_budgets(model, 10)
+    profile = equal_budgets(model, 10)
     case = references[0][0]
     question = case.input_ids[:n_question]
     turn = replace(case.turns[0], question_ids=question, max_new_tokens=LONG)
@@ -140,7 +129,7 @@ def test_kl_by_position_is_that_of_tokens_one_at_a_time(model, references, waits
                 steps.append(output.logits[0, -1])
         logits.append(torch.stack(steps))
     by_hand = divergence(*logits).kls
-    exact = (0 if question else 1) if not waits else max(AWAITED - n_question, 0) + 1
+    exact = 0 if question else 1
     assert [kl is None for kl in outcome.kls[0]] == [place < exact for place in range(LONG)]
     assert outcome.exact_tokens == exact
     # until then the logits are those of the full cache
@@ -151,14 +140,6 @@ def test_kl_by_position_is_that_of_tokens_one_at_a_time(model, references, waits
     for name, kls in pieces.items():
         mean = pytest.approx(sum(kls) / len(kls), rel=1e-3) if kls else None
         assert outcome.kl_at(POSITIONS[name]) == mean
-
-
-def test_an_answer_before_any_eviction_says_nothing_of_it(model, references):
-    profile = waiting_profile(model)
-    outcomes = outcomes_of(model, references, lambda: kvalloc.make_cache(model, profile))
-    for outcome in outcomes:
-        assert (outcome.kl, outcome.top1_agreement, outcome.exact_tokens) == (None, None, 6)
-        assert outcome.answers  # greedy all the same
 
 
 def test_what_opens_a_conversation_is_not_measured(model, references):

@@ -1,4 +1,4 @@
-"""A budget alone: rounded entries within a share of the bytes, late or early by the memory."""
+"""A budget alone: rounded entries within a share of the bytes, evicted as the memory asks."""
 
 import logging
 from dataclasses import replace
@@ -21,10 +21,8 @@ from kvalloc.online.default import DETAIL, Default
 from kvalloc.online.prompt_size import PromptSize
 from kvalloc.online.solved import LOOSE, grid_length, solve_share
 from kvalloc.online.ways import (
-    AWAITED,
     Decided,
     Early,
-    Late,
     Rows,
     Setting,
     Twice,
@@ -41,8 +39,8 @@ def model(tiny):
     return tiny.tiny_model(head_dim=16)
 
 
-def run(model, ids, new=AWAITED + 2, **options):
-    """The cache of a call with a budget, which has followed long enough to evict."""
+def run(model, ids, new=18, **options):
+    """The cache of a call with a budget."""
     inputs = {name: options.pop(name) for name in [*options] if name in ("attention_mask",)}
     with kvalloc.apply(model, **options) as applied:
         generate(model, ids, max_new_tokens=new, min_new_tokens=new, **inputs)
@@ -101,7 +99,7 @@ def test_other_families_padded_rows_and_chunks(tiny, kind):
     shape = cache.profile.shape
     full = list(shape.full_layers)
     for row, tokens in enumerate(lengths):
-        kept = cache.kept_tokens_by_row[row][full] - (AWAITED + 1)
+        kept = cache.kept_tokens_by_row[row][full] - 17
         stored = int(stored_bytes(kept, 5, shape).sum()) + 4 * int(kept.sum())
         assert stored <= 0.3 * kept.size * tokens * 2 * 2 * shape.head_dim
         most = entries_in_share(0.3, tokens, 5, shape, least=12)
@@ -114,11 +112,11 @@ def test_other_families_padded_rows_and_chunks(tiny, kind):
 
 def test_it_says_which_way_what_it_takes_and_what_it_costs(tiny, model, caplog):
     with caplog.at_level(logging.INFO, logger="kvalloc.online.default"):
-        late = run(model, tiny.prompt(TOKENS), budget="20%")
+        twice = run(model, tiny.prompt(TOKENS), budget="20%")
         early = run(model, tiny.prompt(TOKENS), budget="20%", memory="60KiB")
         full = run(model, tiny.prompt(TOKENS), budget=1)
     said = caplog.messages
-    details = [one.profile.detail for one in (late, early, full)]
+    details = [one.profile.detail for one in (twice, early, full)]
     assert details == [
         f"55% evicted, rounded to 5 bits; 14.81 KiB (19.8%); nothing measured: {action}"
         for action in ("reads the prompt twice", "evicts while the prompt is read")
@@ -252,8 +250,8 @@ def ways_of(model, tokens=TOKENS, **asked):
     [
         (0.2, TOKENS, {}, Twice),
         (0.2, 760, {"limit": 1024}, Twice),  # a piece of 256, and 8 tokens that lead over
-        (0.2, 761, {"limit": 1024}, Late),
-        (0.2, None, {}, Late),
+        (0.2, 761, {"limit": 1024}, Early),
+        (0.2, None, {}, Early),
         (0.2, 12, {}, Whole),
         (1.0, TOKENS, {}, Whole),
     ],

@@ -94,13 +94,12 @@ def test_assisted_generation_gives_the_tokens_of_greedy_decoding(monkeypatch, fa
 @pytest.mark.parametrize(
     ("scorer", "options"),
     [
-        ("lookahead", {}),
         ("reconstruction", {}),
         ("xkv", {"target_retention": 0.7}),
     ],
 )
 def test_drafts_never_vote(monkeypatch, scorer, options, bits):
-    """What waits for tokens waits for those that stay: the same entries are kept."""
+    """The same entries are kept."""
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
     decided = "target_retention" in options
     profile = None if decided else profile_of(model, 0.4, bits, scorer=scorer)

@@ -7,7 +7,7 @@ import runtime_oracle as tiny
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from prompt_runs import policy, read, run, states_seen
+from prompt_runs import policy, run, states_seen
 from scorer_oracle import make_states
 
 import kvalloc
@@ -16,7 +16,6 @@ from kvalloc.errors import UnsupportedModelError
 from kvalloc.runtime.policies import attention_matching
 from kvalloc.runtime.policies.attention_matching import (
     BIAS_RIDGE,
-    FOLLOWING_WEIGHT,
     LEAST_WEIGHT,
     MOST_WEIGHT,
     VALUE_RIDGE,
@@ -27,8 +26,7 @@ from kvalloc.runtime.quantization import quantised_keys, quantised_values
 Array = npt.NDArray[np.float64]
 CONTEXT = 90
 AHEAD_TOKENS = 8
-ROWS, AWAITED = 12, 3
-PARAMETERS = {"rows": ROWS, "following": AWAITED}
+ROWS = 12
 
 
 # By themselves
@@ -43,22 +41,21 @@ def stacked(design, target, ridge):
     return np.asarray(np.linalg.lstsq(system, aim, rcond=None)[0])
 
 
-def matched_by_hand(weights, values, kept, counts, biases, change=0.0):
+def matched_by_hand(weights, values, kept, biases, change=0.0):
     """Values and biases of one head's kept entries, from weights (n_queries, n_tokens).
 
     Rounding changes the logits of those kept.
     """
-    roots = np.sqrt(counts)[:, None]
     mass, own = weights.sum(axis=1, keepdims=True), weights[:, kept] * np.exp(change)
     factors = np.ones(len(kept))
     if biases:
         lacking = mass - own.sum(axis=1, keepdims=True)
-        factors = 1 + stacked(roots * own, roots * lacking, BIAS_RIDGE)[:, 0]
+        factors = 1 + stacked(own, lacking, BIAS_RIDGE)[:, 0]
         factors = factors.clip(LEAST_WEIGHT, MOST_WEIGHT)
     shares = own * factors
     shares = shares / (shares.sum(axis=1, keepdims=True) + (1 - mass).clip(min=0))
     lacking = weights @ values - shares @ values[kept]
-    change = stacked(roots * shares, roots * lacking, VALUE_RIDGE)
+    change = stacked(shares, lacking, VALUE_RIDGE)
     return values[kept] + change, np.log(factors)
 
 
@@ -72,7 +69,7 @@ def matched_by_hand(weights, values, kept, counts, biases, change=0.0):
 def test_matching_never_does_worse_than_the_entries_alone(n_queries, n_tokens, part, beside, seed):
     draw = np.random.default_rng(seed)
     weights = draw.dirichlet(np.full(n_tokens, 0.7), size=n_queries) * (1 - beside)
-    values, counts = draw.normal(size=(n_tokens, 3)), draw.uniform(0.1, 3.0, size=n_queries)
+    values = draw.normal(size=(n_tokens, 3))
     kept = sorted(draw.choice(n_tokens, max(1, int(part * n_tokens)), replace=False).tolist())
     for biases in (False, True):
         found = match_attention(
@@ -80,10 +77,10 @@ def test_matching_never_does_worse_than_the_entries_alone(n_queries, n_tokens, p
             torch.from_numpy(values).float(),
             torch.tensor(kept),
             biases=biases,
-            query_weights=torch.from_numpy(counts).float(),
+            evicts=torch.tensor(True),
             others=beside > 0,
         )
-        expected, bias = matched_by_hand(weights, values, kept, counts, biases)
+        expected, bias = matched_by_hand(weights, values, kept, biases)
         np.testing.assert_allclose(found.values, expected, atol=2e-3)
         assert (found.logit_bias is not None) == biases
         if found.logit_bias is not None:
@@ -92,8 +89,8 @@ def test_matching_never_does_worse_than_the_entries_alone(n_queries, n_tokens, p
         shares /= shares.sum(axis=1, keepdims=True) + (1 - weights.sum(axis=1, keepdims=True))
 
         def missing(own, shares=shares):
-            gaps = np.square(weights @ values - shares @ np.asarray(own, dtype=np.float64))
-            return float((counts[:, None] * gaps).sum())
+            gaps = weights @ values - shares @ np.asarray(own, dtype=np.float64)
+            return float(np.square(gaps).sum())
 
         assert missing(found.values) <= missing(values[kept]) + 1e-6
         if len(kept) == n_tokens and not biases:
@@ -102,7 +99,7 @@ def test_matching_never_does_worse_than_the_entries_alone(n_queries, n_tokens, p
 
 def test_queries_that_see_nothing_of_what_is_kept_change_nothing():
     weights = torch.tensor([[0.0, 1.0]])
-    found = match_attention(weights, torch.eye(2), torch.tensor([0]), query_weights=torch.ones(1))
+    found = match_attention(weights, torch.eye(2), torch.tensor([0]), evicts=torch.tensor(True))
     assert torch.equal(found.values, torch.eye(2)[:1])
 
 
@@ -113,7 +110,7 @@ def test_a_system_that_cannot_be_solved_changes_nothing(lost, monkeypatch):
         monkeypatch.setattr(attention_matching, name, 1e-40)
     weights = torch.full((4, 8), 0.125) + lost
     values = torch.randn(8, 4)
-    found = match_attention(weights, values, torch.arange(6), query_weights=torch.ones(4))
+    found = match_attention(weights, values, torch.arange(6), evicts=torch.tensor(True))
     assert torch.equal(found.values, values[:6])
     assert found.logit_bias is not None
     assert not found.logit_bias.any()
@@ -122,21 +119,31 @@ def test_a_system_that_cannot_be_solved_changes_nothing(lost, monkeypatch):
 # As a policy
 
 
-def test_without_rotation_only_what_follows_can_be_matched():
+def test_a_head_that_keeps_everything_stays_as_it_is():
+    weights, values = torch.rand(2, 4, 8), torch.randn(2, 8, 4)
+    rounded, kept = weights[:, :, :6] * 1.5, torch.arange(6).expand(2, 6)
+    found = match_attention(
+        weights, values, kept, as_stored=rounded, evicts=torch.tensor([True, False])
+    )
+    assert torch.equal(found.values[1], values[1, :6])
+    assert not torch.equal(found.values[0], values[0, :6])
+    assert [bool(own.any()) for own in found.logit_bias] == [True, False]
+
+
+def test_without_rotation_nothing_can_be_matched():
     states = make_states()
     kept = torch.zeros(states.keys.shape[:3], dtype=torch.bool)
     kept[..., :9] = True
-    with pytest.raises(UnsupportedModelError, match="rows=0"):
-        policy("attention_matching", following=0).combine(
-            states, kept, kept.sum(dim=-1), sinks=2, window=4
-        )
+    with pytest.raises(UnsupportedModelError, match="fits no values"):
+        policy("attention_matching").combine(states, kept, kept.sum(dim=-1), sinks=2, window=4)
 
 
 # In a cache
 
 
 def matching(profile, **parameters):
-    own = profile.policy.replace(name="attention_matching", parameters={**PARAMETERS, **parameters})
+    parameters = {"rows": ROWS, **parameters}
+    own = profile.policy.replace(name="attention_matching", parameters=parameters)
     return profile.replace(policy=own)
 
 
@@ -150,19 +157,16 @@ def turned(queries, positions, frequencies):
 
 def expected_of(model, ids, kept, *, biases=True, rows=ROWS, bits=16):
     """For each layer, values and biases of each KV head's kept entries, from plain forwards."""
-    followed = model.generate(ids, max_new_tokens=AWAITED, do_sample=False, eos_token_id=None)
-    states = states_seen(model, followed)
+    states = states_seen(model, ids)
     found = {}
     for layer, places in kept.items():
         own = states[layer]
         n_tokens = ids.shape[1]
         queries = own.queries[0].double().numpy()
-        references = queries[:, n_tokens - rows : n_tokens + AWAITED].copy()
-        if rows:
-            ahead = [n_tokens - 1 + AHEAD_TOKENS - p for p in range(n_tokens - rows, n_tokens)]
-            rates = own.frequencies.double().numpy()
-            references[:, :rows] = turned(references[:, :rows], ahead, rates)
-        counts = np.array([0.0, 2.0] * (rows // 2) + [FOLLOWING_WEIGHT] * AWAITED)
+        every_second = range(n_tokens - rows + 1, n_tokens, 2)
+        ahead = [n_tokens - 1 + AHEAD_TOKENS - place for place in every_second]
+        rates = own.frequencies.double().numpy()
+        references = turned(queries[:, list(every_second)], ahead, rates)
         group = len(queries) // places.shape[1]
         found[layer] = []
         for head in range(places.shape[1]):
@@ -183,9 +187,7 @@ def expected_of(model, ids, kept, *, biases=True, rows=ROWS, bits=16):
             )
             change = references[head * group : (head + 1) * group] @ (rounded - exact).T
             change = (change * own.scaling).reshape(-1, len(mine))
-            found[layer].append(
-                matched_by_hand(weights, values, mine, np.tile(counts, group), biases, change)
-            )
+            found[layer].append(matched_by_hand(weights, values, mine, biases, change))
     return found
 
 
@@ -215,7 +217,7 @@ def test_the_cache_stores_what_plain_forwards_say(family, level, biases, rows):
         tiny.by_head(profile) if level == "head" else profile, biases=biases, rows=rows
     )
     cache = kvalloc.make_cache(model, profile)
-    read(model, ids, cache)
+    run(model, ids, cache)
     kept = tiny.kept_of(cache)
     changed = 0.0
     plain = states_seen(model, ids)
@@ -236,7 +238,7 @@ def test_it_makes_up_for_keys_as_they_are_stored(bits):
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
     profile = matching(tiny.by_head(tiny.make_profile(model, CONTEXT, 0.3)))
     cache = kvalloc.make_cache(model, profile.replace(bits=np.full_like(profile.budgets, bits)))
-    read(model, ids, cache)
+    run(model, ids, cache)
     kept = tiny.kept_of(cache)
     plain = expected_of(model, ids, kept)
     unlike = 0.0
@@ -255,7 +257,7 @@ def test_it_makes_up_for_keys_as_they_are_stored(bits):
 def test_a_prompt_in_one_forward_is_not_held():
     """Layer by layer while it is read, what is kept of a whole one."""
     model, ids, asked = tiny.tiny_model(), tiny.prompt(CONTEXT), tiny.prompt(3, seed=5)
-    profile = matching(tiny.by_head(tiny.make_profile(model, CONTEXT, 0.4)), following=0)
+    profile = matching(tiny.by_head(tiny.make_profile(model, CONTEXT, 0.4)))
     at_once = kvalloc.make_cache(model, profile)
     held = kvalloc.make_cache(model, profile, prompt_tokens=CONTEXT)
     run(model, ids, at_once)
@@ -271,12 +273,10 @@ def test_a_prompt_in_one_forward_is_not_held():
 def test_entries_handed_out_by_the_prompt_are_matched_too():
     """What is kept is what the same scorer keeps without matching."""
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
-    parameters = {"tokens": AWAITED, "votes": 0}
-    own = tiny.make_profile(model, CONTEXT, 0.4, scorer="lookahead", parameters=parameters)
-    among = tiny.by_head(own).replace(by_prompt=True)
+    among = tiny.by_head(tiny.make_profile(model, CONTEXT, 0.4)).replace(by_prompt=True)
     plain, cache = kvalloc.make_cache(model, among), kvalloc.make_cache(model, matching(among))
-    read(model, ids, plain)
-    read(model, ids, cache)
+    run(model, ids, plain)
+    run(model, ids, cache)
     kept = tiny.kept_of(cache)
     for layer, places in tiny.kept_of(plain).items():
         assert torch.equal(places, kept[layer])

@@ -214,8 +214,6 @@ def test_what_cannot_be_blended_is_refused_in_one_line(tmp_path, monkeypatch):
         document(model, texts()[0], 0.5, bits=np.full((tiny.N_LAYERS, tiny.N_KV_HEADS), bits))
         for bits in (8, 4)
     ]
-    waiting = kvalloc.make_cache(model, tiny.make_profile(model, 60, 0.5, scorer="lookahead"))
-    run(model, texts()[0], waiting)
     empty = kvalloc.make_cache(model, tiny.make_profile(model, 60))
     two = kvalloc.make_cache(model, tiny.make_profile(model, 60))
     run(model, tiny.prompt(60, 2), two)
@@ -227,7 +225,6 @@ def test_what_cannot_be_blended_is_refused_in_one_line(tmp_path, monkeypatch):
     for given, options, said in (
         ([], {}, "no document"),
         (by_width, {}, "other widths"),
-        ([own[0], waiting], {}, "is held until"),
         ([empty], {}, "no complete prompt"),
         ([two], {}, "2 texts at once"),
         ([tmp_path / "chat.kv"], {}, "chat form"),

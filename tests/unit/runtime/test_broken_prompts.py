@@ -14,11 +14,11 @@ from kvalloc.runtime.policies.score import Score
 from kvalloc.runtime.selection import keep_best
 
 CONTEXT, CHUNK = 90, 30
-KINDS = ["layer", "head", "bits", "held", "decode_every", "shared"]
+KINDS = ["layer", "head", "bits", "repeated", "decode_every", "shared"]
 
 
 def cache_of(model, kind):
-    scorer = {"held": "lookahead", "repeated": "reconstruction"}.get(kind, "xkv")
+    scorer = "reconstruction" if kind == "repeated" else "xkv"
     profile = tiny.make_profile(model, CONTEXT, 0.4, scorer=scorer)
     if kind == "bits":
         profile = profile.replace(bits=np.full_like(profile.budgets, 8))
@@ -113,7 +113,7 @@ def test_a_turn_that_breaks_off_was_not_read(kind, tokens, error):
     ("change", "said"),
     [
         (lambda cache: cache.crop(-1), r"failed half-way.*cache\.reset"),
-        (lambda cache: cache.evict(), r"failed half-way.*cache\.reset"),
+        (lambda cache: cache.end_turn(), r"failed half-way.*cache\.reset"),
         (lambda cache: cache.reset(), "not after a reset within one"),
     ],
 )

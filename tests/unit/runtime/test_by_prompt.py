@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
-from prompt_runs import padded_rows, read, run, states_seen
+from prompt_runs import padded_rows, run, states_seen
 from scorer_oracle import full_attention
 
 from kvalloc.errors import InputError
@@ -18,21 +18,12 @@ from kvalloc.runtime.policies.score import Score
 from kvalloc.runtime.selection import handed_out
 
 CONTEXT, PROTECTED = 90, 6
-LOOKAHEAD = {"tokens": 4, "votes": 0, "pool": 1}
 
 
-def at_once(model):
-    """A profile whose scorer looks at the prompt alone."""
+def by_prompt(model):
+    """A profile whose scorer looks at the window's queries."""
     profile = tiny.make_profile(model, CONTEXT, 0.4, parameters={"pool": 1})
     return tiny.by_head(profile).replace(by_prompt=True)
-
-
-def looking_ahead(model):
-    """A profile whose scorer waits for tokens that follow."""
-    profile = at_once(model)
-    parameters = {"window": tiny.WINDOW, **LOOKAHEAD}
-    policy = profile.policy.replace(scorer="lookahead", scorer_parameters=parameters)
-    return profile.replace(policy=policy)
 
 
 def total_of(profile, tokens):
@@ -86,14 +77,13 @@ def test_where_there_is_no_room_or_all_are_equal(evictable, layers, total, prote
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_the_best_of_all_heads_together_stay(family, attention):
     model, ids = tiny.tiny_model(family, attention), tiny.prompt(CONTEXT)
-    profile = looking_ahead(model)
+    profile = by_prompt(model)
     cache = make_cache(model, profile)
-    read(model, ids, cache)
+    run(model, ids, cache)
     full = list(profile.shape.full_layers)
     scores = naive_scores(model, ids, profile)
     assert_best(cache, full, scores, total_of(profile, CONTEXT))
-    kept = cache.kept_tokens[full] - LOOKAHEAD["tokens"]
-    assert kept.sum() == total_of(profile, CONTEXT)
+    assert cache.kept_tokens[full].sum() == total_of(profile, CONTEXT)
     assert np.unique(cache.kept_tokens[full]).size > 2
 
 
@@ -111,7 +101,7 @@ def assert_best(cache, layers, scores, total):
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_the_best_of_each_layers_heads_stay_where_it_is_read(family):
     model, ids = tiny.tiny_model(family), tiny.prompt(CONTEXT)
-    profile = at_once(model)
+    profile = by_prompt(model)
     cache = build_cache(model, profile, CacheOptions(by_layer=True))
     run(model, ids, cache)
     assert cache.reduced
@@ -126,7 +116,7 @@ def test_the_best_of_each_layers_heads_stay_where_it_is_read(family):
 @pytest.mark.parametrize("decode_every", [None, 4])
 def test_heads_of_a_layer_share_its_budget_in_chunks_and_while_decoding(model, chunk, decode_every):
     """Of rows with padding, too, each as if it were alone."""
-    profile, rows = at_once(model), [tiny.prompt(n, seed=n) for n in (CONTEXT, 61)]
+    profile, rows = by_prompt(model), [tiny.prompt(n, seed=n) for n in (CONTEXT, 61)]
     ids, mask, positions = padded_rows(rows, "left")
     options = CacheOptions(by_layer=True, decode_every=decode_every)
     cache = build_cache(model, profile, options, prompt_tokens=CONTEXT)
@@ -156,9 +146,6 @@ def test_heads_of_a_layer_share_its_budget_in_chunks_and_while_decoding(model, c
 def naive_scores(model, ids, profile):
     """The scorer's scores without sinks and window, from plain forwards."""
     first = CONTEXT - tiny.WINDOW
-    if profile.policy.scorer == "lookahead":
-        ids = model.generate(ids, max_new_tokens=LOOKAHEAD["tokens"], do_sample=False)
-        first = CONTEXT
     seen, found = states_seen(model, ids), []
     for layer in profile.shape.full_layers:
         votes = full_attention(seen[layer])[0][:, first:, tiny.SINKS : CONTEXT - tiny.WINDOW]
@@ -176,7 +163,7 @@ def test_each_layer_is_scored_once(monkeypatch):
         return scores(self, states, sinks=sinks)
 
     monkeypatch.setattr(Score, "scores", counted)
-    read(model, tiny.prompt(CONTEXT), make_cache(model, looking_ahead(model)))
+    run(model, tiny.prompt(CONTEXT), make_cache(model, by_prompt(model)))
     assert asked == list(range(tiny.N_LAYERS))
 
 
@@ -193,7 +180,7 @@ def test_each_layer_is_scored_once(monkeypatch):
     ],
 )
 def test_what_does_not_go_together_is_refused(changes, said):
-    profile = looking_ahead(tiny.tiny_model())
+    profile = by_prompt(tiny.tiny_model())
     filled = {
         "bits": lambda value: np.broadcast_to(value, profile.budgets.shape).copy(),
         "unit_policies": lambda value: np.full(profile.budgets.shape, value, dtype=np.int64),

@@ -144,7 +144,7 @@ def test_half_precision(dtype):
 
 @pytest.mark.parametrize("policy", ["mpcache", "merge", "attention_matching", "tova", "h2o"])
 def test_every_policy_is_served(model, policy):
-    """Also one that reads by the query, or awaits tokens and evicts between two of them."""
+    """Also one that reads by the query."""
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     make = partial(kvalloc.make_cache, model, tiny.make_profile(model, 60, 0.5), policy=policy)
     both(model, compiled, make, tiny.prompt(60), 40)

@@ -63,7 +63,7 @@ def test_the_kernel_is_called_where_it_is_asked_for(tmp_path):
     """A question after head-level budgets goes through it, and without it answers all the same."""
     if cpu.unavailable() is not None:
         pytest.skip(f"no kernel here: {cpu.unavailable()}")
-    what = ("score", "question_of_5", "early", "llama")
+    what = ("score", "question_of_5", "immediate", "llama")
     settings = (*what, "head", "sdpa", "float32", "16_bits", "alone")
     for name in FACTORS["kernel"]:
         with kernel_choice(name) as calls:
@@ -109,5 +109,5 @@ def test_what_is_impossible_is_known():
     """Chunks of what merges early; with `mpcache` rows of different length, and drafts."""
     chunks = ("chunks", "padded_chunks")
     expected = {(*pair, mode) for pair in UNEVEN for mode in FACTORS["mode"]}
-    expected |= set(itertools.product(["merge"], chunks, ["early"]))
+    expected |= set(itertools.product(["merge"], chunks, ["immediate"]))
     assert set(impossible()) == expected

@@ -21,8 +21,9 @@ from kvalloc.online.ways import Early, Rows
 from kvalloc.runtime.attention import torch as by_torch
 from kvalloc.runtime.making import build_cache
 from kvalloc.runtime.options import CacheOptions
+from kvalloc.scorers.lookahead import Lookahead
 
-TOKENS, LAYERS, AWAITED = 1000, 12, 8
+TOKENS, LAYERS = 1000, 12
 SHARE = 0.2
 ROWS = [(torch.float32, False), (torch.bfloat16, True)]
 """Types, and whether rows are padded: neither changes what the other takes."""
@@ -67,12 +68,12 @@ def profile_of(model, mode):
         bits[:, 1] = bits[:, 0] if mode.endswith("by layer") else 4
         return profile.replace(bits=bits)
     if mode == "matched":
-        matching = {"name": "attention_matching", "parameters": {"rows": 16, "following": 0}}
+        matching = {"name": "attention_matching", "parameters": {"rows": 16}}
         return profile.replace(policy=profile.policy.replace(**matching))
     return profile.replace(by_prompt=mode == "handed out")
 
 
-MODES = ["early by layer", "early", "matched", "handed out"]
+MODES = ["by layer", "by head", "matched", "handed out"]
 MODES += ["packed by layer", "packed", "shared by layer", "shared"]
 GROUPS = ((2, 3), (4, 5, 6))
 
@@ -119,8 +120,8 @@ SERVED = {
 @pytest.mark.parametrize(("dtype", "padded"), ROWS)
 @pytest.mark.parametrize("way", [*SOLVED, *SERVED])
 def test_memory_is_a_peak(way, dtype, padded, monkeypatch):
-    for place in ("online.ways.LATEST", "scorers.lookahead.LATEST", "runtime.policies.base.TURN"):
-        monkeypatch.setattr(f"kvalloc.{place}_VOTES", 8)  # what scores take is not the cache's
+    few = Lookahead(votes=8)  # what scores take is not the cache's
+    monkeypatch.setattr("kvalloc.online.ways.latest_votes", lambda **_: few)
     model = tiny.tiny_model(dtype=dtype, num_hidden_layers=LAYERS)
     watched, ids = Watched(model), tiny.prompt(TOKENS, 2)
     mask, shape = torch.ones_like(ids), shape_of(model)
@@ -188,26 +189,23 @@ def test_memory_of_a_prompt_in_chunks_is_of_entries_that_are_not_rounded_yet():
 
 
 @pytest.mark.parametrize(("dtype", "padded"), ROWS)
-def test_late_eviction_holds_little_more_than_the_full_cache(dtype, padded):
+def test_deferred_eviction_holds_little_more_than_the_full_cache(dtype, padded):
     model = tiny.tiny_model(dtype=dtype, num_hidden_layers=30, head_dim=64)  # as SmolLM2's
     watched, ids = Watched(model), tiny.prompt(TOKENS, 2)
-    mask = torch.ones(2, TOKENS + AWAITED, dtype=torch.long)
+    mask = torch.ones(2, TOKENS, dtype=torch.long)
     if padded:
         mask[1, :300] = 0
     shape = shape_of(model)
-    options = {"scorer": "lookahead", "parameters": {"tokens": AWAITED}, "shape": shape}
-    cache = kvalloc.make_cache(model, tiny.make_profile(model, TOKENS, SHARE, **options))
+    profile = tiny.make_profile(model, TOKENS, SHARE, shape=shape)
+    cache = kvalloc.make_cache(model, tiny.by_head(profile).replace(by_prompt=True))
 
-    def answer(**kept):
-        model(ids, attention_mask=mask[:, :TOKENS], logits_to_keep=1, **kept)
-        for n in range(AWAITED):
-            seen = mask[:, : TOKENS + n + 1] if kept.get("past_key_values") is not None else None
-            model(ids[:, n : n + 1], attention_mask=seen, **kept)
+    def read(**kept):
+        model(ids, attention_mask=mask, logits_to_keep=1, **kept)
 
-    alone = watched.peaks(lambda: answer(use_cache=False))
-    held = watched.peaks(lambda: answer(past_key_values=cache))
+    alone = watched.peaks(lambda: read(use_cache=False))
+    held = watched.peaks(lambda: read(past_key_values=cache))
     assert cache.reduced
-    full = plain_bytes(shape, TOKENS + AWAITED, 2)
+    full = plain_bytes(shape, TOKENS, 2)
     repeated = 0.0
     if padded and not hasattr(sdpa_attention, "pack_gqa"):  # older versions, where there is a mask
         repeated = full / shape.n_layers * shape.n_query_heads / shape.n_kv_heads

@@ -163,9 +163,9 @@ def test_nacl_with_more_proxies_than_budget_keeps_the_last_ones():
         ("mpcache", {"coarse_tokens": 8}, "no multiple"),
         ("mpcache", {"alpha": 2.0}, "alpha is 2.0"),
         ("mpcache", {"fine_share": 0.0}, "fine_share is 0.0"),
-        ("attention_matching", {"rows": 0, "following": 0}, "nothing to match"),
+        ("attention_matching", {"rows": 0}, "policy attention_matching: rows is 0"),
         ("attention_matching", {"rows": -1}, "policy attention_matching: rows is -1"),
-        ("attention_matching", {"following": 1.5}, "policy attention_matching: following is 1.5"),
+        ("attention_matching", {"every": 1.5}, "policy attention_matching: every is 1.5"),
     ],
 )
 def test_parameters_out_of_range(name, parameters, said):
@@ -233,7 +233,7 @@ def test_soft_caps_and_sink_logits_are_carried(monkeypatch, family, options, lev
 
 
 def test_parameters_build_the_policy_again():
-    own = {"attention_matching": {"rows": 5, "following": 0, "biases": False}}
+    own = {"attention_matching": {"rows": 5, "biases": False}}
     for name in policy_names():
         made = policy(name, **own.get(name, {}))
         assert get_policy(name, scorer=made.scorer, **made.parameters()) == made

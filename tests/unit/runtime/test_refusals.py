@@ -209,7 +209,7 @@ def beyond_announced(model):
 
 
 def shared(model, **changes):
-    profile = profile_of(model, [30, 30, 20, 20], scorer="lookahead")
+    profile = profile_of(model, [30, 30, 20, 20], scorer="reconstruction")
     return profile.replace(share_groups=((2, 3),), **changes)
 
 
@@ -480,10 +480,6 @@ CASES = {
     "adds_up_chunks": (adding_up, "prompts in one piece only"),
     "reads_unevenly": (uneven, "policy mpcache leaves entries unread"),
     "crop_amid_prompt": (crop_a_part, "before the prompt is complete"),
-    "crop_into_held": (
-        lambda model: read(model, scorer="lookahead").crop(-1),
-        f"a prompt of {CONTEXT} tokens that is held",
-    ),
     "prompt_begun": (
         lambda model: read(model).decide({"input_ids": tiny.prompt(CONTEXT)}),
         r"decide\(\) is for a new prompt, but this cache has seen one already",
@@ -491,10 +487,6 @@ CASES = {
     "decides_from_chunk": (chunk_of_undecided, "only a chunk of it has come"),
     "crop_slid_out": (lambda model: read(tiny.tiny_model("gemma3")).crop(-1), "already dropped"),
     "saved_incomplete": (lambda model: made(model).save("c.kv"), "nothing to save"),
-    "saved_held": (
-        lambda model: read(model, scorer="lookahead").save("c.kv"),
-        r"until \d+ more tokens have followed it.*cache\.evict",
-    ),
     "saved_in_groups": (
         lambda model: BudgetCache.joined([((i,), made(model)) for i in (0, 1)]).save("c.kv"),
         "kept in 2 different ways",

@@ -5,7 +5,7 @@ import itertools
 import pytest
 from factories import make_budget_profile, make_shape
 
-from kvalloc.online.ways import AWAITED, Early, Late, Setting, Twice, Whole
+from kvalloc.online.ways import Early, Setting, Twice, Whole
 from kvalloc.runtime.options import CacheOptions
 from kvalloc.runtime.policies import policies_of
 from kvalloc.runtime.schedule import layer_groups, schedule_of
@@ -23,28 +23,27 @@ def profile_of(way):
 def stored(**changes):
     """A profile that is decided before: no way of the default's, and no head competes."""
     profile = make_budget_profile([[8, 8]] * 4)
-    matching = profile.policy.replace(name="attention_matching", parameters={"following": 0})
+    matching = profile.policy.replace(name="attention_matching")
     return profile.replace(policy=matching, **changes)
 
 
 @pytest.mark.parametrize(
-    ("profile", "by_layer", "in_one", "in_chunks", "awaited"),
+    ("profile", "by_layer", "in_one", "in_chunks"),
     [
-        (profile_of(Early), True, READ, READ, 0),
-        (profile_of(Early), False, HELD, HELD, 0),
-        (profile_of(Twice), True, HELD, HELD, 0),
-        (profile_of(Late), False, HELD, HELD, AWAITED),
-        (make_budget_profile([[8, 9]] * 4), False, READ, READ, 0),
-        (stored(), False, READ, HELD, 0),
-        (stored(share_groups=((2, 3),)), False, HELD, HELD, 0),
-        (make_budget_profile([[8, 8]] * 4, share_groups=((2, 3),)), False, READ, READ, 0),
+        (profile_of(Early), True, READ, READ),
+        (profile_of(Early), False, HELD, HELD),
+        (profile_of(Twice), True, HELD, HELD),
+        (make_budget_profile([[8, 9]] * 4), False, READ, READ),
+        (stored(), False, READ, HELD),
+        (stored(share_groups=((2, 3),)), False, HELD, HELD),
+        (make_budget_profile([[8, 8]] * 4, share_groups=((2, 3),)), False, READ, READ),
     ],
 )
-def test_a_prompt_goes_by_layer_or_whole(profile, by_layer, in_one, in_chunks, awaited):
+def test_a_prompt_goes_by_layer_or_whole(profile, by_layer, in_one, in_chunks):
     options = CacheOptions(by_layer=by_layer, decode_every=7)
     for chunks, expected in ((False, in_one), (True, in_chunks)):
         found = schedule_of(profile, policies_of(profile), options, in_chunks=chunks)
-        assert (found.holds, found.awaited, found.every.tokens) == (expected, awaited, 7)
+        assert (found.holds, found.every.tokens) == (expected, 7)
 
 
 def test_layers_that_share_entries_evict_together():
@@ -68,7 +67,7 @@ def test_nothing_competes_later_where_all_of_a_prompt_stays():
 )
 def test_what_follows_competes_every_so_many_tokens(options, expected):
     """By default 64, or a sixteenth; where memory is short, a quarter of it."""
-    profile = profile_of(Late)
+    profile = profile_of(Early)
     found = schedule_of(profile, policies_of(profile), CacheOptions(**options), in_chunks=False)
     columns = found.every.columns(1024, 1250, token_bytes=10)
     assert list(itertools.islice(columns, 9)) == expected

@@ -113,7 +113,6 @@ def test_a_group_keeps_a_whole_prompt_of_which_some_layers_have_fewer_bits(polic
     bits[[GROUPS[0][0], GROUPS[1][1]]] = 8
     cache = make_cache(model, profile.replace(bits=bits), policy=policy)
     run(model, tiny.prompt(CONTEXT), cache)
-    cache.evict()
     assert (cache.kept_tokens == CONTEXT).all()
     for index, layer in enumerate(cache.layers):
         assert (layer.entries is not None and layer.entries.is_packed) == bool(

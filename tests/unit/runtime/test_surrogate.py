@@ -82,36 +82,36 @@ def test_an_entry_scores_the_same_at_any_time(model, file, monkeypatch, level, p
     assert compared > 20  # entries that stand elsewhere than they came
 
 
-def test_the_best_stay_and_a_held_prompt_is_ranked_likewise(file):
-    """Early, as the largest scores say; with values fitted late, the same entries."""
+def test_the_best_stay_and_a_whole_prompt_is_ranked_likewise(file):
+    """Layer by layer as the largest scores say; with values fitted at the end, the same entries."""
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
     profile = tiny.make_profile(model, CONTEXT, 0.4)
     options = {"file": file, "window": tiny.WINDOW}
     own = profile.policy.replace(scorer="surrogate", scorer_parameters=options)
-    early = make_cache(model, profile, policy=own)
-    late = make_cache(model, profile.with_policy(own), policy="attention_matching")
+    immediate = make_cache(model, profile, policy=own)
+    matching, chunks = profile.with_policy(own), {"prompt_tokens": CONTEXT}
+    deferred = make_cache(model, matching, policy="attention_matching", **chunks)
     scorer, seen = get_scorer("surrogate", **options), states_seen(model, ids)
     scores = [scorer.score(states, sinks=tiny.SINKS)[0] for states in seen.values()]
-    run(model, ids, early)
-    run(model, ids, late)
-    run(model, tiny.prompt(20, seed=1), late)
-    assert early.reduced
-    assert late.reduced
+    run(model, ids, immediate)
+    for chunk in ids.split(CONTEXT // 2, dim=1):
+        run(model, chunk, deferred)
+    assert immediate.reduced
+    assert deferred.reduced
     protected = {*range(tiny.SINKS), *range(CONTEXT - tiny.WINDOW, CONTEXT)}
     for head in range(tiny.N_KV_HEADS):  # of layer 0, which the others' evictions do not reach
         budget = int(profile.budgets[0, head]) - len(protected)
         best = scores[0][head].topk(budget).indices.tolist()
-        assert {*early.kept_indices(0)[0, head].tolist()} == protected | {*best}
+        assert {*immediate.kept_indices(0)[0, head].tolist()} == protected | {*best}
     for layer in range(tiny.N_LAYERS):  # evicted after the whole prompt was read
         for head in range(tiny.N_KV_HEADS):
             budget = int(profile.budgets[layer, head]) - len(protected)
             best = scores[layer][head].topk(budget).indices.tolist()
-            assert {*late.kept_indices(layer)[0, head].tolist()} == protected | {*best}
+            assert {*deferred.kept_indices(layer)[0, head].tolist()} == protected | {*best}
 
 
 def test_votes_count_where_they_are_larger_than_the_prediction(model, file):
-    reductions = {"pool": 1, "row_reduce": "max", "group_reduce": "max"}
-    lookahead = get_scorer("lookahead", tokens=0, window=3, votes=7, ahead=8, **reductions)
+    lookahead = get_scorer("lookahead", window=3, votes=7)
     for states in states_seen(model, tiny.prompt(CONTEXT)).values():
         predicted = get_scorer("surrogate", file=file, window=3).score(states, sinks=2)
         votes = 0.5 * lookahead.score(states, sinks=2)

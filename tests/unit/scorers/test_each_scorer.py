@@ -57,7 +57,7 @@ ARRIVALS = {
         *(XKV(window=5), SnapKV(window=5), CriticalKV(window=5), CAKE(window=8), TOVA(), KNorm()),
         *(H2O(window=4), A2SF(window=4, forgetting=0.9), KeyDiff(window=4), Streaming(window=3)),
         ExpectedAttention(window=4, future=16),
-        Lookahead(tokens=0, window=1, votes=12, ahead=3, pool=1, row_reduce="max"),
+        Lookahead(window=1, votes=12, ahead=3, group_reduce="mean"),
     )
 }
 
@@ -286,8 +286,8 @@ def test_expected_attention_refuses_what_it_cannot_expect(more, said):
 def test_votes_from_behind_the_end_agree_with_loops(frequencies, reduce, more):
     states = make_states(batch=2, frequencies=torch.tensor(frequencies), **more)
     sinks, window, votes, ahead = 3, 5, 9, 4
-    reductions = {"row_reduce": reduce, "group_reduce": reduce, "pool": 1}
-    scorer = Lookahead(tokens=0, window=window, votes=votes, ahead=ahead, **reductions)
+    reductions = {"row_reduce": reduce, "group_reduce": reduce}
+    scorer = Lookahead(window=window, votes=votes, ahead=ahead, **reductions)
     found = scorer.score(states, sinks=sinks).numpy()
     turns = np.array(frequencies)
     moved = states.queries[:, :, -votes:].double().numpy()
@@ -305,7 +305,7 @@ def test_votes_from_behind_the_end_agree_with_loops(frequencies, reduce, more):
 
 def test_votes_stay_in_their_places_where_a_model_does_not_rotate():
     with pytest.raises(UnsupportedModelError, match=r"lookahead has to rotate .*ahead=0"):
-        Lookahead(tokens=0, ahead=8).score(make_states(), sinks=0)
+        Lookahead(ahead=8).score(make_states(), sinks=0)
 
 
 def test_projected_value_norms_agree_with_loops(monkeypatch):
@@ -340,6 +340,7 @@ def test_without_a_readable_projection_there_are_no_norms(weight):
         (CAKE, {"gamma": -1.0}, "gamma is -1.0"),
         (ExpectedAttention, {"future": 0}, "future is 0"),
         (Lookahead, {"ahead": -1}, "ahead is -1, expected greater than or equal to 0"),
+        (Lookahead, {"votes": 0}, "votes is 0, expected greater than or equal to 1"),
         (ExpectedAttention, {"epsilon": float("nan")}, "epsilon is nan"),
         (CriticalKV, {"epsilon": -1.0}, "epsilon is -1.0"),
         (CriticalKV, {"epsilon": float("inf")}, "epsilon is inf, expected a finite number"),

@@ -1,4 +1,4 @@
-"""Prompts that are held whole until scorers have seen what comes after them."""
+"""Prompts that are read again before anything of them goes; what scorers see then, and how far."""
 
 from dataclasses import replace
 from functools import partial
@@ -8,7 +8,7 @@ import numpy.typing as npt
 import pytest
 import runtime_oracle as tiny
 import torch
-from prompt_runs import follow, head_entries, noted_repetitions, read, run
+from prompt_runs import head_entries, noted_repetitions, run
 from scorer_oracle import full_attention
 from transformers import DynamicCache
 
@@ -17,12 +17,11 @@ from kvalloc.models.attention import intercept_attention
 from kvalloc.models.loading import shape_of
 from kvalloc.runtime import make_cache
 from kvalloc.runtime.policies import changed_policy
-from kvalloc.scorers import get_scorer
+from kvalloc.scorers.later_pass import CARRIED_TOKENS
 
 CONTEXT = 90
-NAMES = ("lookahead", "reconstruction", "nearby")
+NAMES = ("reconstruction", "nearby")
 OPTIONS = {
-    "lookahead": {"tokens": 5, "pool": 3},
     "reconstruction": {"chunk": 37},
     "nearby": {"chunk": 37, "nearby": 6},
 }
@@ -75,17 +74,6 @@ def pooled(votes, sinks, window, pool, reduce):
     return out
 
 
-def lookahead_scores(model, ids, layer):
-    """The answer by `generate`, everything in one forward, the whole attention matrix."""
-    out = model.generate(ids, max_new_tokens=5, do_sample=False)
-    states = seen(model, out)[layer]
-    weights = full_attention(states)[0]
-    rows = np.r_[CONTEXT - tiny.WINDOW : CONTEXT, CONTEXT : CONTEXT + 5]
-    # the window's rows see no answer, and the answer's rows see the prompt and what is before
-    votes = weights[:, rows, :CONTEXT].mean(axis=1)
-    return pooled(votes, tiny.SINKS, tiny.WINDOW, 3, "mean")
-
-
 def reconstruction_scores(model, ids, layer, nearby=CONTEXT):
     """Piece by piece in one forward each; the softmax over piece, sinks and later tokens."""
     heads = model.config.num_attention_heads
@@ -116,9 +104,8 @@ def test_the_scores_are_those_of_plain_forwards(name, family):
     ids = tiny.prompt(CONTEXT)
     profile = profile_of(model, name)
     cache = make_cache(model, profile)
-    read(model, ids, cache)
+    run(model, ids, cache)
     naive = {
-        "lookahead": lookahead_scores,
         "reconstruction": reconstruction_scores,
         "nearby": partial(reconstruction_scores, nearby=6),
     }[name]
@@ -154,51 +141,117 @@ def test_nothing_of_a_repetition_stays():
 def test_heads_mix_such_scorers_with_others_and_share_passes(level, monkeypatch):
     """H2O needs all of the prompt's queries, which are held, too."""
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
-    names = ("lookahead", "h2o", "reconstruction", "lookahead", "tova")
-    options = ({"tokens": 3}, {}, {"pool": 3, "chunk": 37}, {"tokens": 6}, {})
+    names = ("h2o", "reconstruction", "tova")
+    options = ({}, {"pool": 3, "chunk": 37}, {})
     profile = profile_of(model, "reconstruction", level)
     others = tuple(
         changed_policy(profile.policy, name, own).replace(label=f"{name}{place}")
         for place, (name, own) in enumerate(zip(names, options, strict=True))
     )
-    table = np.arange(profile.budgets.size).reshape(profile.budgets.shape) % 6
+    table = np.arange(profile.budgets.size).reshape(profile.budgets.shape) % 4
     if level == "layer":
         table[:] = table[:, :1]
     mixed = profile.replace(other_policies=others, unit_policies=table)
     forwards = noted_repetitions(monkeypatch)
     cache = make_cache(model, mixed)
-    followed = follow(model, cache, run(model, ids, cache))
-    # six tokens that followed, one repetition in three pieces of which two lead over
-    assert followed.shape[1] == 6
+    run(model, ids, cache)
+    # one repetition in three pieces of which two lead over
     assert sorted(forwards) == sorted([37, 8 + 37, 8 + CONTEXT - 74])
     for layer, head in np.ndindex(*table.shape):
         policy = mixed.policies[table[layer, head]]
         own = make_cache(model, mixed.replace(policy=policy, other_policies=(), unit_policies=None))
         run(model, ids, own)
-        run(model, followed, own)
         assert torch.equal(cache.kept_indices(layer)[0, head], own.kept_indices(layer)[0, head])
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_where_nothing_has_to_go_nothing_is_repeated_or_awaited(name, monkeypatch):
+def test_where_nothing_has_to_go_nothing_is_repeated(name, monkeypatch):
     monkeypatch.setattr("kvalloc.runtime.prompt.repeat_prompt", None)
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
     profile = tiny.make_profile(model, CONTEXT, 1.0, scorer=SCORERS.get(name, name))
     cache, plain = make_cache(model, profile), DynamicCache(config=model.config)
     for tokens in (ids, tiny.prompt(3, seed=2)):
         assert torch.equal(run(model, tokens, cache), run(model, tokens, plain))
-        assert not cache.awaited_tokens
-
-
-def test_what_cannot_be_right_is_refused():
-    with pytest.raises(InputError, match="votes is 0"):
-        get_scorer("lookahead", tokens=0, votes=0)
 
 
 def test_chunks_that_cannot_be_read_in_part_are_refused_at_once(model):
     """Heads that keep different numbers: said before a chunk runs, not after the last one."""
-    profile = tiny.by_head(tiny.make_profile(model, 90, 0.4, scorer="lookahead"), spread=9)
+    profile = tiny.by_head(tiny.make_profile(model, 90, 0.4, scorer="reconstruction"), spread=9)
     cache = make_cache(model, profile, policy="mpcache", prompt_tokens=90)
     said = pytest.raises(UnsupportedRequestError, match="leaves entries unread")
     with torch.no_grad(), said:
         model(tiny.prompt(60), past_key_values=cache)
+
+
+# A second read stays within the tokens that the model was made for
+
+
+REPEATED = CARRIED_TOKENS + 37  # the longest repetition: a further piece
+
+
+def test_how_far_a_second_read_goes_is_how_far_it_runs(monkeypatch):
+    """Against the tokens that the repetition's forwards really have."""
+    model, found = tiny.tiny_model(), noted_repetitions(monkeypatch)
+    for tokens in (60, 70, 74, 75, 83, CONTEXT):
+        found.clear()
+        cache = make_cache(model, profile_of(model, "reconstruction"))
+        run(model, tiny.prompt(tokens), cache)
+        (scorer,) = cache._prompt.plan.wanted[0]
+        assert scorer.later.furthest(tokens) == max(found)
+
+
+def with_limit(limit):
+    return tiny.tiny_model(max_position_embeddings=limit)
+
+
+def test_a_repetition_beyond_the_limit_is_refused_before_anything_runs():
+    ids, least = tiny.prompt(CONTEXT), CONTEXT + REPEATED
+    model = with_limit(least)
+    cache = make_cache(model, profile_of(model, "reconstruction"))
+    run(model, ids, cache)
+    assert cache.reduced
+    model = with_limit(least - 1)
+    cache = make_cache(model, profile_of(model, "reconstruction"))
+    said = r"90 tokens and 45 of a repetition are beyond the 134 .*\(chunk=36\)"
+    with pytest.raises(InputError, match=said):
+        run(model, ids, cache)
+    assert cache.get_seq_length() == 0
+    run(model, tiny.prompt(CONTEXT - 1), cache)  # the cache is as it was
+    assert cache.reduced
+    smaller = make_cache(model, profile_of(model, "reconstruction", chunk=36))
+    run(model, ids, smaller)  # what the message says fits
+    model = with_limit(CONTEXT + 10)
+    cache = make_cache(model, profile_of(model, "reconstruction"))
+    with pytest.raises(InputError, match="made for; shorten the prompt, or choose another"):
+        run(model, ids, cache)
+
+
+def test_chunks_are_refused_as_soon_as_it_is_known():
+    ids = tiny.prompt(CONTEXT)
+    model = with_limit(CONTEXT + REPEATED - 1)
+    profile = profile_of(model, "reconstruction")
+    announced = make_cache(model, profile, prompt_tokens=CONTEXT)
+    with pytest.raises(InputError, match="90 tokens and 45 of a repetition"):
+        run(model, ids[:, :20], announced)
+    assert announced.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_does_not_count(side):
+    """Rows of 41 and 50 tokens, in 90 columns, where positions leave padding out."""
+    model = with_limit(50 + 1 + CARRIED_TOKENS + 37)
+    columns, count = torch.arange(CONTEXT), torch.tensor([41, 50])[:, None]
+    mask = ((columns >= CONTEXT - count) if side == "left" else (columns < count)).long()
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    cache = make_cache(model, profile_of(model, "reconstruction"))
+    run(model, tiny.prompt(CONTEXT, 2), cache, mask=mask, position_ids=positions)
+    assert cache.reduced
+    cache = make_cache(model, profile_of(model, "reconstruction"))
+    with pytest.raises(InputError, match="beyond the 96"):
+        run(
+            model,
+            tiny.prompt(CONTEXT, 2),
+            cache,
+            mask=mask,
+            position_ids=positions + 50,
+        )
