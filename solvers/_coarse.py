@@ -169,7 +169,7 @@ def _columns(
 
 def _part(problem: AllocationProblem, columns: IntArray, counts: IntArray) -> AllocationProblem:
     """Return the problem with some options of each unit."""
-    names = ("tokens", "values", "costs", "bits", "policies")
+    names = ("tokens", "values", "costs", "bits")
     arrays = {name: getattr(problem, name) for name in names}
     at = (problem.units[:, None], columns)
     some = {name: array[at] for name, array in arrays.items() if array is not None}

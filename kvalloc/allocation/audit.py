@@ -10,13 +10,11 @@ import numpy as np
 
 from kvalloc.accounting import BoolArray, IntArray
 from kvalloc.allocation.curves import RequestCurves
-from kvalloc.allocation.decision import head_table
 from kvalloc.allocation.formulation import pose, problem_of
 from kvalloc.allocation.request import Request
 from kvalloc.allocation.sensitivity import limits_of, price_at
 from kvalloc.allocation.verification import DUAL, prove
 from kvalloc.formats.budget_profile import BudgetProfile, Limit, relative_gap
-from kvalloc.formats.policy import counted
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.formats.sharing_groups import groups_text, parse_groups
 from kvalloc.formats.shipped_profiles import load_profile, load_scores
@@ -101,7 +99,7 @@ def verify(profile: BudgetProfile | str | Path, scores: ScoreProfile | str | Pat
             bool(is_option.all()),
         ),
         *_side_checks(profile, problem, choice),
-        *_prediction_checks(profile, curves, problem, choice),
+        *_prediction_checks(profile, curves),
         _goal_check(request, problem, choice),
         _close("objective", profile.objective, objective, written),
         _equal("problem digest", profile.problem_digest, problem.digest()),
@@ -121,21 +119,13 @@ def _goal_check(request: Request, problem: AllocationProblem, choice: IntArray) 
     return Check("target met", written(problem.target), written(value), met)
 
 
-def _prediction_checks(
-    profile: BudgetProfile,
-    curves: RequestCurves,
-    problem: AllocationProblem,
-    choice: IntArray,
-) -> list[Check]:
+def _prediction_checks(profile: BudgetProfile, curves: RequestCurves) -> list[Check]:
     """Check retention, cost and loss, computed again from the score profile."""
-    request, scores, retention, loss = curves.request, curves.scores, None, None
+    request, scores, loss = curves.request, curves.scores, None
     budgets, bits = profile.budgets, profile.bits
-    policies, checks = _policies_of(profile, curves, problem, choice)
-    if policies is None:
-        retention = curves.retention(budgets)
-    checks.append(_close("retention", profile.retention, retention))
+    checks = [_close("retention", profile.retention, curves.retention(budgets))]
     if not profile.share_groups:
-        loss = curves.predicted_loss(budgets, bits, policies)
+        loss = curves.predicted_loss(budgets, bits)
     checks.append(_close("predicted loss", profile.predicted_loss, loss))
     error = None if loss is None else curves.model_error(bits, profile.share)
     checks.append(_close("model error", profile.model_error, error))
@@ -145,37 +135,6 @@ def _prediction_checks(
     if "share_groups" in profile.requested:
         checks.extend(_group_checks(profile, request, scores))
     return checks
-
-
-def _policies_of(
-    profile: BudgetProfile, curves: RequestCurves, problem: AllocationProblem, choice: IntArray
-) -> tuple[IntArray | None, list[Check]]:
-    """Return the units' policies as places in those of the score profile, and their check.
-
-    The check is that each unit has the policy with the smallest loss. The places are those that
-    the profile states, if the score profile has its policies: predictions are recomputed for them.
-    """
-    scores, best = curves.scores, None
-    if problem.policies is not None:
-        chosen = problem.policies[problem.units, choice]
-        best = head_table(scores.shape, problem, chosen, 0) if chosen.any() else None
-    if best is None and profile.unit_policies is None:
-        return None, []
-    if unknown := [policy.title for policy in profile.policies if policy not in scores.policies]:
-        known = ", ".join(policy.title for policy in scores.policies)
-        return best, [Check("policies", unknown[0], f"losses of {known}", False)]
-    none = np.zeros_like(profile.budgets)
-    best, stated = (none if one is None else one for one in (best, curves.places_of(profile)))
-    other, same = int((stated != best).sum()), _policies_text(scores, best)
-    text = f"{other} heads lose less with another one" if other else same
-    check = Check("policies", _policies_text(scores, stated), text, not other)
-    return stated if stated.any() else None, [check]
-
-
-def _policies_text(scores: ScoreProfile, table: IntArray) -> str:
-    """Return how many heads have which policy, for people."""
-    titles = np.array([policy.title for policy in scores.policies])
-    return counted(titles[table[list(scores.shape.full_layers)]])
 
 
 def _group_checks(profile: BudgetProfile, request: Request, scores: ScoreProfile) -> list[Check]:

@@ -17,7 +17,6 @@ from kvalloc.accounting.costs import CacheCosts
 from kvalloc.allocation.request import Request
 from kvalloc.errors import InputError, command, option
 from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.formats.policy import places_of
 from kvalloc.formats.score_profile import ScoreProfile, interpolate_curves
 from kvalloc.prompts.intervals import interval
 
@@ -31,7 +30,7 @@ class RequestCurves:
     scores : ScoreProfile
         Measured curves.
     request : Request
-        Its objective, level, policies and groups of layers.
+        Its objective, level and groups of layers.
     sample : int or None
         One sample, or the mean of all.
     columns : int or None
@@ -98,7 +97,7 @@ class RequestCurves:
         """
         scores, request = self.scores, self.request
         if request.objective == "loss":
-            values = -self.losses(tokens, bits).min(axis=0)
+            values = -self.losses(tokens, bits)
             return values, np.ones(values.shape[0])
         n_layers = len(scores.shape.full_layers)
         single = 0 if scores.n_samples == 1 else self.sample
@@ -144,21 +143,8 @@ class RequestCurves:
             curves = curves.sum(axis=0, keepdims=True)
         return self._retained_at(curves, tokens)
 
-    def offered_policies(self) -> tuple[int, ...]:
-        """Return the places in `ScoreProfile.policies` of those that units can choose from.
-
-        Raises
-        ------
-        InputError
-            If the request names one whose losses were not measured.
-        """
-        scores, names = self.scores, self.request.loss_policies
-        if names is None:
-            return tuple(range(len(scores.policies)))
-        return places_of(scores.policy, scores.loss_policies, names)
-
     def losses(self, tokens: IntArray, bits: int) -> FloatArray:
-        """Return the loss of each unit at each budget with each policy on offer.
+        """Return the loss of each unit at each budget.
 
         Parameters
         ----------
@@ -169,21 +155,20 @@ class RequestCurves:
 
         Returns
         -------
-        ndarray of float64, (n_policies, n_units, n_options)
+        ndarray of float64, (n_units, n_options)
             Nats per token.
 
         Raises
         ------
         InputError
-            If they were not measured for such units, policies or bits.
+            If they were not measured for such units or bits.
         """
         scores, layers = self.scores, list(self.scores.shape.full_layers)
-        curves = loss_curves(scores, self.sample, bits=bits)
-        curves = curves[list(self.offered_policies())][:, layers]
+        curves = loss_curves(scores, self.sample, bits=bits)[layers]
         if self.request.level == "layer":
-            curves = curves.sum(axis=2)
-        elif curves.shape[2] == scores.shape.n_kv_heads:
-            curves = curves.reshape(curves.shape[0], -1, curves.shape[-1])
+            curves = curves.sum(axis=1)
+        elif curves.shape[1] == scores.shape.n_kv_heads:
+            curves = curves.reshape(-1, curves.shape[-1])
         else:
             raise InputError(
                 "the loss curves of this score profile were measured on whole layers, so they "
@@ -212,33 +197,6 @@ class RequestCurves:
         """Return retention curves at budgets, linear between the measured ranks."""
         ranks = evictable_rank(self.scores, tokens, self.context_tokens)
         return interpolate_curves(curves, self.scores.ranks, ranks)
-
-    def best_policies(self, offered: IntArray, tokens: IntArray, bits: IntArray) -> IntArray | None:
-        """Return the policy with the smallest loss in each unit at its options; ties: the first.
-
-        At equal bytes nothing but the loss counts. The problem of choosing budgets and policies
-        together is therefore exactly the one over each unit's smallest losses.
-
-        Parameters
-        ----------
-        offered : ndarray of int64, (n_offered,)
-            All budgets on offer, rising.
-        tokens, bits : ndarray of int64, (n_units, n_options)
-            Some of these budgets for each unit, and the width of each.
-
-        Returns
-        -------
-        ndarray of int64, (n_units, n_options), or None
-            Places in `ScoreProfile.policies`; None where only the scorer's own is on offer.
-        """
-        if (places := self.offered_policies()) == (0,):
-            return None
-        at, best = np.searchsorted(offered, tokens), np.empty_like(tokens)
-        for width in np.unique(bits).tolist():
-            smallest = self.losses(offered, width).argmin(axis=0)
-            named = np.asarray(places, dtype=np.int64)[smallest]
-            best = np.where(bits == width, np.take_along_axis(named, at, axis=1), best)
-        return best
 
     # Predictions for budgets
 
@@ -273,9 +231,7 @@ class RequestCurves:
         ]
         return math.fsum(np.concatenate(kept)) / len(full)
 
-    def predicted_loss(
-        self, budgets: IntArray, bits: IntArray | None = None, policies: IntArray | None = None
-    ) -> float | None:
+    def predicted_loss(self, budgets: IntArray, bits: IntArray | None = None) -> float | None:
         """Return the sum of the units' measured losses at their budgets, nats per token.
 
         Parameters
@@ -283,8 +239,6 @@ class RequestCurves:
         budgets, bits : ndarray of int64, (n_layers, n_kv_heads)
             Entries that each head keeps, sinks and window included, and their width; 16 everywhere
             by default.
-        policies : ndarray of int64, (n_layers, n_kv_heads), optional
-            Place of each head's policy in `ScoreProfile.policies`; the scorer's own by default.
 
         Returns
         -------
@@ -300,16 +254,12 @@ class RequestCurves:
         if int(budgets[list(full)].min()) < self.min_loss_tokens:
             return None
         curves = {width: loss_curves(scores, self.sample, bits=width) for width in used}
-        places = np.zeros_like(budgets) if policies is None else policies
-        columns = curves[used[0]].shape[2]
-        chosen = np.stack([budgets, places, widths])[:, list(full)]
+        columns = curves[used[0]].shape[1]
+        chosen = np.stack([budgets, widths])[:, list(full)]
         if columns == 1 and np.any(chosen != chosen[..., :1]):
             return None
         lost = [
-            self._losses_at(
-                curves[int(widths[layer, head])][places[layer, head], layer, head],
-                budgets[layer, [head]],
-            )
+            self._losses_at(curves[int(widths[layer, head])][layer, head], budgets[layer, [head]])
             for layer in full
             for head in range(columns)
         ]
@@ -322,19 +272,6 @@ class RequestCurves:
         """
         by_head = bits is not None and self.request.level == "head"
         return self.scores.error_at(share) if by_head else None
-
-    def places_of(self, profile: BudgetProfile) -> IntArray | None:
-        """Return the place of each KV head's policy in `ScoreProfile.policies`.
-
-        Returns
-        -------
-        ndarray of int64, (n_layers, n_kv_heads), or None
-            None where all have the scorer's own.
-        """
-        if profile.unit_policies is None:
-            return None
-        places = [self.scores.policies.index(policy) for policy in profile.policies]
-        return np.array(places, dtype=np.int64)[profile.unit_policies]
 
     def predicted_loss_interval(self, profile: BudgetProfile) -> tuple[float, float] | None:
         """Return the 95% bootstrap interval of a predicted loss over the measured samples.
@@ -352,9 +289,8 @@ class RequestCurves:
         low, high : float
             Nats per token; None where no loss is known, or of one sample only.
         """
-        decided = profile.budgets, profile.bits, self.places_of(profile)
         samples = (replace(self, sample=one) for one in range(self.scores.n_samples))
-        each = [one.predicted_loss(*decided) for one in samples]
+        each = [one.predicted_loss(profile.budgets, profile.bits) for one in samples]
         ends = interval([np.array([loss for loss in each if loss is not None])], seed=0)
         return None if ends is None else (ends[0], ends[1])
 
@@ -407,7 +343,7 @@ def check_losses(scores: ScoreProfile, bits: tuple[int, ...] = (16,)) -> None:
 
 
 def loss_curves(scores: ScoreProfile, sample: int | None = None, *, bits: int = 16) -> FloatArray:
-    """Return the loss curves of every measured policy, the mean over samples or those of one.
+    """Return the loss curves, the mean over samples or those of one.
 
     Parameters
     ----------
@@ -419,7 +355,7 @@ def loss_curves(scores: ScoreProfile, sample: int | None = None, *, bits: int = 
 
     Returns
     -------
-    ndarray of float64, (n_policies, n_layers, n_kv_heads or 1, n_levels)
+    ndarray of float64, (n_layers, n_kv_heads or 1, n_levels)
         Nats per token.
 
     Raises
@@ -431,4 +367,4 @@ def loss_curves(scores: ScoreProfile, sample: int | None = None, *, bits: int = 
     assert scores.losses is not None  # checked above
     at_width = scores.losses[:, :, :, scores.loss_widths.index(bits)]
     chosen: FloatArray = at_width.mean(axis=0) if sample is None else at_width[sample]
-    return np.moveaxis(chosen, 2, 0)
+    return chosen

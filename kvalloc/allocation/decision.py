@@ -341,8 +341,8 @@ def outcome(posed: PosedRequest, choice: IntArray, value: float) -> dict[str, An
     Returns
     -------
     dict
-        Fields of a `BudgetProfile`: budgets, bits and policies, retention and predicted loss, and
-        the error of the latter.
+        Fields of a `BudgetProfile`: budgets and bits, retention and predicted loss, and the error
+        of the latter.
     """
     curves, problem = posed.curves, posed.problem
     shape, groups, chosen = curves.scores.shape, curves.request.groups, (problem.units, choice)
@@ -351,22 +351,16 @@ def outcome(posed: PosedRequest, choice: IntArray, value: float) -> dict[str, An
     for group in groups:
         budgets[list(group)] = budgets[group[0]]
     fields: dict[str, Any] = {"budgets": budgets}
-    bits = policies = None
+    bits = None
     if problem.bits is not None:
         fields["bits"] = bits = head_table(shape, problem, problem.bits[chosen], 16)
-    if problem.policies is not None and problem.policies[chosen].any():
-        policies = head_table(shape, problem, problem.policies[chosen], 0)
-        used = np.union1d(policies, 0)  # the profile's own is always there
-        others = used[1:].tolist()
-        fields["other_policies"] = tuple(curves.scores.policies[place] for place in others)
-        fields["unit_policies"] = np.searchsorted(used, policies).astype(np.int64)
-    elif curves.request.is_plain_mean:
+    if curves.request.is_plain_mean:
         fields["retention"] = value
     else:
         fields["retention"] = curves.retention(budgets)
     # Losses are measured with entries that each layer chooses for itself.
     if curves.scores.has_losses and not groups:
-        fields["predicted_loss"] = loss = curves.predicted_loss(budgets, bits, policies)
+        fields["predicted_loss"] = loss = curves.predicted_loss(budgets, bits)
         share = problem.cost(choice) / curves.costs.full
         fields["model_error"] = None if loss is None else curves.model_error(bits, share)
     return fields

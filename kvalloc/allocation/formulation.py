@@ -16,7 +16,6 @@ from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.problem import Aggregate, AllocationProblem, GroupCap, Sense, SideConstraint, Solver
 from kvalloc.problem.constraints import MaxDistinct
 from kvalloc.problem.dominance import Undominated, undominated
-from kvalloc.scorers import get_scorer
 from kvalloc.shape import ModelShape
 
 EVEN_OPTIONS = 256
@@ -162,10 +161,9 @@ def problem_of(curves: RequestCurves) -> AllocationProblem:
     out, unit by unit.
 
     With the objective ``"loss"`` an option's value is less the loss measured there, linear between
-    the measured levels, and the value of a choice is the sum over units. Where losses of several
-    policies were measured, it is that of the policy with the smallest loss, which the problem
-    records. Options are the pages down from the context, every n-th one where there are more than
-    `EVEN_OPTIONS`, down to the floor or the lowest measured level, whichever is higher.
+    the measured levels, and the value of a choice is the sum over units. Options are the pages
+    down from the context, every n-th one where there are more than `EVEN_OPTIONS`, down to the
+    floor or the lowest measured level, whichever is higher.
 
     Parameters
     ----------
@@ -186,8 +184,6 @@ def problem_of(curves: RequestCurves) -> AllocationProblem:
     """
     request, shape = curves.request, curves.scores.shape
     _check_context(curves)
-    if request.target.at_peak and request.objective == "loss":
-        _check_peak(curves)
     costs = curves.costs
     tokens = _option_tokens(curves)
     options, weights = _options(curves, tokens)
@@ -200,9 +196,6 @@ def problem_of(curves: RequestCurves) -> AllocationProblem:
     problem = AllocationProblem(
         tokens=options.tokens,
         bits=None if request.bits is None else options.bits,
-        policies=curves.best_policies(tokens, options.tokens, options.bits)
-        if request.objective == "loss"
-        else None,
         values=options.values,
         costs=options.costs,
         option_counts=options.counts,
@@ -316,24 +309,6 @@ def _check_context(curves: RequestCurves) -> None:
             f"a largest budget of {request.max_tokens} tokens is below the "
             f"{scores.protected_tokens} of sinks and window, which are never evicted; give "
             f"{option('max_tokens', scores.protected_tokens)} or more"
-        )
-
-
-def _check_peak(curves: RequestCurves) -> None:
-    """Raise an `InputError` for policies whose cache takes more at its peak than what is kept."""
-    request, scores = curves.request, curves.scores
-    evicting = [
-        one.title
-        for one in scores.policies
-        if get_scorer(one.scorer, **one.scorer_parameters).later is None
-    ]
-    offered = [scores.policies[place].title for place in curves.offered_policies()]
-    holding = next((title for title in offered if title not in evicting), None)
-    if holding is not None:
-        raise InputError(
-            f"the policy {holding} holds the whole prompt before it evicts, so at its peak the "
-            f"cache is a full one, beyond {request.target}; give "
-            f"{option('loss_policies', ','.join(evicting))}, or a size with {option('budget')}"
         )
 
 

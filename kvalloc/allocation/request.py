@@ -463,10 +463,6 @@ class RequestOptions(TypedDict, total=False):
     """Most retention as the mean over layers, or of the worst unit (PrefixKV), or least predicted
     loss; by default the loss where a size is asked for and loss curves were measured."""
 
-    loss_policies: Annotated[str | Sequence[str] | None, Option("NAME,NAME", "Objective")]
-    """With `objective` loss or `target_loss`: the policies that each unit chooses from together
-    with its budget; all whose losses the score profile holds by default."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCap:
@@ -524,8 +520,7 @@ class Request:
     ----------
     target : Target
         What to reach.
-    level, context, batch, min_tokens, max_tokens, page, bits, share_groups, max_distinct, \
-    loss_policies
+    level, context, batch, min_tokens, max_tokens, page, bits, share_groups, max_distinct
         See `RequestOptions`; None where it says that there is a default.
     cap : tuple of LayerCap
         Capacities of some layers; they may nest and overlap.
@@ -551,7 +546,6 @@ class Request:
     max_distinct: int | None = None
     cap: tuple[LayerCap, ...] = ()
     objective: Objective | None = None
-    loss_policies: tuple[str, ...] | None = None
 
     @classmethod
     def parse(cls, **keywords: Unpack[RequestOptions]) -> Request:
@@ -687,8 +681,7 @@ class Request:
                 )
             object.__setattr__(self, "bits", None if widths == (16,) else widths)
         kind = self.target.kind
-        by_loss = self.loss_policies is not None or self.bits is not None
-        implied = self.objective is None and by_loss and kind != "retention"
+        implied = self.objective is None and self.bits is not None and kind != "retention"
         if implied or (kind == "loss" and self.objective != "worst"):
             object.__setattr__(self, "objective", "loss")
         for message, conflict in _CONFLICTS.items():
@@ -698,10 +691,6 @@ class Request:
 
 def _read_caps(given: str | Sequence[str]) -> tuple[LayerCap, ...]:
     return tuple(LayerCap.parse(one) for one in ([given] if isinstance(given, str) else given))
-
-
-def _read_names(given: str | Sequence[str]) -> tuple[str, ...]:
-    return tuple(map(str.strip, given.split(",")) if isinstance(given, str) else given)
 
 
 def _plain(value: Any) -> Any:
@@ -719,13 +708,11 @@ _MINIMA = {"context": 1, "batch": 1, "page": 1, "min_tokens": 0, "max_tokens": 1
 _CONFLICTS: dict[str, Callable[[Request], object]] = {
     "with {option[bits]} two budgets differ in tokens or in bits, and {option[max_distinct]} "
     "counts tokens alone; leave one of them out": lambda r: r.bits and r.max_distinct,
-    "bits and policies are chosen by what they lose, and retention is asked for; give "
-    "{option[target_loss]}, or leave them out": lambda r: (
-        (r.bits or r.loss_policies is not None) and r.target.kind == "retention"
-    ),
-    "bits and policies are chosen by what they lose, and retention is asked for with the objective "
+    "bits are chosen by what they lose, and retention is asked for; give {option[target_loss]}, or "
+    "leave them out": lambda r: r.bits and r.target.kind == "retention",
+    "bits are chosen by what they lose, and retention is asked for with the objective "
     "{r.objective!r}; give {option[objective=loss]}, or leave them out": lambda r: (
-        (r.bits or r.loss_policies is not None) and r.objective != "loss"
+        r.bits and r.objective != "loss"
     ),
     "a target loss is about the loss summed over all units, not the worst one; leave the "
     "objective out": lambda r: r.target.kind == "loss" and r.objective == "worst",
@@ -748,7 +735,6 @@ _CONFLICTS: dict[str, Callable[[Request], object]] = {
 _READ: dict[str, Callable[[Any], Any]] = {
     "bits": parse_numbers,
     "cap": _read_caps,
-    "loss_policies": _read_names,
     "share_groups": parse_groups,
 }
 _OF_THE_PROFILE = ("target", "level", "context", "batch", "page")

@@ -113,14 +113,12 @@ def score_facts(profile: ScoreProfile) -> dict[str, Any]:
         "interpolation_error text_description text_digest set_aside versions created sample_tokens "
         "loss_tokens loss_widths shard digest kind"
     )
-    policies = [policy.title for policy in profile.policies]
     return {
         **{name: getattr(profile, name) for name in stated.split()},
         "model": profile.shape.model_id,
         "samples": profile.n_samples,
         "losses_per": wording.losses_per(profile),
         "loss_method": profile.loss_method or None,
-        "loss_policies": policies if profile.has_losses else None,
     }
 
 

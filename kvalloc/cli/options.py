@@ -119,7 +119,7 @@ HELP_ALL = "--help-all"
 RARE = frozenset(
     {
         *("min_tokens", "max_tokens", "page", "share_groups", "max_distinct"),
-        *("cap", "loss_policies", "measure_prompts", "average"),
+        *("cap", "measure_prompts", "average"),
         *("shard", "share_length", "fairness"),
         *("chunk", "lengths", "engine", "address", "workers", "threads"),
         *("peer", "plain_bits", "metric", "turns", "answer_tokens"),

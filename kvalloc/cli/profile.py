@@ -41,8 +41,6 @@ def profile(options: ProfilingOptions, **keywords: Unpack[ProfileOptions]) -> No
     kvalloc profile ./my-model --text docs/ --context 8192 --resume -o s.safetensors
     kvalloc profile Qwen/Qwen3-0.6B --prompts prompts.jsonl --scorer snapkv -o s.safetensors
     kvalloc profile demo --samples 8 --loss fast --loss-level head -o s.safetensors
-    kvalloc profile demo --scorer snapkv:window=32 --loss fast --loss-level head \
-        --loss-policies usual -o s.safetensors
     """
     from kvalloc.measure import profile as measured_profile
     from kvalloc.models.loading import require_run_packages

@@ -130,8 +130,8 @@ def cache_facts(cache: Any) -> dict[str, Any]:
     Returns
     -------
     dict
-        ``policy``, ``scorer``, ``other_policies``: who picks the entries; ``requested``: the
-        target of budgets that were decided for this prompt, ``retention``: what they reach of it,
+        ``policy``, ``scorer``: who picks the entries; ``requested``: the target of budgets that
+        were decided for this prompt, ``retention``: what they reach of it,
         ``decision_seconds``: how long that took; ``granted_bytes``: what the budgets allow of all
         that was read, or the memory where that is the target; ``share``: what is stored of it, of a
         cache at 16 bits; ``retained_bytes``, ``full_bytes``: what is stored now, and what a full
@@ -145,7 +145,6 @@ def cache_facts(cache: Any) -> dict[str, Any]:
     return {
         "policy": profile.policy.name,
         "scorer": profile.policy.scorer,
-        "other_policies": [policy.title for policy in profile.other_policies],
         "requested": requested if is_decided else None,
         "retention": profile.retention if is_decided else None,
         "decision_seconds": cache.decision_seconds,

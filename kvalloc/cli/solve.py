@@ -217,7 +217,6 @@ def decision_facts(decided: BudgetProfile, seconds: float) -> dict[str, Any]:
     """
     return {
         **decided.record(),
-        "policies": [policy.title for policy in decided.policies],
         "predicted_loss_note": None if decided.predicted_loss is None else wording.LOSS_NOTE,
         "requested_bytes": wording.requested_bytes(decided),
         "seconds": seconds,

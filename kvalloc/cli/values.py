@@ -32,7 +32,7 @@ NAMES: dict[str, Callable[[], Sequence[str]]] = {
     "fitted": partial(_shipped, "fitted"),
     "solver": partial(_plugins, "solvers"),
     "scorer": partial(_plugins, "scorers"),
-    **dict.fromkeys(("policy", "policies", "loss_policies"), _PICKING),
+    **dict.fromkeys(("policy", "policies"), _PICKING),
     "tasks": partial(_keys, "kvalloc.prompts.tasks:TASKS"),
     "metric": partial(_keys, "kvalloc.prompts.metrics:METRICS"),
     "to": partial(_keys, "kvalloc.interop.exporting:TARGETS"),

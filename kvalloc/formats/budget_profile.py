@@ -23,7 +23,7 @@ from kvalloc.accounting.costs import (
 )
 from kvalloc.accounting.rounding import apportion
 from kvalloc.errors import InputError
-from kvalloc.formats.policy import BY_SCORE, require_policies
+from kvalloc.formats.policy import BY_SCORE
 from kvalloc.formats.policy import Policy as Policy
 from kvalloc.formats.record import IntArray2D, JsonRecord, Record, require, require_shape
 from kvalloc.formats.sharing_groups import groups_fault
@@ -170,13 +170,6 @@ class BudgetProfile(JsonRecord):
 
     policy: Policy
     """Which entries are kept."""
-
-    other_policies: Annotated[tuple[Policy, ...], FailFast()] = ()
-    """Policies of single units beside that one, with the same sinks and window."""
-
-    unit_policies: IntArray2D | None = None
-    """Which policy each KV head has: 0 for ``policy``, k for ``other_policies[k - 1]``; 0 in
-    sliding layers. None where all have ``policy``."""
 
     by_prompt: bool = False
     """The budgets say how many entries are kept in all, and each prompt hands them out among the
@@ -331,21 +324,9 @@ class BudgetProfile(JsonRecord):
         return "" if known else self.bound_source or "nobody"
 
     @property
-    def policies(self) -> tuple[Policy, ...]:
-        """All policies: the profile's own, then the others."""
-        return (self.policy, *self.other_policies)
-
-    @property
     def expected_loss(self) -> float | None:
         """The predicted loss, times what whole caches lost beside it, nats per token."""
         return self.predicted_loss and self.predicted_loss * (self.model_error or 1.0)
-
-    @property
-    def policy_titles(self) -> np.typing.NDArray[np.str_]:
-        """Title of each KV head's policy, ``(n_layers, n_kv_heads)``."""
-        titles: np.typing.NDArray[np.str_] = np.array([policy.title for policy in self.policies])
-        table = self.unit_policies
-        return titles[np.zeros_like(self.budgets) if table is None else table]
 
     def __repr__(self) -> str:
         share = self.retained_tokens / max(1, self.full_tokens)
@@ -358,13 +339,8 @@ class BudgetProfile(JsonRecord):
     __str__ = __repr__
 
     def with_policy(self, policy: Policy) -> BudgetProfile:
-        """Return the same budgets, or the same share of a 16-bit cache, with one policy for all."""
-        changed = {
-            "policy": policy,
-            "other_policies": (),
-            "unit_policies": None,
-            "measured_loss": None,
-        }
+        """Return the same budgets, or the same share of a 16-bit cache, with another policy."""
+        changed = {"policy": policy, "measured_loss": None}
         budgets = self.budgets
         if self.share_of_16_bits is not None:  # a policy with biases leaves room for fewer
             budgets = self.model_copy(update=changed).budgets_for(self.context_tokens)
@@ -525,23 +501,20 @@ class BudgetProfile(JsonRecord):
         check_size(self.shape, self.context_tokens, self.page_tokens, self.batch)
         shape, table = self.shape, (self.shape.n_layers, self.shape.n_kv_heads)
         full, sliding = list(shape.full_layers), list(shape.sliding_layers)
-        in_sliding = {"bits": 16, "unit_policies": 0}
-        for name in ("budgets", *in_sliding):
-            array = getattr(self, name)
-            if array is not None:
-                require_shape(name, array, table)
-                constant = in_sliding.get(name)
-                right = constant is None or (array[sliding] == constant).all()
-                expected = f"{constant} there: nothing is decided"
-                require(right, name, "another number in a sliding layer", expected)
+        require_shape("budgets", self.budgets, table)
         self._require_budgets(self.budgets[full])
         if self.bits is not None:
+            require_shape("bits", self.bits, table)
+            expected = "16 there: nothing is decided"
+            right = (self.bits[sliding] == 16).all()
+            require(right, "bits", "another number in a sliding layer", expected)
             widths, known = np.unique(self.bits).tolist(), ", ".join(map(str, BIT_WIDTHS))
             require({*widths} <= {*BIT_WIDTHS}, "bits", widths, f"one of {known} each")
             for width in widths:
                 if fault := bits_fault(width, shape.head_dim):
                     raise InputError(f"budget profile: bits: {fault}")
-        self._require_policies()
+        if self.by_prompt:
+            self._require_by_prompt()
         if self.share_of_16_bits is not None:
             budgets = self.budgets_for(self.context_tokens)[full]
             name, expected = "share_of_16_bits", f"budgets of {budgets[0, 0]} in every head"
@@ -571,26 +544,10 @@ class BudgetProfile(JsonRecord):
             expected = "one budget for layers that share entries"
             require(alike, "budgets", "different within a group", expected)
 
-    def _require_policies(self) -> None:
-        others, table = self.other_policies, self.unit_policies
-        if self.by_prompt:
-            self._require_by_prompt()
-        if table is None:
-            expected = "unit_policies that say which KV head has which"
-            require(not others, "other_policies", "given", expected)
-        if others:  # a single policy needs no name
-            require_policies("other_policies", self.policy, others)
-        if table is not None:
-            found = f"{int(table.min())}..{int(table.max())}"
-            inside = table.min() >= 0 and table.max() <= len(others)
-            expected = f"0..{len(others)}, places in the list of policies"
-            require(inside, "unit_policies", found, expected)
-
     def _require_by_prompt(self) -> None:
         """Refuse what budgets that each prompt hands out anew cannot keep: all but a total."""
         fixed = {
             "layer level": self.level != "head",
-            "unit_policies, whose scores cannot be compared": self.unit_policies is not None,
             "another policy than scores": self.policy.name not in BY_SCORE,
             "layers that share entries": bool(self.share_groups),
             "bits that differ between heads": self.bits is not None

@@ -13,14 +13,14 @@ from pydantic import Field, model_validator
 from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.accounting.costs import BIT_WIDTHS
 from kvalloc.errors import InputError, command
-from kvalloc.formats.policy import Policy, require_policies
+from kvalloc.formats.policy import Policy
 from kvalloc.formats.record import (
     ROUNDING,
     ArrayOf,
     ArrayRecord,
     FileRecord,
     FloatArray4D,
-    FloatArray6D,
+    FloatArray5D,
     IntArray1D,
     IntArray2D,
     MeasuredHeader,
@@ -89,10 +89,6 @@ class ScoreHeader(MeasuredHeader):
     window: int = Field(ge=0)
     """Last tokens of the prompt, likewise."""
 
-    loss_policies: tuple[Policy, ...] = ()
-    """Policies whose losses were measured beside those of the scorer's best entries, each with a
-    name of its own and the same sinks and window."""
-
     loss_method: Literal["", "measured", "fast"] = ""
     """Whether losses were measured or estimated (``--loss fast``). Empty where the file has
     none."""
@@ -159,13 +155,12 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
     """Bit widths that losses were measured at, 16 first, ``(n_widths,)``: the unit's entries
     evicted down to a budget and stored at the width together."""
 
-    losses: FloatArray6D | None = None
+    losses: FloatArray5D | None = None
     """Loss curves C(n, width): KL(full cache || reduced cache) of the next-token distribution, nats
-    per token, with this unit alone reduced to ``loss_tokens`` by each of ``policies`` and stored at
-    each of ``loss_bits``; one row a layer where whole layers were reduced; ``(n_samples, n_layers,
-    n_kv_heads or 1, n_widths, n_policies, n_levels)``. 0 at 16 bits and the last level. What was
-    measured, noise included: a curve need not fall, be convex, or stay above 0 everywhere. Every
-    policy keeps the same where nothing but sinks and window is kept, and where everything is."""
+    per token, with this unit alone reduced to ``loss_tokens`` and stored at each of ``loss_bits``;
+    one row a layer where whole layers were reduced; ``(n_samples, n_layers, n_kv_heads or 1,
+    n_widths, n_levels)``. 0 at 16 bits and the last level. What was measured, noise included: a
+    curve need not fall, be convex, or stay above 0 everywhere."""
 
     shared_runs: IntArray2D | None = None
     """First layer and number of layers of each run of adjacent layers whose joint curves were
@@ -226,11 +221,6 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
             sinks=self.sinks,
             window=self.window,
         )
-
-    @property
-    def policies(self) -> tuple[Policy, ...]:
-        """All policies with losses: the scorer's own, then the others."""
-        return (self.policy, *self.loss_policies)
 
     @property
     def loss_widths(self) -> tuple[int, ...]:
@@ -373,10 +363,8 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
         if levels is None or widths is None or losses is None:
             names = "loss_tokens", "loss_bits", "losses"
             require_none(*names, values=(levels, widths, losses))
-            there = "loss_method" if self.loss_method else "loss_policies"
             expected = "losses that it belongs to"
-            none = not (self.loss_method or self.loss_policies)
-            require(none, there, getattr(self, there), expected)
+            require(not self.loss_method, "loss_method", self.loss_method, expected)
             return
         smallest, context = max(1, self.protected_tokens), self.context_tokens
         require(levels.size > 1, "loss_tokens", f"shaped {levels.shape}", "two levels or more")
@@ -388,13 +376,12 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
         sound = given[:1] == [16] and len({*given}) == len(given) and {*given} <= {*BIT_WIDTHS}
         expected = f"16, then some of {', '.join(map(str, BIT_WIDTHS[1:]))} once"
         require(sound, "loss_bits", f"int64 {given}", expected)
-        require_policies("loss_policies", self.policy, self.loss_policies)
         layers, heads = self.shape.n_layers, self.shape.n_kv_heads
         units = 1 if losses.shape[2] == 1 else heads
-        kinds = len(given), len(self.policies)
-        require_shape("losses", losses, (self.n_samples, layers, units, *kinds, levels.size))
+        size = (self.n_samples, layers, units, len(given), levels.size)
+        require_shape("losses", losses, size)
         decided = losses[:, list(self.shape.full_layers)]
-        whole = (np.abs(decided[..., 0, :, -1]) <= ROUNDING).all()
+        whole = (np.abs(decided[..., 0, -1]) <= ROUNDING).all()
         expected = "C(context) = 0, levels rising"
         require(whole, "losses", "not 0 where everything is kept", expected)
         low, high = float(decided.min()), float(decided.max())

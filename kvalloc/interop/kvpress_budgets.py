@@ -122,7 +122,6 @@ class PressScorer(Scorer):
     name = "kvpress"
     summary = "the scores of a press of kvpress, such as SnapKV; needs 'make peers'"
     reference = "kvpress 0.5.5 (NVIDIA)"
-    follows = False
 
     press: str = "SnapKV"
     window: Positive = 8

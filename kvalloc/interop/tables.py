@@ -110,7 +110,7 @@ def budget_table(profile: BudgetProfile) -> Table:
         "head": units[1],
         "tokens": profile.budgets,
         "bits": profile.widths,
-        "policy": profile.policy_titles,
+        "policy": np.full(profile.budgets.shape, profile.policy.title),
     }
     return {name: array.ravel().tolist() for name, array in columns.items()}
 
@@ -132,7 +132,7 @@ def curve_table(scores: ScoreProfile) -> Table:
     full = np.array(scores.shape.full_layers)
     curves = [("retention", scores.protected_tokens + scores.ranks, scores.curves.mean(axis=0))]
     if scores.losses is not None and scores.loss_tokens is not None:
-        curves.append(("loss", scores.loss_tokens, scores.losses[..., 0, 0, :].mean(axis=0)))
+        curves.append(("loss", scores.loss_tokens, scores.losses[..., 0, :].mean(axis=0)))
     tables = []
     for name, tokens, values in curves:
         size = (scores.shape.n_layers, scores.shape.n_kv_heads, tokens.size)

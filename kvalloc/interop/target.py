@@ -355,22 +355,20 @@ def _beyond_scores(profile: BudgetProfile) -> list[str]:
     policy, names = profile.policy, []
     if profile.by_prompt:
         names.append("budgets that each prompt hands out among the heads")
-    if profile.unit_policies is not None:
-        names.append("policies of single heads")
     if policy.name != "score":
         names.append(f"the policy {policy.name} (fitted values, biases and all)")
     return names
 
 
 def alone(policy: Policy) -> dict[str, Any]:
-    """Return the fields of a profile all of whose heads have one policy."""
-    return {"policy": policy, "by_prompt": False, "other_policies": (), "unit_policies": None}
+    """Return the fields of a profile that keeps entries by a policy alone."""
+    return {"policy": policy, "by_prompt": False}
 
 
 def _engine_policy(profile: BudgetProfile, target: ExportTarget) -> str:
     policy, engine = profile.policy, target.policy(profile)
     beyond = _beyond_scores(profile)
-    if policy.replace(label="") == engine and not beyond:
+    if policy == engine and not beyond:
         return ""
     kept = f"entries by {policy.scorer}, {policy.sinks} sinks, window {policy.window}"
     needs = ", ".join([*beyond, kept])

@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 from typing import Any
 
 import numpy as np
 
 from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.engine.contract import Advance, Engine, Failed, ModelFacts
-from kvalloc.formats.policy import Policy
 from kvalloc.formats.sharing_groups import runs_of
 from kvalloc.measure.checkpoint import Checkpoint
 from kvalloc.measure.curves import EXACT_CONTEXT_TOKENS, rank_grid
-from kvalloc.measure.loss_plan import LossPlan, named_policies
+from kvalloc.measure.loss_plan import LossPlan
 from kvalloc.measure.sampling import SampleSet, Shard
 from kvalloc.scorers import Scorer
 from kvalloc.shape import ModelShape
@@ -176,30 +174,17 @@ class Job:
         if self.losses is None:
             return 0
         layers = MEASURED_LAYERS if self.losses.method == "measured" else 1
-        return layers * prod(self.loss_kinds)
+        return layers * len(self.loss_bits)
 
     @property
     def sample_steps(self) -> int:
         """What measuring a sample takes, in layers of a mini-prefill."""
         return len(self.shape.full_layers) * (1 + self.loss_layers)
 
-    @cached_property
-    def policies(self) -> tuple[Policy, ...]:
-        """Whose losses are measured: the scorer's best entries first."""
-        main = self.scorer.policy(self.sinks)
-        if self.losses is None:
-            return (main,)
-        return (main, *named_policies(self.losses.policies, self.scorer, sinks=self.sinks))
-
     @property
     def loss_bits(self) -> tuple[int, ...]:
         """Widths at which losses are measured: as the model made entries, then the others."""
         return (16, *self.bits)
-
-    @property
-    def loss_kinds(self) -> tuple[int, int]:
-        """Numbers of widths and of policies whose losses are measured at every level."""
-        return len(self.loss_bits), len(self.policies)
 
     @cached_property
     def places(self) -> Sequence[int]:
@@ -230,7 +215,7 @@ class Job:
             ``curves``: retention at the ranks. ``masses``: evictable score mass.
             ``interpolation_error``: largest difference between a curve and its interpolation.
             ``shared``: joint curves of the runs of layers that share. ``losses``: loss curves, by
-            `loss_kinds`.
+            width.
         """
         layers, heads, points = self.shape.n_layers, self.shape.n_kv_heads, self.ranks.size
         sizes: dict[str, tuple[int, ...]] = {
@@ -242,7 +227,7 @@ class Job:
             sizes["shared"] = (n_runs, heads, points)
         if self.losses is not None:
             units = heads if self.losses.level == "head" else 1
-            sizes["losses"] = (layers, units, *self.loss_kinds, self.loss_levels.size)
+            sizes["losses"] = (layers, units, len(self.loss_bits), self.loss_levels.size)
         return sizes
 
     def record(self, facts: ModelFacts) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from kvalloc.errors import InputError
 from kvalloc.measure.curves import check_finite
 from kvalloc.measure.job import Job, Measured
 from kvalloc.measure.loss_probe import LossProbe
-from kvalloc.runtime.policies import policy_of
 
 T = TypeVar("T")
 
@@ -22,7 +21,7 @@ TOGETHER = 8
 """Variants that run together."""
 
 _Place = tuple[int, ...]
-"""KV head (or none of a figure), width, policy and level that a loss belongs to."""
+"""KV head (or none of a figure), width and level that a loss belongs to."""
 
 
 class _Figure(NamedTuple):
@@ -83,7 +82,6 @@ def sample_losses(
             sinks=job.sinks,
             shape=job.shape,
             continuation_tokens=plan.continuation_tokens,
-            policies=[policy_of(policy) for policy in job.policies[1:]],
         )
         measured = losses_of(probe, job, layer_done=layer_done)
     except InputError as error:
@@ -208,15 +206,14 @@ def _by_unit(numbers: Tensor, heads: int) -> Tensor:
 
 
 def _figures(probe: LossProbe, layer: int, job: Job) -> list[_Figure]:
-    """Return what each policy keeps of a layer at each width and level; not all at 16 bits."""
+    """Return what is kept of a layer at each width and level; not all at 16 bits."""
     budgets = [probe.budget(level, job.context_tokens) for level in job.loss_levels.tolist()]
-    kept = [probe.kept(layer, place, budgets) for place in range(1 + len(probe.policies))]
-    heads = len(kept[0][0])
+    kept = probe.kept(layer, budgets)
+    heads = len(kept[0])
     return [
-        _Figure((place, policy, level), keep, np.full(heads, width))
+        _Figure((place, level), keep, np.full(heads, width))
         for place, width in enumerate(job.loss_bits)
-        for policy, of_policy in enumerate(kept)
-        for level, keep in enumerate(of_policy)
+        for level, keep in enumerate(kept)
         if width != 16 or level < len(budgets) - 1
     ]
 
@@ -232,7 +229,7 @@ def _batches(some: Sequence[T]) -> Iterator[Sequence[T]]:
 
 
 def _variants(figures: Sequence[_Figure], job: Job) -> list[_Variant]:
-    """What is run: each set of entries once a width, whichever policies and levels keep it."""
+    """What is run: each set of entries once a width, whichever levels keep it."""
     variants: dict[bytes, _Variant] = {}
     for figure in figures:
         for head, keep, bits in _alone(figure, job):

@@ -23,17 +23,14 @@ from kvalloc.measure.kl import row_divergences
 from kvalloc.measure.mini_prefill import begun_at, check_seen, evaluating, layers_of
 from kvalloc.models.attention import AttentionStates, intercept_attention
 from kvalloc.models.names import cache_keyword
-from kvalloc.models.structure import decoder_of, end_tokens, input_device
+from kvalloc.models.structure import end_tokens, input_device
 from kvalloc.runtime.quantization import quantised_keys, quantised_values
-from kvalloc.runtime.refusals import check_kept
-from kvalloc.runtime.repetition import HeldPrompt, repeat_prompt
 from kvalloc.runtime.selection import keep_best
 
 if TYPE_CHECKING:
     from kvalloc.accounting import IntArray
     from kvalloc.measure.sampling import Sample
     from kvalloc.models.attention import Compute
-    from kvalloc.runtime.policies.base import EvictionPolicy
     from kvalloc.scorers import Scorer
     from kvalloc.shape import ModelShape
 
@@ -79,8 +76,6 @@ class LossProbe:
     question_ids : Tensor of int64, (n_question,), optional
         What is read between the two, of any length: the prompt is what is reduced, the question
         is not, and no prediction inside it counts.
-    policies : sequence of EvictionPolicy, optional
-        What else is to choose from the prompt's entries.
 
     Attributes
     ----------
@@ -88,11 +83,6 @@ class LossProbe:
         As given.
     scores : dict of int to Tensor, (n_kv_heads, n_tokens)
         The scorer's scores of each full-attention layer.
-    policies : tuple of EvictionPolicy
-        As given.
-    prompt_states : dict of int to AttentionStates
-        What each full-attention layer saw of the prompt, with as many of the last queries as
-        ``policies`` look at; empty without any.
     continuation_ids : Tensor of int64, (n_continuation,)
         What is read after the prompt, the question first. Losses are measured on the predictions
         after each of these tokens, or after the last of the question's and those that follow:
@@ -117,7 +107,6 @@ class LossProbe:
         answer_ids: Tensor | None = None,
         continuation_tokens: int = 24,
         question_ids: Tensor | None = None,
-        policies: Sequence[EvictionPolicy] = (),
     ) -> None:
         if prompt_ids.numel() == 0 or continuation_tokens < 1:
             raise InputError("a loss needs a prompt and a continuation of at least one token")
@@ -133,8 +122,6 @@ class LossProbe:
         self._cache: Any = DynamicCache(config=model.config)
         self._states: dict[int, AttentionStates] = {}
         self.scores: dict[int, Tensor] = {}
-        self.policies = tuple(policies)
-        self.prompt_states: dict[int, AttentionStates] = {}
         with torch.no_grad(), evaluating(model):
             logits = self._prefill()
             if answer_ids is None:
@@ -143,7 +130,6 @@ class LossProbe:
                 answer = answer_ids[:continuation_tokens].to(prompt_ids.device)
             self.continuation_ids = torch.cat([question, answer])
             self._hidden, logits = self._watched()
-            self._look_later()
             self._log_probabilities = self._measured(logits[0]).float().log_softmax(dim=-1)
 
     @classmethod
@@ -170,14 +156,12 @@ class LossProbe:
         return min(self.n_tokens, protected + round(share * evictable))
 
     @torch.no_grad()
-    def kept(self, layer: int, place: int, budgets: Sequence[int]) -> list[Tensor]:
-        """Return what one policy keeps of a layer at some budgets, all from the same prefill.
+    def kept(self, layer: int, budgets: Sequence[int]) -> list[Tensor]:
+        """Return what is kept of a layer at some budgets, all from the same prefill.
 
         Parameters
         ----------
         layer : int
-        place : int
-            0 for the best entries of the scorer, then the policies.
         budgets : sequence of int
             Sinks and window included.
 
@@ -187,13 +171,7 @@ class LossProbe:
         """
         scores, sinks, window = self.scores[layer], self._sinks, self._scorer.window
         rows = [torch.full((1, scores.shape[0]), one, device="cpu") for one in budgets]
-        if place == 0:
-            return [keep_best(scores[None], row, sinks=sinks, window=window)[0] for row in rows]
-        policy = self.policies[place - 1]
-        kept = policy.keep_each(self.prompt_states[layer], rows, sinks=sinks, window=window)
-        for one, row in zip(kept, rows, strict=True):
-            check_kept(policy, one, row)
-        return [one[0] for one in kept]
+        return [keep_best(scores[None], row, sinks=sinks, window=window)[0] for row in rows]
 
     @torch.no_grad()
     def losses(self, layer: int, keep: Tensor, *, bits: IntArray | None = None) -> Tensor:
@@ -339,9 +317,7 @@ class LossProbe:
         def handler(states: AttentionStates, compute: Compute) -> tuple[Tensor, Tensor | None]:
             seen.add(states.layer)
             if states.layer in self._shape.full_layers:
-                if self._scorer.later is None:
-                    self.scores[states.layer] = self._scorer.score(states, sinks=self._sinks)[0]
-                self._keep_states(states)
+                self.scores[states.layer] = self._scorer.score(states, sinks=self._sinks)[0]
             return compute(states.mask)
 
         with intercept_attention(self._model, handler):
@@ -360,45 +336,6 @@ class LossProbe:
         """
         stored = self._cache.layers[layer]
         return stored.keys[0], stored.values[0]
-
-    def _keep_states(self, states: AttentionStates) -> None:
-        """Keep what the policies choose by."""
-        if not self.policies and self._scorer.later is None:
-            return
-        rows = self._scorer.query_rows(self.n_tokens)
-        rows = max(rows, *(policy.query_rows(self.n_tokens) for policy in self.policies), 1)
-        if any(policy.observes for policy in self.policies):
-            rows = self.n_tokens
-        self.prompt_states[states.layer] = replace(
-            states,
-            queries=states.queries[:, :, -rows:].clone(),
-            mask=None,  # a prompt without padding is plainly causal
-        )
-
-    def _look_later(self) -> None:
-        """Show a second read to the scorers that need one, and let those score."""
-        scorers = () if self._scorer.later is None else (self._scorer,)
-        wanted = {
-            layer: (*scorers, *(one for p in self.policies for one in p.later_scorers(layer)))
-            for layer in self.prompt_states
-        }
-        repeated = repeat_prompt(self._held_prompt(), wanted, sinks=self._sinks)
-        for layer, states in self.prompt_states.items():
-            self.prompt_states[layer] = replace(states, later=repeated[layer])
-        for layer, states in self.prompt_states.items() if scorers else ():
-            self.scores[layer] = self._scorer.score(states, sinks=self._sinks)[0]
-        if not self.policies:
-            self.prompt_states = {}
-
-    def _held_prompt(self) -> HeldPrompt:
-        """Return the prompt as it is repeated."""
-        return HeldPrompt(
-            decoder=decoder_of(self._model),
-            layers=self._cache.layers,
-            visible=torch.ones(1, self.n_tokens, dtype=torch.bool, device="cpu"),
-            next_positions=torch.tensor([self.n_tokens], device=self.prompt_ids.device),
-            read=self.prompt_ids[None],
-        )
 
     def _measured(self, logits: Tensor) -> Tensor:
         """Return the predictions of the answer: those inside the question do not count."""

@@ -32,7 +32,7 @@ from kvalloc.measure.curves import (
     retention_curves,
 )
 from kvalloc.measure.job import Job, Measured, Steps, measured_samples
-from kvalloc.measure.loss_plan import LossLevel, LossMethod, LossPlan, named_policies
+from kvalloc.measure.loss_plan import LossLevel, LossMethod, LossPlan
 from kvalloc.measure.mini_prefill import mini_prefill
 from kvalloc.measure.sampling import Sample, SampleSet, Shard, choose_samples
 from kvalloc.models.loading import require_run_packages
@@ -80,11 +80,6 @@ class ProfileOptions(TypedDict, total=False):
 
     loss_level: Annotated[LossLevel, Option("", LOSSES)]
     """What is reduced alone for `loss`; layer by default."""
-
-    loss_policies: Annotated[str | Sequence[str], Option("NAME,NAME", LOSSES)]
-    """Policies or scorers whose losses are measured beside the scorer's, so that 'kvalloc solve'
-    chooses one for each unit with its budget; options after a colon, such as
-    tova,critical,snapkv:window=4:pool=1; 'usual' for a set that does well."""
 
     bits: Annotated[str | Sequence[int] | None, Option("16,8,4", MORE)]
     """With `loss`, also measure what is lost at each of these bit widths and each budget together,
@@ -250,8 +245,6 @@ def read_options(options: ProfileOptions) -> dict[str, Any]:
     sinks = options.get("sinks", 4)
     scorer, losses = _scorer(options), _loss_plan(options)
     scorer.check_prompt_only()
-    if losses is not None:
-        named_policies(losses.policies, scorer, sinks=sinks)
     if (chunk := options.get("chunk")) is not None and chunk < 1:
         raise InputError(f"the chunk is {chunk} tokens, expected at least 1")
     shard = None if (text := options.get("shard")) is None else Shard.read(text)
@@ -291,11 +284,8 @@ def job_of(
         samples=options.get("samples"),
         seed=options.get("seed", 0),
     )
-    from kvalloc.runtime.policies import policy_of  # loads torch
-
     job = Job(shape=shape, samples=samples, **decided)
-    for scorer in (job.scorer, *(policy_of(one).scorer for one in job.policies[1:])):
-        scorer.check_model(shape)
+    job.scorer.check_model(shape)
     return job
 
 
@@ -375,20 +365,9 @@ def _measure_sample(job: Job, model: Any, index: int, advance: Advance) -> Measu
 
 def _loss_plan(options: ProfileOptions) -> LossPlan | None:
     loss = options.get("loss")
-    policies = options.get("loss_policies", ())
-    if isinstance(policies, str):
-        policies = policies.split(",")
-    if loss is not None and not isinstance(loss, LossPlan):
-        level = options.get("loss_level", "layer")
-        return LossPlan(method=loss, level=level, policies=tuple(policies))
-    if policies and loss is None:
-        raise InputError(
-            f"{option('loss_policies')} needs losses: add {option('loss', 'measured')} or "
-            f"{option('loss', 'fast')}"
-        )
-    if policies:
-        raise InputError("loss_policies belongs into the LossPlan that is given; set it there")
-    return loss
+    if loss is None or isinstance(loss, LossPlan):
+        return loss
+    return LossPlan(method=loss, level=options.get("loss_level", "layer"))
 
 
 def _assemble(job: Job, samples: Mapping[int, Measured]) -> ScoreProfile:
@@ -399,7 +378,6 @@ def _assemble(job: Job, samples: Mapping[int, Measured]) -> ScoreProfile:
         losses = {
             "loss_tokens": job.loss_levels,
             "loss_method": job.losses.method,
-            "loss_policies": job.policies[1:],
             "loss_bits": np.array(job.loss_bits, dtype=np.int64),
             "losses": stacked["losses"],
         }

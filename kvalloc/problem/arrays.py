@@ -34,9 +34,9 @@ CONCAVE_STRIDE = 64
 CONCAVE_BLOCK = 32_768
 """Values that are checked together, 256 KiB."""
 
-_PER_OPTION = ("tokens", "costs", "bits", "policies")
+_PER_OPTION = ("tokens", "costs", "bits")
 _PER_UNIT = ("option_counts", "weights", "layers", "heads")
-_ARRAYS = ("tokens", "values", "costs", *_PER_UNIT, "bits", "policies")
+_ARRAYS = ("tokens", "values", "costs", *_PER_UNIT, "bits")
 
 BOUND = "dual_bound"
 """Where `kvalloc.problem.dual_bound` stores its result in a problem; `replace` drops it."""
@@ -168,9 +168,6 @@ class AllocationProblem:
     bits : ndarray of int64, (n_units, n_options), or None
         Bit width of each option, where that is chosen too; a more expensive option may then keep
         fewer tokens, and a solver has to say that it takes such problems (`Solver.takes_bits`).
-    policies : ndarray of int64, (n_units, n_options), or None
-        Place of the policy behind each option's value, where units choose among several; solvers
-        need not look at it.
     option_counts : ndarray of int64, (n_units,)
         Options that a unit really has: ``values[u, :option_counts[u]]``; the rest is padding.
     weights : ndarray of float64, (n_units,)
@@ -221,7 +218,6 @@ class AllocationProblem:
     values: FloatArray
     costs: IntArray
     bits: IntArray | None = None
-    policies: IntArray | None = None
     option_counts: IntArray
     weights: FloatArray
     layers: IntArray

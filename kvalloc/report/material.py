@@ -259,14 +259,14 @@ class UnitCurves:
 
     @classmethod
     def losses(cls, scores: ScoreProfile, profiles: Mapping[str, BudgetProfile]) -> UnitCurves:
-        """Return loss curves of the scorer's best entries, of layers or heads as measured.
+        """Return loss curves of layers or heads, as measured.
 
         Raises
         ------
         InputError
             If none were measured.
         """
-        curves = loss_curves(scores)[0]
+        curves = loss_curves(scores)
         assert scores.loss_tokens is not None  # loss_curves has given the curves
         levels = scores.loss_tokens.astype(np.float64)
         places = slice(0, 1) if curves.shape[1] == 1 else slice(1, None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,6 @@ from kvalloc.allocation.outlook import loss_outlook
 from kvalloc.allocation.request import Request
 from kvalloc.errors import SolverError
 from kvalloc.formats.fitted import FittedModel
-from kvalloc.formats.policy import counted
 from kvalloc.formats.sharing_groups import groups_text, shared_text
 from kvalloc.problem import GroupCap, cap_tree
 from kvalloc.prompts.cases import POSITIONS
@@ -65,7 +63,6 @@ def decision_fields(decided: BudgetProfile) -> dict[str, str]:
         "bytes": f"{size(kept)}{of_granted} of {size(whole)} ({kept / whole:.1%})",
         "peak": _peak_text(decided),
         "bits": bits_text(decided),
-        "chosen": policies_text(decided),
     }
 
 
@@ -118,10 +115,9 @@ def budget_fields(profile: BudgetProfile, *, brief: bool = False) -> dict[str, s
     ----------
     profile : BudgetProfile
     brief : bool
-        Leave out the parameters of solver, policies and scorers.
+        Leave out the parameters of solver, policy and scorer.
     """
     options = "" if brief else _parameters(profile.solver_options)
-    others = "; ".join(_policy_text(other) for other in profile.other_policies)
     policy, share = profile.policy, profile.share_of_16_bits
     same = "number of" if profile.length_rule == "fixed" else "share of the evictable"
     lengths = f"the same {same} entries"
@@ -137,8 +133,6 @@ def budget_fields(profile: BudgetProfile, *, brief: bool = False) -> dict[str, s
     else:
         stated["predicted loss"] += f", {LOSS_NOTE.removeprefix('predicted loss is ')}"
     stated["bits"] = stated["bits"] or "16 (the model's dtype)"
-    if brief:
-        stated["chosen"] = re.sub(r"(:\w+=[^\s:,]+)+", "", stated["chosen"])
     return {
         "model": model_text(profile.shape),
         **stated,
@@ -147,7 +141,6 @@ def budget_fields(profile: BudgetProfile, *, brief: bool = False) -> dict[str, s
         "other lengths": lengths,
         "policy": f"{f'{policy.name} by {policy.scorer}' if brief else _policy_text(policy)}, "
         f"{policy.sinks} sinks, window {policy.window}",
-        "other policies": others if stated["chosen"] and not brief else "",
     }
 
 
@@ -314,8 +307,7 @@ def _retention_text(decided: BudgetProfile) -> str:
     """Return the retention, or why it is unknown."""
     if decided.retention is not None:
         return f"{decided.retention:.6f}"
-    mixed = decided.unit_policies is not None
-    return "unknown: some heads keep others than the scorer's best" if mixed else "unknown"
+    return "unknown"
 
 
 def bits_text(decided: BudgetProfile) -> str:
@@ -328,14 +320,6 @@ def bits_text(decided: BudgetProfile) -> str:
     )
     widths = ", ".join(f"{share:.1%} at {width} bits" for width, share in shares if share)
     return f"{widths}, of the kept entries"
-
-
-def policies_text(decided: BudgetProfile) -> str:
-    """Return the number of KV heads of each policy; empty if all have the same."""
-    if decided.unit_policies is None:
-        return ""
-    titles = decided.policy_titles[list(decided.shape.full_layers)]
-    return f"{counted(titles)} of {titles.size} KV heads"
 
 
 def _measured_fields(decided: BudgetProfile) -> dict[str, str]:
@@ -408,14 +392,13 @@ def losses_text(profile: ScoreProfile) -> str:
     if profile.loss_tokens is None:
         return "not measured"
     levels = profile.loss_tokens
-    titles = ", ".join(policy.title for policy in profile.policies)
-    several = f", with each of {titles}" if profile.loss_policies else ""
+    stored = ""
     if len(profile.loss_widths) > 1:
-        several += f", stored at {', '.join(map(str, profile.loss_widths))} bits each"
+        stored = f", stored at {', '.join(map(str, profile.loss_widths))} bits each"
     origin = _LOSS_ORIGINS.get(profile.loss_method, "measured or estimated")
     return (
         f"{origin} one {losses_per(profile)} at a time, at {levels.size} budgets "
-        f"from {int(levels[0]):,} to {int(levels[-1]):,} tokens{several}"
+        f"from {int(levels[0]):,} to {int(levels[-1]):,} tokens{stored}"
     )
 
 
@@ -427,9 +410,8 @@ def losses_per(profile: ScoreProfile) -> str | None:
 
 
 def _policy_text(policy: Policy) -> str:
-    label = f"{policy.label}: " if policy.label else ""
     by = f"{policy.scorer}{_parameters(policy.scorer_parameters)}"
-    return f"{label}{policy.name}{_parameters(policy.parameters)} by {by}"
+    return f"{policy.name}{_parameters(policy.parameters)} by {by}"
 
 
 def _parameters(parameters: dict[str, Any]) -> str:
@@ -556,7 +538,6 @@ def saved_fields(file: str, facts: dict[str, Any], profile: BudgetProfile) -> di
         "bits": bits_text(profile),
         "sharing": shared_text(profile.share_groups) if profile.share_groups else "",
         "policy": f"{policy.name} by {policy.scorer}, {policy.sinks} sinks, window {policy.window}",
-        "chosen": policies_text(profile),
         "ask": f"kvalloc chat MODEL --cache {file} --question TEXT",
     }
 

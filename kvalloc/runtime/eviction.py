@@ -196,7 +196,7 @@ class Eviction:
         n_tokens = self.prompt_tokens
         if row is not None:  # no more than the row would have alone
             n_tokens -= int((~self.visible[row, :n_tokens]).sum())
-        if self.held and (self.policy.observes or self.policy.needs_whole_prompt):
+        if self.held and self.policy.observes:
             return n_tokens
         return self.policy.query_rows(n_tokens)
 

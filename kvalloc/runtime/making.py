@@ -147,8 +147,7 @@ def build_cache(
     refusals.check_model(model, prompt_tokens)
     shape, other = shape_of(model), options.allow_other_model
     profile.shape.require_same_model(shape, allow_other_model=other)
-    for policy in profile.policies:
-        policy_of(policy).scorer.check_model(shape, allow_other_model=other)
+    policy_of(profile.policy).scorer.check_model(shape, allow_other_model=other)
     layers = make_layers(model, shape)
     plan = Plan(profile, model, options, decide=decide, longer=longer, within=within)
     return BudgetCache([Prompt(plan, layers, prompt_tokens)])

@@ -14,7 +14,7 @@ from kvalloc.models.structure import context_limit, decoder_of
 from kvalloc.runtime import refusals
 from kvalloc.runtime.deciding import Decide
 from kvalloc.runtime.options import CacheOptions
-from kvalloc.runtime.policies import policies_of
+from kvalloc.runtime.policies import policy_of
 from kvalloc.runtime.repetition import Wanted
 from kvalloc.runtime.schedule import Schedule, layer_groups, schedule_of
 from kvalloc.shape import HALF_BYTES
@@ -28,7 +28,7 @@ class Plan:
     Attributes
     ----------
     profile : BudgetProfile
-        Budgets and policies; decided ones may take their place, prompt by prompt.
+        Budgets and policy; decided ones may take their place, prompt by prompt.
     policy : EvictionPolicy
         Who chooses.
     options : CacheOptions
@@ -73,13 +73,13 @@ class Plan:
         longer: BudgetProfile | None = None,
         within: Within | None = None,
     ) -> None:
-        self.policy, tokens = policies_of(profile), options.decode_every
+        self.policy, tokens = policy_of(profile.policy), options.decode_every
         counts = tokens is None or (type(tokens) is int and tokens >= 1)
         refusals.refuse(no_decode_every=not counts and (tokens,))
         self.profile, self.options, self.decide = profile, options, decide
         self.decoder, self.name = weakref.ref(decoder_of(model)), type(model).__name__
-        looks = {layer: self.policy.later_scorers(layer) for layer in profile.shape.full_layers}
-        self.wanted: Wanted = {layer: each for layer, each in looks.items() if each}
+        later = self.policy.later_scorers()
+        self.wanted: Wanted = dict.fromkeys(profile.shape.full_layers, later) if later else {}
         beyond = self.schedule(in_chunks=False).holds or self.policy.combines
         refusals.refuse(beyond_memory=profile.fits_a_peak and beyond and self.policy.name)
         wide = next(model.parameters()).itemsize > HALF_BYTES

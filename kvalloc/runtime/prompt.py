@@ -258,10 +258,7 @@ class Prompt:
             self.whole.check_room(step.visible, tokens, self._looks(targets), plan.limit)
             return {}
         in_chunks = step.seen > 0 or not step.completes
-        refusals.refuse(
-            merges_chunks=in_chunks and policy.combines and policy.name,
-            adds_up_chunks=not step.completes and policy.needs_whole_prompt,
-        )
+        refusals.refuse(merges_chunks=in_chunks and policy.combines and policy.name)
         stored = self.stored_counts() if self.batch else 0
         return self._targets_of(step.new_visible, tokens, stored, rounds=step.completes)
 

@@ -55,8 +55,6 @@ REFUSALS: dict[type[KVAllocError], dict[str, str]] = {
         "bits_are_compared": "this profile stores entries at {0[0]} bits, but the policy {0[1]} "
         "compares keys as the model made them at each decoded token; choose another policy, or "
         "solve again without {option[bits]}",
-        "shared_by_policies": "in this profile {0}, but heads have different policies, which "
-        "cannot choose together; solve again without {option[share_groups]}, or with one policy",
         "shared_unranked": "in this profile {0[0]}, but the policy {0[1]} chooses for each layer "
         "on its own; take one that ranks, such as score, or solve again without "
         "{option[share_groups]}",
@@ -116,9 +114,6 @@ REFUSALS: dict[type[KVAllocError], dict[str, str]] = {
         "solve again without {option[bits]}",
         "merges_chunks": "the policy {0} merges entries, for which it has to see the whole prompt; "
         "send it in one piece, or choose another policy",
-        "adds_up_chunks": "one of this profile's policies adds up the attention of all tokens, "
-        "which works for prompts in one piece only where heads have different policies; send the "
-        "prompt in one piece, or give all heads one policy",
         "reads_unevenly": "the policy {0} leaves entries unread at each decoded token, which needs "
         "the same number of entries in all rows and heads of a layer; use a profile of layer level "
         "and prompts of equal length, or another policy",
@@ -237,7 +232,6 @@ def check_profile(profile: BudgetProfile) -> None:
     compared = fewest < 16 and kind.reader is not EvictionPolicy.reader
     refuse(
         bits_are_compared=compared and (fewest, name),
-        shared_by_policies=profile.unit_policies is not None and (shared or None),
         shared_unranked=shared != "" and not issubclass(kind, RankedPolicy) and (shared, name),
     )
 

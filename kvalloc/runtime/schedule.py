@@ -95,8 +95,7 @@ def schedule_of(
     in_chunks : bool
         Whether the prompt comes in several forwards.
     """
-    full = profile.shape.full_layers
-    again = any(policy.later_scorers(layer) for layer in full)
+    again = bool(policy.later_scorers())
     # a group evicts after its last layer, when the queries of its others have gone
     whole = policy.holds and (in_chunks or bool(profile.share_groups))
     holds = again or whole or (profile.by_prompt and not options.by_layer)

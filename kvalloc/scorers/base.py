@@ -34,9 +34,6 @@ class Scorer(Parameterized, ABC):
         Where the method comes from.
     window : int
         Last tokens of the prompt that are never evicted, tokens.
-    follows : bool
-        Whether it takes over the pooling and the reduction of query heads of the scorer beside
-        which it is an option, unless they are set; False if they are part of the method.
     holds_queries : bool
         Whether `score` looks at the window's queries. False where it needs none, or `observe`
         adds up all of them as they come.
@@ -48,7 +45,6 @@ class Scorer(Parameterized, ABC):
     kind = "scorer"
     summary: ClassVar[str]
     reference: ClassVar[str]
-    follows: ClassVar[bool] = True
     holds_queries: ClassVar[bool] = True
     by_head: ClassVar[bool] = False
     window: int
@@ -227,9 +223,7 @@ class Scorer(Parameterized, ABC):
     def _prompt_only(self) -> UnsupportedRequestError:
         return UnsupportedRequestError(
             f"the scorer {self.name} has the model read the prompt again, and here it is read "
-            "once; offer it to heads "
-            f"({option('loss_policies')}), name it where a cache is made ({option('policy')}), or "
-            "choose another scorer"
+            f"once; name it where a cache is made ({option('policy')}), or choose another scorer"
         )
 
 

@@ -57,7 +57,6 @@ class Reconstruction(PooledScorer):
     name = "reconstruction"
     summary = "largest attention while the model repeats the prompt (KVzip)"
     reference = "KVzip (Kim et al., 2025)"
-    follows = False
     holds_queries = False
 
     chunk: Annotated[int, Field(ge=SMALLEST_CHUNK)] = 2048

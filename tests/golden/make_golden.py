@@ -64,24 +64,11 @@ SHARED_CASES: dict[str, dict[str, Any]] = {
     "four groups, retention 0.8": {"target_retention": 0.8, "share_groups": 4},
 }
 
-CHOICES = DATA / "choices.safetensors"  # with loss curves of several policies
-CHOICE_DECISIONS = DATA / "decisions_choices.json"
-CHOICE_PROFILE = DATA / "budget_profile_choices.json"
+BITS = DATA / "loss_bits.safetensors"  # with loss curves at several widths
+BITS_DECISIONS = DATA / "decisions_bits.json"
+BITS_PROFILE = DATA / "budget_profile_bits.json"
 
-CHOICE_CASES: dict[str, dict[str, Any]] = {
-    name: {"objective": "loss", "solver": "dp", **arguments}
-    for name, arguments in {
-        "least loss in 30%, head": {"budget": "30%", "level": "head"},
-        "least loss in 30%, layer": {"budget": "30%"},
-        "loss 0.1, head": {"target_loss": 0.1, "level": "head"},
-        "tova alone": {"budget": "30%", "loss_policies": ["tova"]},
-        "pages, head": {"budget": "40%", "level": "head", "page": 8},
-    }.items()
-}
-
-LOSS_BITS = DATA / "loss_bits.safetensors"  # with loss curves at several widths
-
-LOSS_BITS_CASES: dict[str, dict[str, Any]] = {
+BITS_CASES: dict[str, dict[str, Any]] = {
     "loss of entries and bits, 15%, head": {"budget": "15%", "level": "head", "bits": (16, 8, 4)},
     "loss of entries and bits, 15%, layer": {"budget": "15%", "bits": (8, 4)},
     "entries and bits for a loss of 0.2": {
@@ -164,8 +151,6 @@ def described(profile: Any, fields: tuple[str, ...]) -> dict[str, Any]:
     found = {name: value for name, value in optional.items() if value is not None}
     found |= {name: getattr(profile, name) for name in kept + fields}
     found["budgets at 1000"] = profile.budgets_for(1000)
-    if "policies" in found:
-        found["policies"] = [policy.title for policy in found["policies"]]
     return json.loads(json.dumps(found, default=np.ndarray.tolist))
 
 
@@ -196,7 +181,7 @@ def make_measured() -> Any:
     return scores.replace(
         loss_tokens=np.array([8, 16, 24, 48, 72, 96]),
         loss_bits=np.array([16]),
-        losses=losses[:, :, :, None, None],
+        losses=losses[:, :, :, None],
     )
 
 
@@ -206,16 +191,10 @@ def make_shared() -> Any:
     return make_shared_scores(7, longest=2, n_samples=4)
 
 
-def make_choices() -> Any:
-    from factories import make_choices
+def make_bits() -> Any:
+    from factories import make_bits, make_shape
 
-    return make_choices(7)
-
-
-def make_loss_bits() -> Any:
-    from factories import make_loss_bits, make_shape
-
-    return make_loss_bits(7, shape=make_shape(n_layers=3, n_kv_heads=2, head_dim=32))
+    return make_bits(7, shape=make_shape(n_layers=3, n_kv_heads=2, head_dim=32))
 
 
 def is_as_made(golden: Golden) -> bool:
@@ -242,20 +221,7 @@ SETS = (
         make=make_shared,
         fields=("share_groups", "grouping_bound"),
     ),
-    Golden(
-        scores=CHOICES,
-        decisions=CHOICE_DECISIONS,
-        cases=CHOICE_CASES,
-        make=make_choices,
-        fields=("policies", "unit_policies"),
-    ),
-    Golden(
-        scores=LOSS_BITS,
-        decisions=CHOICE_DECISIONS,
-        cases=LOSS_BITS_CASES,
-        make=make_loss_bits,
-        fields=("policies", "unit_policies"),
-    ),
+    Golden(scores=BITS, decisions=BITS_DECISIONS, cases=BITS_CASES, make=make_bits),
 )
 
 
@@ -362,7 +328,7 @@ def main() -> None:
         )
         path.write_text(f"{{\n{rows}\n}}\n", encoding="utf-8")
     decide(SETS[0], "greedy, retention 0.9, head").save(PROFILE)
-    decide(SETS[3], "least loss in 30%, head").save(CHOICE_PROFILE)
+    decide(SETS[-1], "loss of entries and bits, 15%, head").save(BITS_PROFILE)
     known = json.loads(VERSIONS.read_text(encoding="utf-8")) if VERSIONS.exists() else {}
     registry = registered(known)
     for name, versions in registry.items():

@@ -12,7 +12,7 @@ from safetensors import safe_open
 sys.path.insert(0, str(Path(__file__).parent))
 
 from make_golden import (
-    CHOICE_PROFILE,
+    BITS_PROFILE,
     DATA,
     DECISIONS,
     DOCS,
@@ -72,7 +72,7 @@ def test_greedy_and_ilp_agree():
 
 
 WRITTEN = dict.fromkeys((each.scores for each in SETS), ScoreProfile)
-WRITTEN |= dict.fromkeys((PROFILE, CHOICE_PROFILE), BudgetProfile)
+WRITTEN |= dict.fromkeys((PROFILE, BITS_PROFILE), BudgetProfile)
 
 
 @pytest.mark.parametrize("file", WRITTEN, ids=lambda file: file.stem)
@@ -95,7 +95,7 @@ def test_the_published_schemas(name):
         ("score_profile", SETS[0].scores),
         ("fitted_file", DOCS.parent / "profiles" / "smollm2-135m-instruct.fitted.safetensors"),
         ("budget_profile", PROFILE),
-        ("budget_profile", CHOICE_PROFILE),
+        ("budget_profile", BITS_PROFILE),
     ],
 )
 def test_files_follow_their_schema(name, file):

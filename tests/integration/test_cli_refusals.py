@@ -109,8 +109,6 @@ REFUSED = {
         "tiny --tasks kl --lengths 9,x -o q": "--lengths is '9,x', expected numbers",
         "tiny --tasks kl --context 64 --lengths 100000 -o q": "--lengths | --context",
         "tiny --text text.txt --question-at after -o q": "--question-at | add --tasks",
-        "tiny --text text.txt --loss fast --loss-policies snapkv:window=32 -o q":
-            "with --scorer xkv:window=32",
         "x -o q --engine dask": "'dask' is not one of 'local', 'ray'",
         "x -o q --address auto": "--address goes with --engine ray",
         "x -o q --workers 2": "--workers goes with --engine ray",

@@ -9,7 +9,6 @@ import pytest
 from cli_tools import prose, refused, run, save_tiny_model, write_prompts
 from factories import (
     make_bits,
-    make_choices,
     make_losses,
     make_scores,
     make_shared_scores,
@@ -65,7 +64,7 @@ def test_solve_says_all_there_is_to_say(tmp_path, scores, target, words):
 def test_a_certificate_on_a_solver_s_word_is_no_pass_for_a_script(tmp_path):
     """The exit code tells what was proven again from what was not, and both from what is false."""
     scores, out = tmp_path / "s.safetensors", tmp_path / "p.json"
-    make_choices(0).save(scores)
+    make_losses(0).save(scores)
     asked = ("--budget", "40%", "--level", "head")
     run("solve", scores, *asked, "--objective", "loss", "--solver", "dp", "-o", out)
     ran = run("verify", out, scores)

@@ -116,45 +116,13 @@ def make_losses(
     return scores.replace(
         loss_tokens=np.array(levels, dtype=np.int64),
         loss_bits=np.array([16]),
-        losses=losses[:, :, :, None, None],
+        losses=losses[:, :, :, None],
     )
-
-
-def make_choices(
-    seed: int = 0, *, names: tuple[str, ...] = ("tova", "critical"), **changes: Any
-) -> ScoreProfile:
-    """A score profile with loss curves of several policies, each the better one somewhere."""
-    scores = make_losses(seed, **changes)
-    rng = np.random.default_rng([seed, 3])
-    own = scores.losses[:, :, :, 0]
-    others = own * rng.lognormal(0.0, 0.7, (*own.shape[:3], len(names), 1))
-    others += 0.002 * rng.standard_normal(others.shape)
-    others[..., 0], others[..., -1] = own[..., 0], 0.0
-    policies = tuple(
-        Policy(
-            scorer="xkv" if name == "critical" else name,
-            scorer_parameters={"window": scores.window},
-            sinks=scores.sinks,
-            window=scores.window,
-            name="critical" if name == "critical" else "score",
-            label=name,
-        )
-        for name in names
-    )
-    losses = np.concatenate([own, others], axis=3)[:, :, :, None]
-    return scores.replace(loss_policies=policies, losses=losses)
 
 
 def make_bits(seed: int = 0, **changes: Any) -> ScoreProfile:
     """A score profile with loss curves of budgets and widths together."""
-    return make_loss_bits(seed, names=(), **changes)
-
-
-def make_loss_bits(
-    seed: int = 0, *, names: tuple[str, ...] = ("tova",), per: str = "head", **changes: Any
-) -> ScoreProfile:
-    """A score profile with loss curves of budgets and widths together, of several policies."""
-    scores = make_choices(seed, names=names, per=per, **changes)
+    scores = make_losses(seed, **changes)
     rng = np.random.default_rng([seed, 4])
     at_16 = scores.losses
     added = [rng.exponential(scale, at_16.shape) for scale in (0.004, 0.03)]  # 8 and 4 bits

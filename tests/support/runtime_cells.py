@@ -49,9 +49,8 @@ DRAFTS = {"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 1, "eos_toke
 # The oldest transformers takes nothing back of sliding layers, and its early exit fails alone.
 RECORDS = hasattr(DynamicSlidingWindowLayer, "activate_past_recording")
 
-# What stands for a policy, too: entries that each prompt hands out to heads by score, and heads, or
-# layers, that have policies of their own, of which every second and third has these.
-BY_PROMPT, BY_HEAD, BESIDE = "by_prompt", "by_head", ("tova", "critical")
+# What stands for a policy, too: entries that each prompt hands out to heads by score.
+BY_PROMPT = "by_prompt"
 
 GROUP = (2, 3)
 """Layers that keep the same entries, where any do."""
@@ -78,14 +77,6 @@ class Setting:
         if policy in policy_names():
             changed = changed_policy(profile.policy, policy, OPTIONS.get(policy))
             profile = profile.replace(policy=changed)
-        if policy == BY_HEAD:
-            table, full = np.zeros_like(profile.budgets), list(profile.shape.full_layers)
-            table[full] = np.arange(table[full].size).reshape(table[full].shape) % 3
-            others = [changed_policy(profile.policy, name) for name in BESIDE]
-            profile = profile.replace(
-                unit_policies=table if level == "head" else table[:, :1].repeat(2, axis=1),
-                other_policies=tuple(each.replace(label=f"{each.name} beside") for each in others),
-            )
         if sharing == "shared":
             budgets = profile.budgets.copy()
             budgets[list(GROUP)] = budgets[GROUP[0]]
@@ -453,7 +444,7 @@ ARRIVALS: dict[str, Callable[..., None]] = {
 # The matrix
 
 FACTORS: dict[str, list[str]] = {
-    "policy": [*policy_names(), BY_PROMPT, BY_HEAD],
+    "policy": [*policy_names(), BY_PROMPT],
     "arrival": list(ARRIVALS),
     "mode": ["immediate", "deferred"],
     "family": ["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3"],
@@ -515,10 +506,6 @@ def refusal(cell: Cell) -> str | None:
         return "true with layers that share entries"
     if policy == BY_PROMPT and bits == "mixed_bits":
         return "true with bits that differ between heads"
-    if policy == BY_HEAD and sharing == "shared":
-        return "heads have different policies"
-    if policy == BY_HEAD and "chunks" in arrival and get_scorer(scorer_of(cell)).observes:
-        return "adds up"
     if sharing == "shared" and policy not in RANKING:
         return "chooses for each layer on its own"
     if (

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvalloc.errors import InputError, no_such
-from kvalloc.formats.budget_profile import BudgetProfile, Policy
+from kvalloc.formats.policy import Policy
 from kvalloc.problem.registry import (
     POLICIES,
     SCORERS,
@@ -21,7 +21,6 @@ from kvalloc.problem.registry import (
     typed_options,
 )
 from kvalloc.runtime.policies.base import EvictionPolicy
-from kvalloc.runtime.policies.by_head import ByHead
 from kvalloc.scorers import Scorer, get_scorer
 
 
@@ -83,23 +82,6 @@ def policy_of(policy: Policy) -> EvictionPolicy:
     return get_policy(policy.name, scorer=scorer, **policy.parameters)
 
 
-def policies_of(profile: BudgetProfile) -> EvictionPolicy:
-    """Return the one policy of a budget profile, or all that its KV heads have in one.
-
-    Raises
-    ------
-    InputError
-        As `policy_of`.
-    UnsupportedRequestError
-        If heads have different policies and one of those does more than choose.
-    """
-    own = policy_of(profile.policy)
-    if profile.unit_policies is None:
-        return own
-    others = (policy_of(policy) for policy in profile.other_policies)
-    return ByHead(scorer=own.scorer, policies=(own, *others), table=profile.unit_policies)
-
-
 def changed_policy(policy: Policy, name: str, options: Mapping[str, Any] | None = None) -> Policy:
     """Return another way to pick entries, with the same sinks and window: budgets still fit.
 
@@ -127,7 +109,7 @@ def changed_policy(policy: Policy, name: str, options: Mapping[str, Any] | None 
     given = {**named, **(options or {})}
     if name in policy_names():
         typed = typed_options(policy_class(name), given, what=f"policy {name}")
-        return policy.replace(name=name, parameters=typed, label="")
+        return policy.replace(name=name, parameters=typed)
     if name not in names(SCORERS):
         known = (*policy_names(), *names(SCORERS))
         raise InputError(no_such("policy or scorer", name, known))
@@ -137,5 +119,4 @@ def changed_policy(policy: Policy, name: str, options: Mapping[str, Any] | None 
         scorer_parameters=dict(scorer.parameters()),
         name="score",
         parameters={},
-        label="",
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeAlias, TypedDict, Unpack
 
@@ -130,25 +129,6 @@ class EvictionPolicy(Parameterized, ABC):
             If a budget does not fit the row, or a score is not finite.
         """
 
-    def keep_each(
-        self, states: AttentionStates, budgets: Sequence[Tensor], *, sinks: int, window: int
-    ) -> list[Tensor]:
-        """Choose as `keep` does at several budgets of one prompt without padding.
-
-        Policies that override it compute what does not depend on the budget once.
-
-        Parameters
-        ----------
-        states, sinks, window
-            As for `keep`.
-        budgets : sequence of Tensor of int64, each (batch, n_kv_heads)
-
-        Returns
-        -------
-        list of Tensor of bool, each (batch, n_kv_heads, n_tokens)
-        """
-        return [self.keep(states, each, sinks=sinks, window=window) for each in budgets]
-
     def combine(
         self, states: AttentionStates, kept: Tensor, budgets: Tensor, **limits: Unpack[Limits]
     ) -> Combined | None:
@@ -189,17 +169,12 @@ class EvictionPolicy(Parameterized, ABC):
         own = type(self).observe is not EvictionPolicy.observe
         return own or self.scorer.observes
 
-    @property
-    def needs_whole_prompt(self) -> bool:
-        """Return whether a prompt has to come in one piece; no by default."""
-        return False
-
     def query_rows(self, n_tokens: int) -> int:
         """Return how many of a prompt's last queries `keep` sees; see `Scorer.query_rows`."""
         return self.scorer.query_rows(n_tokens)
 
-    def later_scorers(self, layer: int) -> tuple[Scorer, ...]:
-        """Return the scorers that see a second read before `keep` chooses in a layer."""
+    def later_scorers(self) -> tuple[Scorer, ...]:
+        """Return the scorers that see a second read before `keep` chooses."""
         return (self.scorer,) if self.scorer.later is not None else ()
 
     def again(self, *, rotates: bool) -> EvictionPolicy:
@@ -290,15 +265,6 @@ class RankedPolicy(EvictionPolicy):
         """Choose the entries that stay in one layer; see `EvictionPolicy.keep`."""
         ranked = self.rankings(states, **limits)
         return self.keep_ranked(ranked, states, budgets, **limits)
-
-    def keep_each(
-        self, states: AttentionStates, budgets: Sequence[Tensor], *, sinks: int, window: int
-    ) -> list[Tensor]:
-        """Choose at several budgets, from the same rankings; see `EvictionPolicy.keep_each`."""
-        ranked = self.rankings(states, sinks=sinks, window=window)
-        return [
-            self.keep_ranked(ranked, states, each, sinks=sinks, window=window) for each in budgets
-        ]
 
 
 @dataclass(frozen=True, kw_only=True)

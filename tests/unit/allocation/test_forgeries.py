@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from factories import make_choices, make_problem, make_scores
+from factories import make_losses, make_problem, make_scores
 from forgeries import Liar, forged_profiles, lies
 from scripted_solver import OPTIMAL, Scripted, says
 
@@ -131,7 +131,7 @@ ASK_LOSS = {"budget": "40%", "level": "head", "objective": "loss"}
 
 
 def test_optimal_by_word_reads_so():
-    scores = make_choices(0)
+    scores = make_losses(0)
     profile = kvalloc.solve(scores, solver="dp", **ASK_LOSS)
     assert (profile.termination, profile.optimal_by_word) == ("optimal", "dp")
     assert decision_fields(profile)["solver"] == (

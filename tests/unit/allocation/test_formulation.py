@@ -8,9 +8,7 @@ import pytest
 from factories import (
     make_bits,
     make_budget_profile,
-    make_choices,
     make_curves,
-    make_loss_bits,
     make_losses,
     make_problem,
     make_scores,
@@ -23,7 +21,6 @@ from hypothesis import strategies as st
 from kvalloc.accounting.costs import POSITION_BYTES, head_bytes, stored_bytes
 from kvalloc.allocation.decision import solve
 from kvalloc.allocation.formulation import EVEN_OPTIONS, formulate, problem_of
-from kvalloc.allocation.frontier import frontier
 from kvalloc.allocation.request import LayerCap, Request
 from kvalloc.allocation.verification import solve_problem
 from kvalloc.errors import InputError, SolverError
@@ -39,7 +36,7 @@ def test_the_problem_is_less_the_measured_loss():
     scores = make_losses(3, n_samples=2)
     assert scores.loss_tokens is not None
     problem = formulate(scores, Request.parse(target_loss=0.05, level="head"))
-    mean = scores.losses[:, :, :, 0, 0].mean(axis=0)
+    mean = scores.losses[:, :, :, 0].mean(axis=0)
     for unit in range(problem.n_units):
         layer, head = int(problem.layers[unit]), int(problem.heads[unit])
         expected = np.interp(problem.tokens[unit], scores.loss_tokens, mean[layer, head])
@@ -121,85 +118,6 @@ def test_the_interval_of_a_predicted_loss_is_over_samples():
     assert found == pytest.approx((each.mean() - half, each.mean() + half), abs=0.25 * half)
     one = make_losses(n_samples=1)
     assert make_curves(one).predicted_loss_interval(solve(one, budget="40%")) is None
-
-
-# Budgets and policies chosen together: the envelope, its labels, and what is told of them
-
-
-LOSS = {"objective": "loss"}
-
-
-@given(st.integers(0, 10_000), st.sampled_from(["layer", "head"]), st.booleans())
-@settings(max_examples=40)
-def test_options_are_the_envelope_and_name_who_reached_it(seed, level, whole_layers):
-    per = "layer" if whole_layers and level == "layer" else "head"
-    scores = make_choices(seed, per=per)
-    problem = formulate(scores, Request.parse(budget=0.5, level=level, **LOSS))
-    alone = [
-        formulate(scores, Request.parse(budget=0.5, level=level, loss_policies=[name], **LOSS))
-        for name in (one.title for one in scores.policies)
-    ]
-    table = np.stack([each.values for each in alone])
-    np.testing.assert_array_equal(problem.values, table.max(axis=0))
-    for unit, option in np.ndindex(problem.values.shape):
-        first = next(k for k in range(3) if table[k, unit, option] == problem.values[unit, option])
-        assert problem.policies[unit, option] == first
-    np.testing.assert_array_equal(problem.tokens, alone[0].tokens)
-    np.testing.assert_array_equal(problem.costs, alone[0].costs)
-    assert alone[0].policies is None
-    assert problem.digest() not in {each.digest() for each in alone}
-
-
-def test_policies_that_no_unit_takes_are_not_listed():
-    scores = make_choices(3)
-    only = solve(scores, budget="40%", level="head", loss_policies=["critical"], **LOSS)
-    assert [policy.title for policy in only.policies] == ["xkv", "critical"]
-    assert only.unit_policies is not None
-    assert (only.unit_policies == 1).all()
-    own = solve(scores, budget="40%", level="head", loss_policies=["xkv"], **LOSS)
-    assert own.other_policies == ()
-    assert own.unit_policies is None
-    assert own.retention is not None
-    implied = solve(scores, budget="40%", level="head", loss_policies="critical")
-    assert implied.objective == only.objective
-    retained = solve(scores, budget="40%", level="head", objective="mean")
-    assert retained.unit_policies is None
-
-
-def test_a_policy_that_holds_the_whole_prompt_does_not_go_with_a_peak():
-    scores = make_choices(3, names=("tova", "reconstruction"))
-    refusal = "reconstruction holds the whole prompt .* give loss_policies='xkv,tova', or a size"
-    with pytest.raises(InputError, match=refusal):
-        solve(scores, memory="5kB", **LOSS)
-    chosen = solve(scores, memory="5kB", loss_policies="xkv,tova", level="head")
-    assert chosen.other_policies
-
-
-BAD_TABLES = {
-    "beyond": (lambda p: {"unit_policies": p.unit_policies + 7}, "places in the list"),
-    "below": (lambda p: {"unit_policies": p.unit_policies - 1}, "places in the list"),
-    "shape": (lambda p: {"unit_policies": p.unit_policies[:1]}, "unit_policies is int64 shaped"),
-    "no table": (lambda p: {"unit_policies": None}, "unit_policies that say which"),
-    "window": (
-        lambda p: {"other_policies": tuple(other.replace(window=0) for other in p.other_policies)},
-        "in every policy",
-    ),
-}
-
-
-@pytest.mark.parametrize("fault", BAD_TABLES)
-def test_tables_that_cannot_be_are_refused(fault):
-    found = solve(make_choices(3), budget="40%", level="head", **LOSS)
-    changes, said = BAD_TABLES[fault]
-    with pytest.raises(InputError, match=said):
-        found.replace(**changes(found))
-
-
-def test_frontiers_tell_of_policies():
-    scores = make_choices(3)
-    points = frontier(scores, points=4, level="head", objective="loss")
-    assert points[1].retention is None
-    assert points[-1].retention == pytest.approx(1.0)
 
 
 # Caps and few budgets: from a user's words to constraints that hold
@@ -335,7 +253,7 @@ def test_a_budget_is_the_same_share_of_a_cache_at_16_bits_in_any_type(bits):
     decided = []
     for dtype_bytes in (2, 4):
         shape = shape_of(n_layers=3, n_kv_heads=2, head_dim=32, dtype_bytes=dtype_bytes)
-        scores = make_loss_bits(2, shape=shape)
+        scores = make_bits(2, shape=shape)
         decided.append(solve(scores, budget=0.5, level="head", objective="loss", bits=bits))
         text = request_text(decided[-1])
         assert "least predicted loss in 50% of the bytes of a cache at 16 bits, " in text
@@ -370,13 +288,13 @@ IN_BITS = {"objective": "loss", "bits": BITS}
 
 
 def _losses_by_hand(scores, layer, head):
-    """The least loss of a head by tokens and bits, over policies, linear between the levels."""
+    """The loss of a head by tokens and bits, linear between the levels."""
     by_width = scores.losses[:, layer, head].mean(axis=0)  # type: ignore[index]
     levels, tokens = scores.loss_tokens.tolist(), range(5, scores.context_tokens + 1)  # type: ignore[union-attr]
-    least = [np.min([np.interp(tokens, levels, one) for one in some], axis=0) for some in by_width]
+    rows = [np.interp(tokens, levels, one) for one in by_width]
     return {
         (n, bits): float(row[at])
-        for bits, row in zip(BITS, least, strict=True)
+        for bits, row in zip(BITS, rows, strict=True)
         for at, n in enumerate(tokens)
     }
 
@@ -386,7 +304,7 @@ def _losses_by_hand(scores, layer, head):
 def test_exact_solvers_find_the_least_loss_of_entries_and_bits(seed, share, dear):
     """By brute force over all products of tokens and bits, with losses read off by hand."""
     shape = shape_of(n_layers=2, n_kv_heads=1, head_dim=32)
-    scores = make_loss_bits(seed, shape=shape, context_tokens=22)
+    scores = make_bits(seed, shape=shape, context_tokens=22)
     each = [_losses_by_hand(scores, layer, 0) for layer in range(2)]
     every = [(_cost(*option, shape), option) for option in each[0]]
     pairs = itertools.product(every, repeat=2)

@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 from factories import (
     make_bits,
-    make_choices,
     make_curves,
-    make_loss_bits,
     make_losses,
     make_scores,
     make_shape,
@@ -127,7 +125,7 @@ REFUSED = [
             ({"share_groups": 4}, "share_length=2"),
             ({"share_groups": "2-3"}, "share_length=2"),
             ({"bits": (16, 8)}, "no loss curves.*bits=.16, 8.*ask for retention"),
-            ({"bits": (8,), "objective": "worst"}, "bits and policies are chosen by what they"),
+            ({"bits": (8,), "objective": "worst"}, "bits are chosen by what they"),
             ({"bits": (8,), "target_retention": 0.9}, "give target_loss, or leave them out"),
             ({"target_loss": 0.1}, "no loss curves.*ask for retention"),
             ({"objective": "loss", "solver": "dp"}, "no loss curves"),
@@ -147,7 +145,7 @@ REFUSED = [
         )
     ),
     *(
-        (make_loss_bits, {"bits": (8, 5, 3), **fields}, NOT_AT_BITS)
+        (make_bits, {"bits": (8, 5, 3), **fields}, NOT_AT_BITS)
         for fields in ({"objective": "loss"}, {"target_loss": 0.1})
     ),
     (make_scores, {"bits": (8, 4), "target_loss": 0.1}, r"no loss curves.*bits=.16, 8, 4"),
@@ -155,6 +153,9 @@ REFUSED = [
         (make_bits, {"bits": (16, 8, 4), **fields}, words)
         for fields, words in (
             ({"bits": (16, 2)}, "expected some of 16, 8, 5, 4, 3"),
+            ({"objective": "mean"}, "objective 'mean'"),
+            ({"objective": "worst"}, "retention is asked"),
+            ({"target_retention": 0.9}, "retention is asked for"),
             ({"max_distinct": 2}, "max_distinct counts tokens alone"),
             ({"average": "allocations"}, "average='curves'"),
         )
@@ -171,16 +172,6 @@ REFUSED = [
             ({"share_groups": 4, "objective": "worst"}, "leave out the objective"),
             ({"share_groups": 4, "max_distinct": 2}, "leave out one of them"),
             ({"share_groups": "2-3", "average": "allocations"}, "leave out average"),
-        )
-    ),
-    *(
-        (make_choices, {"loss_policies": "tova", **fields}, words)
-        for fields, words in (
-            ({"objective": "mean"}, "objective 'mean'"),
-            ({"objective": "worst"}, "retention is asked"),
-            ({"target_retention": 0.9}, "retention is asked for"),
-            ({"loss_policies": ["nacl"], "objective": "loss"}, "those of xkv, tova, critical"),
-            ({"loss_policies": [], "objective": "loss"}, "no policy is named"),
         )
     ),
 ]

@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 from factories import (
     make_bits,
-    make_choices,
-    make_loss_bits,
     make_losses,
     make_scores,
     make_shape,
@@ -63,11 +61,11 @@ ASKED = [
         lambda: make_losses(1, per="layer"),
         {"budget": "50%", "objective": "loss", "solver": "dp"},
     ),
-    (make_choices, {"budget": "40%", "level": "head", "objective": "loss"}),
-    (make_choices, {"budget": "40%", "average": "allocations", "objective": "loss"}),
+    (make_losses, {"budget": "40%", "level": "head", "objective": "loss"}),
+    (make_losses, {"budget": "40%", "average": "allocations", "objective": "loss"}),
     (
-        lambda: make_choices(1, shape=SLIDING),
-        {"budget": "60%", "level": "head", "loss_policies": ["tova"]},
+        lambda: make_losses(1, shape=SLIDING),
+        {"budget": "60%", "level": "head", "objective": "loss"},
     ),
     *(
         (make_shared_scores, {**goal, "level": level, "share_groups": groups})
@@ -116,7 +114,7 @@ def test_averaged_budgets_are_true_and_meet_what_the_mean_can(context):
     for share in np.arange(0.3, 0.9, 0.05):
         profile = kvalloc.solve(scores, budget=float(share), average="allocations")
         assert untrue(profile, scores) == set(), share
-    losses = np.ones((2, 3, 1, 1, 1, 3)) * np.array([1.0, 0.8, 0.0])
+    losses = np.ones((2, 3, 1, 1, 3)) * np.array([1.0, 0.8, 0.0])
     losses[1] *= 0.2
     levels = np.array([1, context - 2, context])
     scores = scores.replace(losses=losses, loss_tokens=levels, loss_bits=np.array([16]))
@@ -135,17 +133,6 @@ def more(profile):
 
 def fewer(profile):
     return {"budgets": np.maximum(profile.budgets - 3, profile.policy.protected_tokens)}
-
-
-def another_policy(profile):
-    table = profile.unit_policies.copy()  # type: ignore[union-attr]
-    table[0, 0] = (table[0, 0] + 1) % len(profile.policies)
-    return {"unit_policies": table}
-
-
-def foreign_policy(profile):
-    first, *others = profile.other_policies
-    return {"other_policies": (first.replace(scorer_parameters={"window": 1}), *others)}
 
 
 def other_widths(profile):
@@ -182,10 +169,8 @@ FALSE = [
     (make_scores, {**HEADS, "max_distinct": 9}, requesting(max_distinct=1), {"different budgets"}),
     (make_scores, {**HEADS, "max_distinct": 9}, requesting(cap=["0=200B"]), {"cap of layer 0"}),
     (make_losses, {"target_loss": 0.05}, moved("predicted_loss", -0.01), {"predicted loss"}),
-    (make_choices, LOSSES, another_policy, {"policies", "predicted loss"}),
-    (make_choices, LOSSES, lambda profile: {"retention": 0.5}, {"retention"}),
-    (make_choices, LOSSES, foreign_policy, {"policies"}),
-    (make_loss_bits, {**HEADS, **BITS}, other_widths, {"budgets are options", "predicted loss"}),
+    (make_losses, LOSSES, lambda profile: {"retention": 0.5}, {"retention"}),
+    (make_bits, {**HEADS, **BITS}, other_widths, {"budgets are options", "predicted loss"}),
     (
         make_shared_scores,
         {"budget": "35%", "share_groups": 4},
@@ -219,7 +204,7 @@ def test_a_false_statement_is_found(make, asked, change, names):
     ],
 )
 def test_numbers_have_the_sign_and_unit_that_solve_prints(asked, unit):
-    scores = make_choices(3)
+    scores = make_losses(3)
     profile = kvalloc.solve(scores, solver="dp", **asked)
     checks = {check.name: check for check in verify(profile, scores)}
     for name in ("objective", "bound"):

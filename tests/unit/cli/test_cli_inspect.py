@@ -65,20 +65,20 @@ def test_a_budget_profile_is_known_by_its_content(tmp_path):
 
 
 def test_parameters_are_shown_when_asked_for(tmp_path):
-    own = Policy(
-        scorer="lookahead", scorer_parameters={"votes": 5}, sinks=2, window=3, label="lookahead"
-    )
-    other = own.replace(scorer_parameters={"votes": 16}, label="lookahead:votes=16")
     make_budget_profile(
         np.full((2, 2), 20),
-        policy=own.replace(name="attention_matching"),
-        other_policies=(other,),
-        unit_policies=np.array([[0, 1], [1, 0]]),
+        policy=Policy(
+            scorer="lookahead",
+            scorer_parameters={"tokens": 5},
+            sinks=2,
+            window=3,
+            name="attention_matching",
+        ),
         solver_options={"learning_rate": 0.15},
     ).save(tmp_path / "p.json")
     brief, whole = (run("inspect", tmp_path / "p.json", *more).out for more in ((), ("--verbose",)))
     assert "attention_matching by lookahead, 2 sinks" in brief
-    for words in ("lookahead:votes=16", "learning_rate=0.15", "other policies"):
+    for words in ("votes=5", "learning_rate=0.15"):
         assert words in whole
         assert words not in brief
 

@@ -8,9 +8,8 @@ import tempfile
 import numpy as np
 import pytest
 from factories import (
+    make_bits,
     make_budget_profile,
-    make_choices,
-    make_loss_bits,
     make_losses,
     make_scores,
     make_shared_scores,
@@ -146,8 +145,8 @@ def test_a_changed_copy_is_checked():
         profile.replace(batch=0)
     with pytest.raises(InputError, match=r"budgets is int32 shaped \(1, 2\), expected int64"):
         profile.replace(budgets=profile.budgets.astype("int32"))
-    with pytest.raises(InputError, match="other_policies.0.sinks is -1"):
-        profile.replace(other_policies=({**profile.policy.record(), "sinks": -1},))
+    with pytest.raises(InputError, match="policy.sinks is -1"):
+        profile.replace(policy={**profile.policy.record(), "sinks": -1})
     with pytest.raises(InputError, match=r"holds what JSON cannot hold"):
         profile.replace(requested={"value": float("nan")}).save("never.json")
 
@@ -164,8 +163,7 @@ def test_a_changed_copy_is_checked():
             lambda: make_losses(per="layer"),
             [dict.fromkeys(("loss_tokens", "loss_bits", "losses"))],
         ),
-        (make_choices, [{"loss_policies": lambda p: (p[0].replace(label="t"), p[1])}]),
-        (make_loss_bits, [{"loss_bits": np.array([16, 4, 8])}]),
+        (make_bits, [{"loss_bits": np.array([16, 4, 8])}]),
         (make_shared_scores, [{"shared_runs": None, "shared_curves": None}]),
     ],
 )
@@ -209,7 +207,7 @@ def convex(curves):
     return np.broadcast_to(np.linspace(0, 1, 36) ** 2, curves.shape).copy()
 
 
-MAKERS = (make_scores, make_losses, make_loss_bits, make_shared_scores)
+MAKERS = (make_scores, make_losses, make_bits, make_shared_scores)
 WRONG = {
     "none": lambda a: None,
     "other type": lambda a: a.astype(np.float32 if a.dtype == float else np.int32),
@@ -246,21 +244,13 @@ SEMANTIC = {
         (at("sample_tokens", (1,), 0), "sample_tokens is 0..40, expected numbers within 1..inf"),
     ],
     make_losses: [
-        (at("losses", (1, 2, 1, 0, 0, 0), np.nan), r"losses is not finite at \[1, 2, 1, 0, 0, 0\]"),
+        (at("losses", (1, 2, 1, 0, 0), np.nan), r"losses is not finite at \[1, 2, 1, 0, 0\]"),
         (edit("loss_tokens", lambda a: a - 1), "loss.*to the context of 40"),
         (edit("loss_tokens", lambda a: a.clip(12)), r"rising from at least 5 \(sinks and window\)"),
         (edit("losses", lambda a: a[..., ::-1].copy()), "loss.*not 0 where"),
         (edit("losses", lambda a: -a), "loss.*what is lost, above 0"),
     ],
-    make_choices: [
-        (drop("losses", "loss_tokens", "loss_bits"), "losses that it belongs to"),
-        (lambda s: {"loss_policies": (s.loss_policies[0],) * 2}, "'tova' twice"),
-        (
-            lambda s: {"loss_policies": (s.loss_policies[0].replace(window=9), s.loss_policies[1])},
-            "tova with 2 sinks and a window of 9",
-        ),
-    ],
-    make_loss_bits: [
+    make_bits: [
         (lambda s, given=given: {"loss_bits": np.array(given)}, "16, then some of 8, 5, 4, 3 once")
         for given in ([16, 8, 6], [16, 8, 8], [8, 16, 4])
     ],

@@ -13,9 +13,7 @@ from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.measure import Prompt
 from kvalloc.measure.loss_plan import LossPlan
 
-LOSSES = LossPlan(
-    method="fast", level="head", policies=("tova",), shares=(0.0, 0.4), continuation_tokens=4
-)
+LOSSES = LossPlan(method="fast", level="head", shares=(0.0, 0.4), continuation_tokens=4)
 
 
 def part_of(scores, number, of):

@@ -319,4 +319,4 @@ def test_score_curves_are_exported_as_a_table(tmp_path):
     assert last == [pytest.approx(scores.curves[:, 2, 1, -1].mean())]
     first = str(scores.loss_tokens[0])
     loss = [float(row[4]) for row in rows[1:] if row[:4] == ["1", "1", "loss", first]]
-    assert loss == [pytest.approx(scores.losses[:, 1, 0, 0, 0, 0].mean())]
+    assert loss == [pytest.approx(scores.losses[:, 1, 0, 0, 0].mean())]

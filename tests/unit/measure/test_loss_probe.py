@@ -1,23 +1,21 @@
-"""The loss probe against whole forwards with the hidden entries masked, and losses of policies."""
+"""The loss probe against whole forwards with the hidden entries masked."""
 
 import numpy as np
 import pytest
 import torch
-from tiny_models import VOCABULARY, equal_budgets, tiny_model
+from tiny_models import VOCABULARY, tiny_model
 
-import kvalloc
-from kvalloc.errors import InputError, UnsupportedRequestError
+from kvalloc.errors import InputError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.measure import loss_curves
 from kvalloc.measure.cache_loss import CacheLosses
 from kvalloc.measure.job import Job
 from kvalloc.measure.loss_curves import estimate_losses, measure_losses
-from kvalloc.measure.loss_plan import LossPlan, named_policies
+from kvalloc.measure.loss_plan import LossPlan
 from kvalloc.measure.loss_probe import LossProbe
 from kvalloc.measure.sampling import Sample
 from kvalloc.models.attention import intercept_attention
 from kvalloc.models.loading import shape_of
-from kvalloc.runtime.policies import policy_of
 from kvalloc.scorers import get_scorer
 
 SINKS, WINDOW, SHARES = 2, 4, (0.0, 0.2, 0.6)
@@ -26,35 +24,26 @@ QUESTION, ANSWER = torch.tensor([11, 4, 7, 9, 30]), torch.tensor([5, 9, 17, 3])
 FULL_LAYERS = {"llama": (0, 1, 2), "qwen3": (0, 1, 2), "gemma3": (1,)}
 
 
-def named(*texts):
-    return named_policies(texts, SCORER, sinks=SINKS)
-
-
 def make_probe(
     kind="llama",
     *,
     n_tokens=40,
     answer=None,
     question=None,
-    policies=(),
     scorer=SCORER,
     **options,
 ):
     model = tiny_model(kind, **options)
     ids = torch.randint(2, VOCABULARY, (n_tokens,), generator=torch.Generator().manual_seed(1))
     more = {"answer_ids": answer, "question_ids": question, "continuation_tokens": 6}
-    more |= {"shape": shape_of(model), "policies": [policy_of(each) for each in named(*policies)]}
+    more |= {"shape": shape_of(model)}
     return model, ids, LossProbe(model, ids, scorer, sinks=SINKS, **more)
 
 
-def probe_of(*policies, **options):
-    return make_probe(policies=policies, initializer_range=0.15, **options)[2]
-
-
-def job(level, *shares, policies=(), bits=()):
+def job(level, *shares, bits=()):
     """Levels at some shares of a context of 40 tokens."""
     rest = {"samples": None, "shape": shape_of(tiny_model()), "bits": bits}
-    plan = LossPlan(shares=shares, level=level, policies=policies)
+    plan = LossPlan(shares=shares, level=level)
     return Job(scorer=SCORER, sinks=SINKS, context_tokens=40, losses=plan, **rest)
 
 
@@ -126,7 +115,7 @@ def test_the_loss_of_a_whole_cache_is_that_of_a_masked_forward(kind, asked):
     full, budgets = FULL_LAYERS[kind], np.full((3, 2), 16)
     budgets[list(full)] = [[9, 30], [20, 7], [8, 11]][: len(full)]
     kept = {
-        layer: torch.stack([probe.kept(layer, 0, [int(n)])[0][h] for h, n in enumerate(row)])
+        layer: torch.stack([probe.kept(layer, [int(n)])[0][h] for h, n in enumerate(row)])
         for layer, row in zip(full, budgets[list(full)], strict=True)
     }
     everything = torch.cat([ids, probe.continuation_ids])
@@ -166,7 +155,7 @@ def test_sliding_layers_and_last_level_have_no_loss():
     asked = job("head", 0.0, 0.5)
     assert asked.loss_levels.tolist() == [6, 23, 40]
     measured = measure_losses(probe, asked)
-    assert measured["losses"].shape == (3, 2, 1, 1, 3)
+    assert measured["losses"].shape == (3, 2, 1, 3)
     assert (measured["losses"][[0, 2]] == 0).all()
     assert (measured["losses"][1, ..., 2] == 0).all()
     assert (measured["losses"][1, ..., 0] > 0).all()
@@ -183,7 +172,7 @@ def test_losses_at_fewer_bits_are_those_of_the_cache_that_stores_them(kind):
         budgets, bits = np.full((3, 2), 150), np.full((3, 2), 16)
         budgets[[n for n in range(3) if n not in full]] = 16
         budgets[layer], bits[layer] = row, stored
-        keep = torch.stack([probe.kept(layer, 0, [n])[0][h] for h, n in enumerate(row)])
+        keep = torch.stack([probe.kept(layer, [n])[0][h] for h, n in enumerate(row)])
         found = float(probe.losses(layer, keep[None], bits=stored[None]).mean())
         expected = losses.loss(0, head_profile(model, 150, budgets, bits))
         assert expected > 1e-6
@@ -194,22 +183,22 @@ def test_losses_at_fewer_bits_are_those_of_the_cache_that_stores_them(kind):
 @pytest.mark.parametrize("run", [measure_losses, estimate_losses])
 def test_each_width_gets_losses_at_every_level(run, level):
     """Everything kept at fewer bits loses something; 16 bits lose what they did alone."""
-    probe, both = probe_of("tova"), job(level, *SHARES, policies=("tova",), bits=(8, 3))
+    _, _, probe = make_probe(initializer_range=0.15)
+    both = job(level, *SHARES, bits=(8, 3))
     found = run(probe, both)["losses"]
-    assert (both.loss_bits, both.loss_kinds) == ((16, 8, 3), (3, 2))
-    alone = run(probe, job(level, *SHARES, policies=("tova",)))["losses"]
+    assert both.loss_bits == (16, 8, 3)
+    alone = run(probe, job(level, *SHARES))["losses"]
     np.testing.assert_allclose(found[:, :, :1], alone, rtol=1e-3, atol=1e-7)
-    at_8, at_3 = found[:, :, 1, :, -1], found[:, :, 2, :, -1]
+    at_8, at_3 = found[:, :, 1, -1], found[:, :, 2, -1]
     assert (at_3 > 10 * abs(at_8)).all()
-    np.testing.assert_allclose(at_3[..., 0], at_3[..., 1], rtol=1e-6)  # whoever ranks, all is kept
     bits = np.full((1, 2), 16)
     bits[0, 0 if level == "head" else slice(None)] = 3
-    keep = torch.stack(probe.kept(2, 1, [probe.budget(int(both.loss_levels[1]), 40)]))
+    keep = torch.stack(probe.kept(2, [probe.budget(int(both.loss_levels[1]), 40)]))
     if level == "head":
         keep[:, 1:] = True
     if run is measure_losses:
         expected = float(probe.losses(2, keep, bits=bits).mean())
-        assert found[2, 0, 2, 1, 1] == pytest.approx(expected, rel=1e-4)
+        assert found[2, 0, 2, 1] == pytest.approx(expected, rel=1e-4)
 
 
 def test_a_batch_of_variants_gives_what_each_gives_alone(monkeypatch):
@@ -239,119 +228,3 @@ def test_second_order_estimate_agrees_where_the_harm_is_small(level, asked):
     ratio = estimated[large] / measured[large]
     assert ratio.min() > 0.8
     assert ratio.max() < 1.25
-
-
-def test_texts_name_policies_and_scorers_at_the_profiles_settings():
-    critical, tova, other, xkv = named(
-        "critical", "tova", "snapkv:window=2:pool=1", "xkv:group-reduce=max"
-    )
-    assert [each.title for each in (critical, tova)] == ["critical", "tova"]
-    assert (critical.name, critical.scorer) == ("critical", "snapkv")
-    assert critical.scorer_parameters == SCORER.parameters()
-    assert critical.parameters == {"alpha": 0.5, "epsilon": 0.0001}
-    assert (tova.name, tova.scorer, tova.scorer_parameters) == ("score", "tova", {"window": 4})
-    expected = {"window": 2, "pool": 1, "pooling": "max", "group_reduce": "mean"}
-    assert other.scorer_parameters == expected
-    assert other.label == "snapkv:window=2:pool=1"
-    assert (other.sinks, other.window) == (SINKS, WINDOW)
-    assert xkv.scorer_parameters == {"window": 4, "pool": 3, "group_reduce": "max"}
-    (critical,) = named("critical:alpha=0.25:window=2")  # options of the policy and of its scorer
-    assert critical.parameters["alpha"] == 0.25
-    assert critical.scorer_parameters == {**SCORER.parameters(), "window": 2}
-
-
-@pytest.mark.parametrize(
-    ("texts", "titles"),
-    [
-        (["snapkv", "score"], []),  # the scorer's own is measured in any case
-        (["snapkv", "tova"], ["tova"]),
-        (["usual", "keydiff"], ["critical", "tova", "snapkv:window=1:pool=1", "keydiff"]),
-    ],
-)
-def test_texts_stand_for_policies_beside_the_scorers_own(texts, titles):
-    assert [each.title for each in named(*texts)] == titles
-
-
-@pytest.mark.parametrize(
-    ("texts", "said"),
-    [
-        (["nothing"], "no policy or scorer 'nothing'"),
-        (["tova:pool=3"], "no option 'pool'"),
-        (["critical:beta=3"], "no option 'beta'"),
-        (["tova:=3"], "is not NAME or NAME:KEY=VALUE"),
-        (["snapkv:pool=1:pool=3"], "gives pool twice"),
-        (["snapkv:pool=2"], "expected an odd number"),
-        (["snapkv:window=8"], "looks at the last 8 tokens.*window=8"),
-        (["tova", "tova:window=4"], "are the same policy"),
-        ([""], "no policy or scorer ''"),
-        *(([name], "cannot be one of several") for name in ("merge", "mpcache")),
-        (["attention_matching"], "cannot be one of several"),
-    ],
-)
-def test_texts_that_name_nothing_are_refused(texts, said):
-    with pytest.raises((InputError, UnsupportedRequestError), match=said):
-        named(*texts)
-
-
-@pytest.mark.parametrize("level", ["layer", "head"])
-@pytest.mark.parametrize("run", [measure_losses, estimate_losses])
-def test_each_policy_gets_the_losses_that_it_gets_as_the_scorer(run, level):
-    """H2O looks at all queries, TOVA at the last, KeyDiff at none."""
-    found = run(
-        probe_of("tova", "keydiff", "h2o"), job(level, *SHARES, policies=("tova", "keydiff", "h2o"))
-    )["losses"]
-    for place, name in enumerate(("tova", "keydiff", "h2o"), start=1):
-        alone = probe_of(scorer=get_scorer(name, window=WINDOW))
-        expected = run(alone, job(level, *SHARES))["losses"][:, :, :, 0]
-        np.testing.assert_allclose(found[:, :, :, place], expected, rtol=1e-3, atol=1e-7)
-    plain = run(probe_of(), job(level, *SHARES))["losses"]
-    assert plain.shape[3] == 1
-    np.testing.assert_allclose(found[:, :, :, :1], plain, rtol=1e-4, atol=1e-8)
-    assert (found[:, :, 0, 1:, 1] != found[:, :, 0, :1, 1]).any()
-
-
-def test_policies_that_keep_the_same_are_run_once(monkeypatch):
-    monkeypatch.setattr(loss_curves, "TOGETHER", 64)
-    probe = probe_of("tova", "streaming")
-    seen = []
-    losses = probe.losses
-
-    def counted(layer, keep, bits):
-        seen.append(len(keep))
-        return losses(layer, keep, bits=bits)
-
-    probe.losses = counted
-    found = measure_losses(probe, job("head", *SHARES, policies=("tova", "streaming")))["losses"]
-    # sinks and window alone are the same for all: one variant a head instead of three
-    assert max(seen) <= 2 * (1 + 3 * 2)
-    assert (found[:, :, 0, 1:, 0] == found[:, :, 0, :1, 0]).all()
-
-
-def test_critical_keeps_what_the_policy_keeps():
-    probe = probe_of("critical:window=2")
-    policy, states = probe.policies[0], probe.prompt_states[1]
-    budgets = [torch.full((1, 2), budget) for budget in (6, 13, 27)]
-    each = policy.keep_each(states, budgets, sinks=SINKS, window=WINDOW)
-    for budget, kept in zip(budgets, each, strict=True):
-        assert torch.equal(kept, policy.keep(states, budget, sinks=SINKS, window=WINDOW))
-
-
-@pytest.mark.parametrize("kind", ["llama", "gemma3"])
-def test_scorers_see_the_second_read_that_a_cache_makes(kind):
-    text, scorer = "reconstruction:chunk=20", get_scorer("reconstruction", window=4, chunk=30)
-    answer = torch.tensor([3, 4, 5])
-    model, ids, probe = make_probe(kind, n_tokens=50, answer=answer, policies=[text], scorer=scorer)
-    (policy,) = named(text)
-    assert policy.scorer_parameters["pool"] == 1  # the method's own
-    reduced = equal_budgets(model, 20, context_tokens=50).replace(policy=policy)
-    cache = kvalloc.make_cache(model, reduced)
-    with torch.no_grad():
-        model(input_ids=ids[None], past_key_values=cache)
-    for layer in FULL_LAYERS[kind]:
-        states = probe.prompt_states[layer]
-        kept = policy_of(policy).keep(states, torch.full((1, 2), 20), sinks=2, window=4)
-        places = cache.kept_indices(layer)[0].long()
-        assert torch.equal(kept[0].nonzero()[:, 1].view(-1, 20), places)
-    first = FULL_LAYERS[kind][0]
-    again = scorer.score(probe.prompt_states[first], sinks=2)[0]
-    assert torch.equal(probe.scores[first], again)

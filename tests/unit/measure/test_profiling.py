@@ -126,7 +126,6 @@ def broken_model():
         ({"resume": True}, "name the output"),
         ({"loss": "exact"}, "loss method is 'exact'"),
         ({"loss": "fast", "loss_level": "token"}, "loss level is 'token'"),
-        ({"loss_policies": ("tova",)}, "add loss='measured' or loss='fast'"),
         ({"sinks": -1}, "sinks is -1, expected a number of tokens"),
         ({"share_length": 0}, "the share length is 0"),
         ({"share_length": 2}, "no layers of this model can share"),
@@ -163,14 +162,8 @@ LOSSES = {"shares": (0.0, 0.2, 0.6), "continuation_tokens": 5}
         ({}, 3),
         ({"share_length": 2}, 5),
         ({"loss": LossPlan(**LOSSES)}, 3),
-        (
-            {
-                "loss": LossPlan(method="fast", level="head", policies=("tova",), **LOSSES),
-                "bits": (8, 4),
-            },
-            3,
-        ),
-        ({"loss": LossPlan(level="head", policies=("tova",), **LOSSES)}, 3),
+        ({"loss": LossPlan(method="fast", level="head", **LOSSES), "bits": (8, 4)}, 3),
+        ({"loss": LossPlan(level="head", **LOSSES)}, 3),
     ],
 )
 def test_a_stopped_job_goes_on_and_gives_the_same_bits(tmp_path, options, layers):

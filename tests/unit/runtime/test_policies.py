@@ -12,7 +12,7 @@ import pytest
 import runtime_oracle as tiny
 import scorer_oracle
 import torch
-from prompt_runs import AT_ONCE, head_entries, policy, run
+from prompt_runs import AT_ONCE, policy, run
 from runtime_cells import COMBINING
 from scorer_oracle import SCORERS, make_states
 
@@ -20,13 +20,11 @@ from kvalloc.errors import InputError, UnsupportedRequestError
 from kvalloc.problem.registry import plugin_options
 from kvalloc.runtime import make_cache
 from kvalloc.runtime.policies import (
-    changed_policy,
     get_policy,
     policy_class,
     policy_names,
 )
 from kvalloc.runtime.policies import merge as merge_file
-from kvalloc.runtime.policies.score import Score
 from kvalloc.scorers import scorer_class, scorer_names
 from kvalloc.scorers.projected_values import projected_value_norms
 
@@ -377,71 +375,6 @@ def test_a_row_that_keeps_everything_leaves_the_others_their_biases():
             assert (expected != 0).any()
             torch.testing.assert_close(bias, expected, atol=1e-5, rtol=1e-5)
             assert not pieces[0, head].bias.any()
-
-
-# Caches whose KV heads have policies of their own, however the tokens arrive
-
-
-LONG = 150
-NAMES = ("tova", "critical", "keydiff", "nacl")
-
-
-def mixed(model, level, names=NAMES):
-    """Every head another policy: 0, 1, 2, ... and over again."""
-    profile = tiny.make_profile(model, LONG, 0.5)
-    if level == "head":
-        profile = tiny.by_head(profile, spread=40)
-    others = tuple(changed_policy(profile.policy, name).replace(label=name) for name in names)
-    shape = profile.shape
-    table = np.zeros_like(profile.budgets)
-    for place, layer in enumerate(shape.full_layers):
-        heads = 2 * place + np.arange(shape.n_kv_heads)
-        table[layer] = (heads if level == "head" else heads[:1]) % (1 + len(names))
-    return profile.replace(other_policies=others, unit_policies=table)
-
-
-@pytest.mark.parametrize("chunk", [LONG, 50])
-@pytest.mark.parametrize("level", ["layer", "head"])
-def test_each_head_keeps_what_its_policy_alone_would(model, level, chunk):
-    """In chunks in the first layer, which sees the same whatever was evicted before."""
-    profile = mixed(model, level)
-    alone = [profile.with_policy(policy) for policy in profile.policies]
-    cache, *caches = (make_cache(model, each, prompt_tokens=LONG) for each in (profile, *alone))
-    for each in (cache, *caches):
-        for part in tiny.prompt(LONG).split(chunk, dim=1):
-            run(model, part, each)
-    differ, budgets = 0, profile.budgets if chunk == LONG else profile.budgets[:1]
-    for layer, head in np.ndindex(budgets.shape):
-        place = int(profile.unit_policies[layer, head])
-        kept = head_entries(cache, layer, head)
-        assert kept == head_entries(caches[place], layer, head)
-        differ += kept != head_entries(caches[(place + 1) % len(caches)], layer, head)
-    assert differ >= budgets.size // 2
-
-
-def test_a_policy_that_is_named_counts_for_all_heads(model):
-    profile = mixed(model, "head")
-    cache = make_cache(model, profile, policy="streaming")
-    assert cache.profile.unit_policies is None
-    run(model, tiny.prompt(LONG), cache)
-    budget = int(profile.budgets[0, 0])
-    kept = head_entries(cache, 0, 0)
-    assert kept == [0, 1, *range(LONG - budget + 2, LONG)]
-
-
-def test_layers_with_one_policy_ask_only_that_one(monkeypatch):
-    model, looked = tiny.tiny_model(), list[tuple[str, int]]()
-    profile, scores = mixed(model, "layer", ("tova", "keydiff")), Score.scores
-
-    def watched(self, states, *, sinks):
-        looked.append((self.scorer.name, states.layer))
-        return scores(self, states, sinks=sinks)
-
-    monkeypatch.setattr(Score, "scores", watched)
-    run(model, tiny.prompt(LONG), make_cache(model, profile))
-    places = profile.unit_policies[:, 0]
-    wanted = [(profile.policies[place].scorer, layer) for layer, place in enumerate(places)]
-    assert looked == wanted
 
 
 # docs/policies.md says what is there

@@ -36,7 +36,7 @@ from kvalloc.runtime import CacheOptions, answer, loading, make_cache, refusals
 from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.lossless import verify_with
 from kvalloc.runtime.making import build_cache
-from kvalloc.runtime.policies import changed_policy, get_policy
+from kvalloc.runtime.policies import get_policy
 from kvalloc.runtime.policies.base import EvictionPolicy
 from kvalloc.scorers import get_scorer
 
@@ -162,15 +162,6 @@ def with_compiled_layer(model):
     make_cache(model, profile_of(model))
 
 
-def beside(model, other, scorer="xkv", **options):
-    """Every second head has another policy."""
-    profile = profile_of(model, scorer=scorer, level="head")
-    table = by_head(model)["unit_policies"]
-    policy = changed_policy(profile.policy, other) if isinstance(other, str) else other
-    others = (policy.replace(label="other"),)
-    make_cache(model, profile.replace(unit_policies=table, other_policies=others), **options)
-
-
 def at_peak(model, **changes):
     """A profile that was decided for a memory."""
     return profile_of(model).replace(fits_a_peak=True, **changes)
@@ -211,12 +202,6 @@ def beyond_announced(model):
 def shared(model, **changes):
     profile = profile_of(model, [30, 30, 20, 20], scorer="reconstruction")
     return profile.replace(share_groups=((2, 3),), **changes)
-
-
-def by_head(model, scorer="h2o"):
-    other = profile_of(model, scorer=scorer).policy.replace(label="other")
-    table = np.arange(model.config.num_hidden_layers * 2).reshape(-1, 2) % 2
-    return {"unit_policies": table, "other_policies": (other,)}
 
 
 def generated(model, *, lossless=False, **options):
@@ -312,18 +297,6 @@ def too_few(model):
     refusals.check_kept(get_policy("score", scorer=get_scorer("xkv")), kept, budgets)
 
 
-def of_heads(model):
-    profile = profile_of(model, level="head")
-    return profile.replace(**by_head(model))
-
-
-def adding_up(model):
-    """In one piece it works."""
-    forward(model, made(model, of_heads(model)))
-    cache = made(model, of_heads(model), prompt_tokens=CONTEXT)
-    forward(model, cache, input_ids=tiny.prompt(20))
-
-
 def chunk_of_undecided(model):
     cache = build_cache(
         model,
@@ -407,10 +380,6 @@ def asked(model, ids, rows=1, **options):
 
 CASES = {
     "bits_are_compared": (four_bits, "at 4 bits, but the policy mpcache compares"),
-    "shared_by_policies": (
-        lambda model: make_cache(model, shared(model, **by_head(model), level="head")),
-        "layers 2-3 keep the same entries, but heads have different policies",
-    ),
     "shared_unranked": (unranked, "layers 2-3 keep the same entries, but the policy score chooses"),
     "beyond_memory": (
         lambda model: make_cache(model, at_peak(model), policy="reconstruction"),
@@ -477,7 +446,6 @@ CASES = {
         ),
         "policy merge merges entries.*in one piece",
     ),
-    "adds_up_chunks": (adding_up, "prompts in one piece only"),
     "reads_unevenly": (uneven, "policy mpcache leaves entries unread"),
     "crop_amid_prompt": (crop_a_part, "before the prompt is complete"),
     "prompt_begun": (
@@ -572,9 +540,11 @@ MORE = [
         ("no_decode_every", partial(made, decode_every=wrong), "decode_every")
         for wrong in (-1, True, 2.5)
     ),
-    (UnsupportedRequestError, partial(beside, other="merge"), "merges entries and cannot be one"),
-    (UnsupportedRequestError, partial(beside, other="mpcache"), "leaves stored entries unread"),
-    (InputError, partial(beside, other=WIDE), "looks at the last 9 tokens"),
+    (
+        InputError,
+        lambda model: make_cache(model, profile_of(model).replace(policy=WIDE)),
+        "looks at the last 9 tokens",
+    ),
     (UnsupportedRequestError, cropped_into_prompt, "2 have followed the latest eviction.*deepcopy"),
     (UnsupportedRequestError, beyond_announced, "prompt of 60 tokens"),
 ]

@@ -7,7 +7,7 @@ from factories import make_budget_profile, make_shape
 
 from kvalloc.online.ways import Early, Setting, Twice, Whole
 from kvalloc.runtime.options import CacheOptions
-from kvalloc.runtime.policies import policies_of
+from kvalloc.runtime.policies import policy_of
 from kvalloc.runtime.schedule import layer_groups, schedule_of
 
 TOKENS = 400
@@ -42,7 +42,7 @@ def stored(**changes):
 def test_a_prompt_goes_by_layer_or_whole(profile, by_layer, in_one, in_chunks):
     options = CacheOptions(by_layer=by_layer, decode_every=7)
     for chunks, expected in ((False, in_one), (True, in_chunks)):
-        found = schedule_of(profile, policies_of(profile), options, in_chunks=chunks)
+        found = schedule_of(profile, policy_of(profile.policy), options, in_chunks=chunks)
         assert (found.holds, found.every.tokens) == (expected, 7)
 
 
@@ -53,7 +53,7 @@ def test_layers_that_share_entries_evict_together():
 
 def test_nothing_competes_later_where_all_of_a_prompt_stays():
     profile = Whole(setting=Setting(shape=SHAPE, share=1.0), width=16).profile(TOKENS)
-    found = schedule_of(profile, policies_of(profile), CacheOptions(), in_chunks=False)
+    found = schedule_of(profile, policy_of(profile.policy), CacheOptions(), in_chunks=False)
     assert found.every is None
 
 
@@ -68,6 +68,7 @@ def test_nothing_competes_later_where_all_of_a_prompt_stays():
 def test_what_follows_competes_every_so_many_tokens(options, expected):
     """By default 64, or a sixteenth; where memory is short, a quarter of it."""
     profile = profile_of(Early)
-    found = schedule_of(profile, policies_of(profile), CacheOptions(**options), in_chunks=False)
+    policy = policy_of(profile.policy)
+    found = schedule_of(profile, policy, CacheOptions(**options), in_chunks=False)
     columns = found.every.columns(1024, 1250, token_bytes=10)
     assert list(itertools.islice(columns, 9)) == expected

@@ -16,7 +16,6 @@ from kvalloc.errors import InputError, UnsupportedRequestError
 from kvalloc.models.attention import intercept_attention
 from kvalloc.models.loading import shape_of
 from kvalloc.runtime import make_cache
-from kvalloc.runtime.policies import changed_policy
 from kvalloc.scorers.later_pass import CARRIED_TOKENS
 
 CONTEXT = 90
@@ -135,33 +134,6 @@ def test_nothing_of_a_repetition_stays():
             if type(mine) is type(theirs):
                 assert torch.equal(mine.keys, theirs.keys)
                 assert torch.equal(mine.values, theirs.values)
-
-
-@pytest.mark.parametrize("level", ["layer", "head"])
-def test_heads_mix_such_scorers_with_others_and_share_passes(level, monkeypatch):
-    """H2O needs all of the prompt's queries, which are held, too."""
-    model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
-    names = ("h2o", "reconstruction", "tova")
-    options = ({}, {"pool": 3, "chunk": 37}, {})
-    profile = profile_of(model, "reconstruction", level)
-    others = tuple(
-        changed_policy(profile.policy, name, own).replace(label=f"{name}{place}")
-        for place, (name, own) in enumerate(zip(names, options, strict=True))
-    )
-    table = np.arange(profile.budgets.size).reshape(profile.budgets.shape) % 4
-    if level == "layer":
-        table[:] = table[:, :1]
-    mixed = profile.replace(other_policies=others, unit_policies=table)
-    forwards = noted_repetitions(monkeypatch)
-    cache = make_cache(model, mixed)
-    run(model, ids, cache)
-    # one repetition in three pieces of which two lead over
-    assert sorted(forwards) == sorted([37, 8 + 37, 8 + CONTEXT - 74])
-    for layer, head in np.ndindex(*table.shape):
-        policy = mixed.policies[table[layer, head]]
-        own = make_cache(model, mixed.replace(policy=policy, other_policies=(), unit_policies=None))
-        run(model, ids, own)
-        assert torch.equal(cache.kept_indices(layer)[0, head], own.kept_indices(layer)[0, head])
 
 
 @pytest.mark.parametrize("name", NAMES)
