@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 
 import numpy as np
@@ -67,9 +67,6 @@ POSITION_BYTES = 4
 
 BIAS_BYTES = 4
 """Of an entry's logit bias, float32."""
-
-RANKING_BYTES = 16
-"""Of an entry, while its layer waits for the others of its sharing group."""
 
 MOST_BYTES = 2**60
 """Sums of costs are int64, and solvers scale them: above this they could overflow."""
@@ -337,11 +334,11 @@ def plain_bytes(shape: ModelShape, tokens: int, rows: int = 1) -> int:
     return (full + sliding) * shape.n_kv_heads * shape.plain_bytes_per_entry * rows
 
 
-def reading_bytes(shape: ModelShape, tokens: int, rows: int = 1, layers: int = 1) -> int:
+def reading_bytes(shape: ModelShape, tokens: int, rows: int = 1) -> int:
     """Return the bytes of what is held in full while a prompt is read with eviction.
 
-    A layer is reduced as soon as it was read, the layers of a sharing group when the last of them
-    was. Until then keys and values are as the model made them.
+    A layer is reduced as soon as it was read. Until then keys and values are as the model made
+    them.
 
     Parameters
     ----------
@@ -350,11 +347,8 @@ def reading_bytes(shape: ModelShape, tokens: int, rows: int = 1, layers: int = 1
         Length of the prompt, padding included.
     rows : int
         Prompts that are read together.
-    layers : int
-        Layers of the largest sharing group; 1 where none share.
     """
-    entry = shape.plain_bytes_per_entry + RANKING_BYTES * (layers > 1)
-    return layers * shape.n_kv_heads * tokens * rows * entry
+    return shape.n_kv_heads * tokens * rows * shape.plain_bytes_per_entry
 
 
 def check_size(shape: ModelShape, context_tokens: int, page_tokens: int, batch: int) -> None:
@@ -388,8 +382,6 @@ class CacheCosts:
         Whether kept entries have logit biases.
     columns : int or None
         Length of the longest prompt of the batch; None where all are `context_tokens` long.
-    read_layers : int
-        Layers that are held in full together while a prompt is read, see `reading_bytes`.
     heads : int
         KV heads of all full-attention layers and rows; this and what follows is computed.
     full : int
@@ -412,7 +404,6 @@ class CacheCosts:
     page_tokens: int
     biased: bool = False
     columns: int | None = None
-    read_layers: int = 1
 
     heads: int = field(init=False)
     full: int = field(init=False)
@@ -457,13 +448,12 @@ class CacheCosts:
     def reading_bytes(self) -> int:
         """Return the bytes that the cache takes beside what is kept while the prompts are read."""
         columns = self.columns or self.context_tokens
-        return reading_bytes(self.shape, columns, self.batch, self.read_layers)
+        return reading_bytes(self.shape, columns, self.batch)
 
     @property
     def plain_bytes(self) -> int:
         """Return the bytes of a plain cache, as the model makes it."""
-        one_layer = replace(self, read_layers=1).reading_bytes
-        return len(self.shape.full_layers) * one_layer + self.sliding_bytes
+        return len(self.shape.full_layers) * self.reading_bytes + self.sliding_bytes
 
     def of_budget(self, tokens: int) -> int:
         """Return the cost of one budget in every KV head of the full-attention layers."""

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from kvalloc.accounting import BoolArray, IntArray
 from kvalloc.allocation.curves import RequestCurves
-from kvalloc.allocation.formulation import pose, problem_of
+from kvalloc.allocation.formulation import problem_of
 from kvalloc.allocation.request import Request
 from kvalloc.allocation.sensitivity import limits_of, price_at
 from kvalloc.allocation.verification import DUAL, prove
 from kvalloc.formats.budget_profile import BudgetProfile, Limit, relative_gap
 from kvalloc.formats.score_profile import ScoreProfile
-from kvalloc.formats.sharing_groups import groups_text, parse_groups
 from kvalloc.formats.shipped_profiles import load_profile, load_scores
 from kvalloc.problem import AllocationProblem, Sense, Termination
 from kvalloc.shape import ModelShape
@@ -121,34 +120,16 @@ def _goal_check(request: Request, problem: AllocationProblem, choice: IntArray) 
 
 def _prediction_checks(profile: BudgetProfile, curves: RequestCurves) -> list[Check]:
     """Check retention, cost and loss, computed again from the score profile."""
-    request, scores, loss = curves.request, curves.scores, None
     budgets, bits = profile.budgets, profile.bits
     checks = [_close("retention", profile.retention, curves.retention(budgets))]
-    if not profile.share_groups:
-        loss = curves.predicted_loss(budgets, bits)
+    loss = curves.predicted_loss(budgets, bits)
     checks.append(_close("predicted loss", profile.predicted_loss, loss))
     error = None if loss is None else curves.model_error(bits, profile.share)
     checks.append(_close("model error", profile.model_error, error))
     if (measured := profile.measured_loss) is not None and measured.target is not None:
         met, stated = measured.loss <= measured.target, f"{measured.target:.9g}"
         checks.append(Check("measured target met", stated, f"{measured.loss:.9g}", met))
-    if "share_groups" in profile.requested:
-        checks.extend(_group_checks(profile, request, scores))
     return checks
-
-
-def _group_checks(profile: BudgetProfile, request: Request, scores: ScoreProfile) -> list[Check]:
-    """Check that the groups are the requested ones, and the bound over all groupings."""
-    requested = parse_groups(profile.requested["share_groups"])
-    if not isinstance(requested, int):
-        return [_equal("groups", groups_text(profile.share_groups), groups_text(requested))]
-    alone = len(scores.shape.full_layers) - sum(len(group) for group in profile.share_groups)
-    count = alone + len(profile.share_groups)
-    bound = pose(scores, replace(request, share_groups=requested)).grouping_bound
-    return [
-        Check("groups", f"at most {requested}", f"{count}", count <= requested),
-        _close("bound over groupings", profile.grouping_bound, bound),
-    ]
 
 
 def choice_of(profile: BudgetProfile, problem: AllocationProblem) -> tuple[IntArray, BoolArray]:

@@ -30,7 +30,7 @@ class RequestCurves:
     scores : ScoreProfile
         Measured curves.
     request : Request
-        Its objective, level and groups of layers.
+        Its objective and level.
     sample : int or None
         One sample, or the mean of all.
     columns : int or None
@@ -68,7 +68,6 @@ class RequestCurves:
             page_tokens=request.page,
             biased=self.biased,
             columns=self.columns,
-            read_layers=max(map(len, request.groups), default=1),
         )
 
     # Values of options
@@ -122,26 +121,6 @@ class RequestCurves:
         shape = self.scores.shape
         layers = shape.full_layers
         return curves if len(layers) == shape.n_layers else curves[list(layers)]
-
-    def group_values(self, group: tuple[int, ...], tokens: IntArray) -> FloatArray:
-        """Return what the layers of a group retain together when all keep the same entries.
-
-        Parameters
-        ----------
-        group : tuple of int
-            Adjacent layers whose joint curves were measured.
-        tokens : ndarray of int64, (n_options,)
-            Budgets of each layer's KV heads.
-
-        Returns
-        -------
-        ndarray of float64, (n_kv_heads or 1, n_options)
-            Summed over the layers: keeping everything in all heads is worth ``len(group)``.
-        """
-        curves = self.scores.shared_contributions(group, self.sample)
-        if self.request.level == "layer":
-            curves = curves.sum(axis=0, keepdims=True)
-        return self._retained_at(curves, tokens)
 
     def losses(self, tokens: IntArray, bits: int) -> FloatArray:
         """Return the loss of each unit at each budget.
@@ -203,8 +182,6 @@ class RequestCurves:
     def retention(self, budgets: IntArray) -> float:
         """Return the mean over full-attention layers of the kept share of score mass.
 
-        The layers of each of the request's groups keep the same entries, at one budget.
-
         Parameters
         ----------
         budgets : ndarray of int64, (n_layers, n_kv_heads)
@@ -215,18 +192,11 @@ class RequestCurves:
         float
             0..1.
         """
-        scores, groups = self.scores, self.request.groups
-        full = scores.shape.full_layers
+        scores, full = self.scores, self.scores.shape.full_layers
         curves = scores.contributions(self.sample)
-        shared = {layer for group in groups for layer in group}
-        joint = {group[0]: scores.shared_contributions(group, self.sample) for group in groups}
         kept = [
-            self._retained_at(
-                joint[layer][head] if layer in joint else curves[layer, head],
-                budgets[layer, [head]],
-            )
+            self._retained_at(curves[layer, head], budgets[layer, [head]])
             for layer in full
-            if layer in joint or layer not in shared
             for head in range(scores.shape.n_kv_heads)
         ]
         return math.fsum(np.concatenate(kept)) / len(full)

@@ -153,7 +153,7 @@ def decide(
         prices["limits"] = limits_of(
             problem, checked.choice, checked.prices or (checked.multiplier,)
         )
-    requested = {**request.record(), **posed.requested_groups}
+    requested = request.record()
     if (granted := request.target.granted(curves.costs)) is not None:
         requested["bytes"] = granted + curves.costs.sliding_bytes
     return BudgetProfile(
@@ -164,7 +164,6 @@ def decide(
         length_rule="fixed" if request.target.is_fixed else "proportional",
         page_tokens=request.page,
         policy=scores.policy,
-        share_groups=request.groups,
         requested=requested,
         **request.target.steering(),
         solver=solver.name,
@@ -177,7 +176,6 @@ def decide(
         bound_source=checked.bound_source,
         prices=checked.prices,
         termination=checked.termination.value,
-        grouping_bound=posed.grouping_bound,
         **prices,
         **outcome(posed, checked.choice, checked.value),
         score_digest=scores.digest,
@@ -345,11 +343,9 @@ def outcome(posed: PosedRequest, choice: IntArray, value: float) -> dict[str, An
         of the latter.
     """
     curves, problem = posed.curves, posed.problem
-    shape, groups, chosen = curves.scores.shape, curves.request.groups, (problem.units, choice)
+    shape, chosen = curves.scores.shape, (problem.units, choice)
     sliding = sliding_entries(shape, problem.context_tokens)
     budgets = head_table(shape, problem, problem.tokens[chosen], sliding)
-    for group in groups:
-        budgets[list(group)] = budgets[group[0]]
     fields: dict[str, Any] = {"budgets": budgets}
     bits = None
     if problem.bits is not None:
@@ -358,8 +354,7 @@ def outcome(posed: PosedRequest, choice: IntArray, value: float) -> dict[str, An
         fields["retention"] = value
     else:
         fields["retention"] = curves.retention(budgets)
-    # Losses are measured with entries that each layer chooses for itself.
-    if curves.scores.has_losses and not groups:
+    if curves.scores.has_losses:
         fields["predicted_loss"] = loss = curves.predicted_loss(budgets, bits)
         share = problem.cost(choice) / curves.costs.full
         fields["model_error"] = None if loss is None else curves.model_error(bits, share)
@@ -384,8 +379,6 @@ def _check_average(posed: PosedRequest, average: str) -> None:
     alone = option("average", "curves")
     refusals = {
         f"average is {average!r}, expected 'curves' or 'allocations'": average != "allocations",
-        "budgets averaged over samples cannot share entries between layers; leave out average or "
-        "the groups": bool(posed.requested_groups),
         "the mean of several allocations need not keep caps or few distinct budgets; use "
         f"{alone} with them": bool(problem.constraints),
         "the mean of several allocations is one of tokens, and here options differ in more; use "

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.allocation.curves import RequestCurves, check_losses
 from kvalloc.allocation.request import LayerCap, Request
-from kvalloc.allocation.sharing import choose_groups, grouped
 from kvalloc.errors import InfeasibleError, InputError, option
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.problem import Aggregate, AllocationProblem, GroupCap, Sense, SideConstraint, Solver
@@ -34,22 +32,16 @@ class PosedRequest:
     Attributes
     ----------
     curves : RequestCurves
-        The scores, and the request with its objective and its groups of layers.
+        The scores, and the request with its objective.
     problem : AllocationProblem
-    requested_groups : dict
-        ``share_groups`` as the user gave it, groups or their number; empty without it.
-    grouping_bound : float or None
-        No budgets of any grouping are better; None where no groups were chosen.
     """
 
     curves: RequestCurves
     problem: AllocationProblem
-    requested_groups: dict[str, Any] = field(default_factory=dict)
-    grouping_bound: float | None = None
 
     @property
     def request(self) -> Request:
-        """The request with its objective and its groups of layers."""
+        """The request with its objective."""
         return self.curves.request
 
 
@@ -57,8 +49,7 @@ def choose_objective(scores: ScoreProfile, request: Request, solver: Solver) -> 
     """Choose the objective of a request that names none: the loss where it was measured.
 
     Retention is a weak measure of harm. A size is therefore spent by loss curves if the score
-    profile has them for such units and bits, the request contains nothing that they do not cover
-    (shared entries), and the solver takes them.
+    profile has them for such units and bits, and the solver takes them.
 
     Parameters
     ----------
@@ -100,7 +91,7 @@ def pose(
     columns: int | None = None,
     biased: bool = False,
 ) -> PosedRequest:
-    """Choose the groups of layers of a request and formulate its problem.
+    """Formulate the problem of a request.
 
     Parameters
     ----------
@@ -118,30 +109,10 @@ def pose(
     Raises
     ------
     InputError, InfeasibleError
-        As `formulate` and `kvalloc.allocation.sharing.choose_groups`.
+        As `formulate`.
     """
     curves = RequestCurves(scores=scores, request=request, columns=columns, biased=biased)
-    bound, requested = None, {}
-    if request.share_groups is not None:
-        requested["share_groups"] = request.record()["share_groups"]
-    if isinstance(request.share_groups, int):
-        curves, bound = _with_groups(curves, request.share_groups)
-    return PosedRequest(
-        curves=curves,
-        problem=problem_of(curves),
-        requested_groups=requested,
-        grouping_bound=bound,
-    )
-
-
-def _with_groups(curves: RequestCurves, max_groups: int) -> tuple[RequestCurves, float | None]:
-    """Return the request with chosen groups of layers, and the bound over all groupings."""
-    alone = replace(curves, request=replace(curves.request, share_groups=None))
-    if max_groups >= len(curves.scores.shape.full_layers):
-        return alone, None
-    grouping = choose_groups(alone, problem_of(alone), max_groups)
-    groups = grouping.groups or None
-    return replace(alone, request=replace(alone.request, share_groups=groups)), grouping.bound
+    return PosedRequest(curves=curves, problem=problem_of(curves))
 
 
 def formulate(scores: ScoreProfile, request: Request) -> AllocationProblem:
@@ -193,7 +164,7 @@ def problem_of(curves: RequestCurves) -> AllocationProblem:
     heads = np.tile(np.arange(shape.n_kv_heads), len(shape.full_layers))
     target = request.target.needed_value
     capacity = request.target.capacity(costs, floor_cost=int(options.costs[:, 0].sum()))
-    problem = AllocationProblem(
+    return AllocationProblem(
         tokens=options.tokens,
         bits=None if request.bits is None else options.bits,
         values=options.values,
@@ -210,12 +181,6 @@ def problem_of(curves: RequestCurves) -> AllocationProblem:
         protected_tokens=curves.scores.protected_tokens,
         constraints=_constraints(request, shape, layers, costs.sliding_layer_bytes),
     )
-    if isinstance(request.share_groups, int):
-        raise InputError(
-            "which layers share entries has to be chosen first; call "
-            "kvalloc.allocation.formulation.pose"
-        )
-    return problem if request.share_groups is None else grouped(problem, curves)
 
 
 def _constraints(

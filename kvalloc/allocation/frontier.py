@@ -16,7 +16,7 @@ from kvalloc.allocation.infeasibility import advise
 from kvalloc.allocation.request import TARGETS, Request, RequestOptions
 from kvalloc.allocation.sensitivity import price_at
 from kvalloc.allocation.verification import solve_problem
-from kvalloc.errors import InfeasibleError, InputError, option
+from kvalloc.errors import InfeasibleError, InputError
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.formats.shipped_profiles import load_scores
 from kvalloc.problem import AllocationProblem, Solver, Termination
@@ -109,8 +109,7 @@ def frontier(
     progress : callable, optional
         Called with the points done and the points in all after each one.
     **keywords
-        See `kvalloc.allocation.request.RequestOptions`, without a target. Groups of layers are
-        named, not counted: other groups would be best at every size.
+        See `kvalloc.allocation.request.RequestOptions`, without a target.
 
     Returns
     -------
@@ -129,11 +128,6 @@ def frontier(
     if request is None:
         keywords["budget"] = 1.0
         request = Request.parse(**keywords)
-    if isinstance(request.share_groups, int):
-        raise InputError(
-            "the best groups of layers differ from size to size; name them, such as "
-            f"{option('share_groups', '2-3,4-5')} (kvalloc solve chooses them for one size)"
-        )
     request, note = choose_objective(scores, request, chosen)
     posed = pose(scores, request)
     try:

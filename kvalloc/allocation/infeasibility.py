@@ -175,10 +175,8 @@ def advise(
     -------
     InfeasibleError
         To raise; its ``nearest`` is in the unit of the target. The error as it was, where only one
-        solver could not meet the request, or groups of layers are still to be chosen.
+        solver could not meet the request.
     """
-    if isinstance(request.share_groups, int):
-        return error
     limit = PATIENCE_SECONDS if time_limit_seconds is None else time_limit_seconds
     deadline = time.monotonic() + limit
     try:

@@ -10,7 +10,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cached_property
 from numbers import Integral
 from pathlib import Path
 from typing import (
@@ -29,7 +28,6 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from kvalloc.accounting.costs import BIT_WIDTHS, bytes_in_share
 from kvalloc.errors import InfeasibleError, InputError, OptionNames, one_line, option
-from kvalloc.formats.sharing_groups import Groups, parse_groups
 from kvalloc.units import (
     Option,
     bytes_text,
@@ -374,10 +372,9 @@ class _Memory(_Size):
         return self.value if text.isdigit() else text
 
     def beside(self, costs: CacheCosts) -> dict[str, int]:
-        read = "one layer" if costs.read_layers == 1 else f"{costs.read_layers} layers"
         return {
             "the sliding layers": costs.sliding_bytes,
-            f"{read} in full while the prompt is read": costs.reading_bytes,
+            "one layer in full while the prompt is read": costs.reading_bytes,
         }
 
     def amount(self) -> str:
@@ -447,11 +444,6 @@ class RequestOptions(TypedDict, total=False):
     """Bit widths to choose from beside the budgets; 16 is half precision. The score profile must
     hold losses that were measured at each."""
 
-    share_groups: Annotated[str | int | Groups | None, Option("GROUPS|N", "Budgets")]
-    """Adjacent layers that keep the same entries (MPCache), such as 2-3,4-5; or at most N groups of
-    layers, a layer alone counting as one, chosen for the target. The score profile must hold curves
-    of layers that share entries."""
-
     max_distinct: Annotated[int | None, Option("N", "Limits")]
     """At most N different budgets in the whole model."""
 
@@ -520,7 +512,7 @@ class Request:
     ----------
     target : Target
         What to reach.
-    level, context, batch, min_tokens, max_tokens, page, bits, share_groups, max_distinct
+    level, context, batch, min_tokens, max_tokens, page, bits, max_distinct
         See `RequestOptions`; None where it says that there is a default.
     cap : tuple of LayerCap
         Capacities of some layers; they may nest and overlap.
@@ -542,7 +534,6 @@ class Request:
     max_tokens: int | None = None
     page: int = 1
     bits: tuple[int, ...] | None = None
-    share_groups: Groups | int | None = None
     max_distinct: int | None = None
     cap: tuple[LayerCap, ...] = ()
     objective: Objective | None = None
@@ -592,7 +583,7 @@ class Request:
 
     @classmethod
     def read(cls, profile: BudgetProfile, name: str | Path = "the budget profile") -> Request:
-        """Return the request that a budget profile answers, with the groups of layers it decided.
+        """Return the request that a budget profile answers.
 
         This is the one reader of ``profile.requested``, in which a file may state anything.
 
@@ -608,7 +599,7 @@ class Request:
             If it does not say what was requested, or what 'kvalloc solve' does not write.
         """
         stored, hints = profile.requested, get_type_hints(cls)
-        known = {one.name for one in fields(cls)} - {*_OF_THE_PROFILE, "share_groups"}
+        known = {one.name for one in fields(cls)} - {*_OF_THE_PROFILE}
         try:
             values = {}
             for one in sorted(known & stored.keys()):
@@ -619,14 +610,12 @@ class Request:
                     value = _READ[one](value)
                 strict = ConfigDict(strict=True, arbitrary_types_allowed=True)
                 values[one] = TypeAdapter(hints[one], config=strict).validate_python(value)
-            parse_groups(stored.get("share_groups", ()))  # those that were decided hold
             return cls(
                 target=Target.read(stored),
                 level=profile.level,
                 context=profile.context_tokens,
                 batch=profile.batch,
                 page=profile.page_tokens,
-                share_groups=profile.share_groups or None,
                 **values,
             )
         except (InputError, TypeError, ValueError, OverflowError) as error:
@@ -646,11 +635,6 @@ class Request:
             return cls.read(profile)
         except InputError:
             return None
-
-    @cached_property
-    def groups(self) -> Groups:
-        """The groups of layers that share entries, where they are named or chosen already."""
-        return self.share_groups if isinstance(self.share_groups, tuple) else ()
 
     @property
     def is_plain_mean(self) -> bool:
@@ -718,24 +702,16 @@ _CONFLICTS: dict[str, Callable[[Request], object]] = {
     "objective out": lambda r: r.target.kind == "loss" and r.objective == "worst",
     "a target retention does not go with the objective 'loss'; give {option[target_loss]}, or "
     "leave the objective out": lambda r: r.objective == "loss" and r.target.kind == "retention",
-    "layers that share entries are decided by their mean retention at the model's own precision; "
-    "leave out the objective and bits, or the groups": lambda r: (
-        r.share_groups is not None and not r.is_plain_mean
-    ),
     "a largest budget of {r.max_tokens} tokens is below the smallest of {r.min_tokens}; raise "
     "{option[max_tokens]} or lower {option[min_tokens]}": lambda r: (
         r.max_tokens is not None and r.max_tokens < (r.min_tokens or 0)
     ),
-    "layers that share entries are held in full together while the prompt is read, so with "
-    "{option[memory]} the groups are named, such as {option[share_groups=2-3,4-5]}; or give a "
-    "size with {option[budget]}": lambda r: r.target.at_peak and isinstance(r.share_groups, int),
 }
 """The line that refuses options of a request, `r`, that exclude each other, and when it does."""
 
 _READ: dict[str, Callable[[Any], Any]] = {
     "bits": parse_numbers,
     "cap": _read_caps,
-    "share_groups": parse_groups,
 }
 _OF_THE_PROFILE = ("target", "level", "context", "batch", "page")
 """Fields that a record leaves out, because a budget profile has them."""

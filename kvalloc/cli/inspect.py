@@ -82,7 +82,7 @@ def _show_budgets(file: str, profile: BudgetProfile) -> None:
     print("\n".join(["", *wording.cap_lines(profile)]))
     print("\n".join(budget_picture(profile)))
     if not is_verbose():
-        note("parameters of the solver, the policies and the scorers: --verbose")
+        note("parameters of solver, policy and scorer: --verbose")
 
 
 def _show_scores(file: str, profile: ScoreProfile) -> None:
@@ -137,7 +137,6 @@ def _show_saved(file: str, path: Path, header: SavedCacheHeader) -> None:
         "full_bytes": full_bytes(profile.shape, header.seen_tokens) if alone else None,
         "read_seconds": header.read_seconds,
         "bits": profile.bits,
-        "share_groups": profile.share_groups,
     }
     if wants_json():
         print_json({"file": file, "kind": "kvalloc.cache", **facts})

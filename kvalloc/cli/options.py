@@ -118,9 +118,9 @@ HELP_ALL = "--help-all"
 
 RARE = frozenset(
     {
-        *("min_tokens", "max_tokens", "page", "share_groups", "max_distinct"),
+        *("min_tokens", "max_tokens", "page", "max_distinct"),
         *("cap", "measure_prompts", "average"),
-        *("shard", "share_length", "fairness"),
+        *("shard", "fairness"),
         *("chunk", "lengths", "engine", "address", "workers", "threads"),
         *("peer", "plain_bits", "metric", "turns", "answer_tokens"),
         *("decode_every", "seed", "recompute"),

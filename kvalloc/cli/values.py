@@ -23,7 +23,6 @@ def _keys(table: str) -> list[str]:
     return [*resolve_name(table)]
 
 
-_PICKING = partial(_plugins, "policies", "scorers")
 NAMES: dict[str, Callable[[], Sequence[str]]] = {
     "model": lambda: ["demo"],
     **dict.fromkeys(("profile", "first", "second"), partial(_shipped, "profiles")),
@@ -32,7 +31,7 @@ NAMES: dict[str, Callable[[], Sequence[str]]] = {
     "fitted": partial(_shipped, "fitted"),
     "solver": partial(_plugins, "solvers"),
     "scorer": partial(_plugins, "scorers"),
-    **dict.fromkeys(("policy", "policies"), _PICKING),
+    "policy": partial(_plugins, "policies", "scorers"),
     "tasks": partial(_keys, "kvalloc.prompts.tasks:TASKS"),
     "metric": partial(_keys, "kvalloc.prompts.metrics:METRICS"),
     "to": partial(_keys, "kvalloc.interop.exporting:TARGETS"),

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
-from pydantic import FailFast, Field, computed_field, model_validator
+from pydantic import Field, computed_field, model_validator
 
 from kvalloc.accounting import IntArray
 from kvalloc.accounting.costs import (
@@ -26,7 +26,6 @@ from kvalloc.errors import InputError
 from kvalloc.formats.policy import BY_SCORE
 from kvalloc.formats.policy import Policy as Policy
 from kvalloc.formats.record import IntArray2D, JsonRecord, Record, require, require_shape
-from kvalloc.formats.sharing_groups import groups_fault
 from kvalloc.shape import HALF_BYTES, ModelShape
 from kvalloc.units import size
 
@@ -180,9 +179,6 @@ class BudgetProfile(JsonRecord):
     """Bit width at which each KV head stores its entries (`kvalloc.accounting.costs`), 16
     being half precision; None where all are at 16. Sliding layers are at 16."""
 
-    share_groups: Annotated[tuple[Annotated[tuple[int, ...], FailFast()], ...], FailFast()] = ()
-    """Groups of adjacent layers that keep the same entries, at one budget for each KV head."""
-
     solver: str = ""
     """Name of the requested solver."""
 
@@ -224,9 +220,6 @@ class BudgetProfile(JsonRecord):
 
     limits: tuple[Limit, ...] = ()
     """Which limits bind, what each is worth, and where its price holds; empty if not computed."""
-
-    grouping_bound: float | None = None
-    """Where the groups were chosen: no budgets of any grouping are better than this."""
 
     requested: dict[str, Any] = Field(default_factory=dict)
     """The target of the request: its name and value, and the bytes or the value it stands for.
@@ -352,9 +345,8 @@ class BudgetProfile(JsonRecord):
         ``proportional``: each head keeps its share of the evictable entries; the sum over all
         heads is the sum of the real-valued shares rounded down, and the one rounding rule
         (`kvalloc.accounting.rounding.apportion`) hands it out, so no entry is lost and none is
-        made up; but layers that share entries all get the smallest budget among them. Of a longer
-        prompt at fewer bits, blocks of keys have more scales in some heads: there so many entries
-        less are handed out that the share of the bytes is not exceeded.
+        made up. Of a longer prompt at fewer bits, blocks of keys have more scales in some heads:
+        there so many entries less are handed out that the share of the bytes is not exceeded.
         ``fixed``: the same number of entries, or everything where the prompt is shorter.
 
         Parameters
@@ -390,8 +382,6 @@ class BudgetProfile(JsonRecord):
             while (budgets[full] != before).any():  # until it fits, or sinks and window are left
                 before = budgets[full]
                 budgets[full] = self._scaled(self.budgets[full], context_tokens, fewer)
-                for group in self.share_groups:  # the same entries: never more than was granted
-                    budgets[list(group)] = budgets[list(group)].min(axis=0)
                 if not (over := self._entries_over(budgets, context_tokens)):
                     break
                 fewer += -(-over // self.page_tokens)
@@ -424,8 +414,7 @@ class BudgetProfile(JsonRecord):
     ) -> int:
         """Return the bytes that a cache takes at its peak if it evicts while prompts are read.
 
-        That is what is kept, and one layer (the largest group of layers that share entries) in
-        full. Values that are fitted are float32 meanwhile.
+        That is what is kept, and one layer in full. Values that are fitted are float32 meanwhile.
 
         Parameters
         ----------
@@ -441,8 +430,7 @@ class BudgetProfile(JsonRecord):
         stored = int(profile._bytes_of(kept, context_tokens).sum())
         if self.policy.name == "attention_matching":
             shape = replace(shape, dtype_bytes=max(shape.dtype_bytes, 4))
-        together = max(map(len, self.share_groups), default=1)
-        return stored * batch + reading_bytes(shape, columns or context_tokens, batch, together)
+        return stored * batch + reading_bytes(shape, columns or context_tokens, batch)
 
     def head_bytes_at(self, context_tokens: int) -> IntArray:
         """Return the bytes that each KV head stores of a prompt, ``(n_layers, n_kv_heads)``."""
@@ -476,7 +464,7 @@ class BudgetProfile(JsonRecord):
         Where a share of the bytes was asked for rounded entries, it is that which they take of the
         length that they are of; 0 where budgets keep their proportions at any length.
         """
-        if self.target_share is None or self.length_rule == "fixed" or self.share_groups:
+        if self.target_share is None or self.length_rule == "fixed":
             return 0
         if self.bits is None or self.share_of_16_bits is not None:
             return 0
@@ -518,7 +506,7 @@ class BudgetProfile(JsonRecord):
         if self.share_of_16_bits is not None:
             budgets = self.budgets_for(self.context_tokens)[full]
             name, expected = "share_of_16_bits", f"budgets of {budgets[0, 0]} in every head"
-            alike = (budgets == self.budgets[full]).all() and not self.share_groups
+            alike = (budgets == self.budgets[full]).all()
             require(alike and self.page_tokens == 1, name, "given beside other budgets", expected)
         return self
 
@@ -535,21 +523,12 @@ class BudgetProfile(JsonRecord):
                 alike = array is None or (array == array[:, :1]).all()
                 expected = f"one {one} for all KV heads of a layer"
                 require(alike, name, "different within a layer", expected)
-        if self.share_groups:
-            fault = groups_fault(self.share_groups, self.shape.full_layers)
-            expected = "runs of adjacent layers from layer 2 on, in order"
-            require(fault is None, "share_groups", fault, expected)
-        for group in self.share_groups:
-            alike = (self.budgets[list(group)] == self.budgets[group[0]]).all()
-            expected = "one budget for layers that share entries"
-            require(alike, "budgets", "different within a group", expected)
 
     def _require_by_prompt(self) -> None:
         """Refuse what budgets that each prompt hands out anew cannot keep: all but a total."""
         fixed = {
             "layer level": self.level != "head",
             "another policy than scores": self.policy.name not in BY_SCORE,
-            "layers that share entries": bool(self.share_groups),
             "bits that differ between heads": self.bits is not None
             and len(np.unique(self.bits[list(self.shape.full_layers)])) > 1,
             "pages": self.page_tokens > 1,

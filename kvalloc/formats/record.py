@@ -150,7 +150,6 @@ class ArrayOf:
 IntArray1D = Annotated[IntArray, ArrayOf(np.int64, 1)]
 IntArray2D = Annotated[IntArray, ArrayOf(np.int64, 2)]
 FloatArray3D = Annotated[FloatArray, ArrayOf(np.float64, 3)]
-FloatArray4D = Annotated[FloatArray, ArrayOf(np.float64, 4)]
 FloatArray5D = Annotated[FloatArray, ArrayOf(np.float64, 5)]
 
 

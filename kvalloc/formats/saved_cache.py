@@ -220,7 +220,7 @@ class SavedCacheHeader(FileRecord):
         same, longer = self.profile, self.longer_profile
         alike = longer is None or all(
             getattr(longer, name) == getattr(same, name)
-            for name in ("shape", "policy", "by_prompt", "share_groups", "length_rule")
+            for name in ("shape", "policy", "by_prompt", "length_rule")
         )
         require(alike, "longer_profile", "of another kind", "budgets alone to differ")
         expected = f"at most the {self.seen_tokens} tokens seen"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -12,24 +11,20 @@ from pydantic import Field, model_validator
 
 from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.accounting.costs import BIT_WIDTHS
-from kvalloc.errors import InputError, command
 from kvalloc.formats.policy import Policy
 from kvalloc.formats.record import (
     ROUNDING,
     ArrayOf,
     ArrayRecord,
     FileRecord,
-    FloatArray4D,
     FloatArray5D,
     IntArray1D,
-    IntArray2D,
     MeasuredHeader,
     Record,
     require,
     require_none,
     require_shape,
 )
-from kvalloc.formats.sharing_groups import LONGEST_RUN, runs_of
 
 Shares4D = Annotated[FloatArray, ArrayOf(np.float64, 4, low=0, high=1)]
 Tokens1D = Annotated[IntArray, ArrayOf(np.int64, 1, low=1)]
@@ -127,7 +122,6 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
         "masses",
         "sample_tokens",
         "losses",
-        "shared_curves",
     )
     """Arrays whose first axis is that of the samples."""
 
@@ -161,16 +155,6 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
     one row a layer where whole layers were reduced; ``(n_samples, n_layers, n_kv_heads or 1,
     n_widths, n_levels)``. 0 at 16 bits and the last level. What was measured, noise included: a
     curve need not fall, be convex, or stay above 0 everywhere."""
-
-    shared_runs: IntArray2D | None = None
-    """First layer and number of layers of each run of adjacent layers whose joint curves were
-    measured, ``(n_runs, 2)``."""
-
-    shared_curves: FloatArray4D | None = None
-    """What the layers of a run keep together in one KV head, as the sum of their shares of their
-    layer's score mass, when all keep the same ``ranks[k]`` entries: those with the largest sum of
-    shares (MPCache, Sec. 4.4); ``(n_samples, n_runs, n_kv_heads, n_points)``. At most the sum of
-    the layers' contributions."""
 
     def __repr__(self) -> str:
         return (
@@ -291,47 +275,6 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
             mean = np.einsum("slh,slhp->lhp", shares, self.curves) / self.n_samples
         return mean
 
-    def shared_contributions(self, group: Sequence[int], sample: int | None = None) -> FloatArray:
-        """Return the same of layers that keep the same entries in a KV head, the best by their sum.
-
-        Parameters
-        ----------
-        group : sequence of int
-            A measured run of adjacent layers.
-        sample : int, optional
-            One sample; the mean over all samples by default.
-
-        Returns
-        -------
-        ndarray of float64, (n_kv_heads, n_points)
-
-        Raises
-        ------
-        InputError
-            If that run was not measured.
-        """
-        curves = self._curves_of_run(group)
-        chosen: FloatArray = curves.mean(axis=0) if sample is None else curves[sample]
-        return chosen
-
-    def _curves_of_run(self, group: Sequence[int]) -> FloatArray:
-        """Return the joint curves of a run of layers, ``(n_samples, n_kv_heads, n_points)``."""
-        again = f"measure again with {command('profile', share_length=len(group))}"
-        if self.shared_runs is None or self.shared_curves is None:
-            raise InputError(
-                f"the score profile has no curves of layers that share entries; {again}"
-            )
-        places = np.flatnonzero((self.shared_runs == (group[0], len(group))).all(axis=1))
-        if places.size:
-            return self.shared_curves[:, int(places[0])]
-        longest = int(self.shared_runs[:, 1].max(initial=0))
-        if len(group) <= min(longest, LONGEST_RUN):
-            raise InputError(f"layers {group[0]}-{group[-1]} cannot share: not all are measured")
-        way = again if len(group) <= LONGEST_RUN else f"groups have at most {LONGEST_RUN} layers"
-        raise InputError(
-            f"the score profile has no curves of {len(group)} layers that share entries; {way}"
-        )
-
     @model_validator(mode="after")
     def _fits(self) -> Self:
         protected, evictable, ranks = self.protected_tokens, self.evictable_tokens, self.ranks
@@ -349,7 +292,6 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
             where = f"in sample {sample}, layer {layer}"
             _require_curves("curves", self.curves[sample, layer], 1.0, ranks, where)
         self._require_losses()
-        self._require_shared()
         self._require_part()
         return self
 
@@ -397,30 +339,6 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
         expected = "places of samples of this shard"
         sound = len(self.places) == self.n_samples
         require(sound, "set_aside", [*self.set_aside][:8], expected)
-
-    def _require_shared(self) -> None:
-        runs, curves = self.shared_runs, self.shared_curves
-        if runs is None or curves is None:
-            require_none("shared_runs", "shared_curves", values=(runs, curves))
-            return
-        require(runs.shape[1] == 2, "shared_runs", f"int64 shaped {runs.shape}", "(n_runs, 2)")
-        given = [tuple(run) for run in runs.tolist()]
-        possible = {tuple(run) for run in runs_of(self.shape.full_layers, LONGEST_RUN).tolist()}
-        wrong = next((run for run in given if run not in possible), "the same run twice")
-        sound = len({*given}) == len(given) and possible.issuperset(given)
-        expected = f"runs of 2 to {LONGEST_RUN} adjacent layers from layer 2 on"
-        require(sound, "shared_runs", wrong, expected)
-        name, heads = "shared_curves", self.shape.n_kv_heads
-        require_shape(name, curves, (self.n_samples, len(given), heads, self.ranks.size))
-        for sample in range(self.n_samples):
-            apart = self.contributions(sample)
-            for run, (first, length) in enumerate(given):
-                together, separate = curves[sample, run], apart[first : first + length].sum(axis=0)
-                where = f"in sample {sample}, layers {first}-{first + length - 1}"
-                sound = (together <= separate + ROUNDING).all()
-                found = f"{together.max():.6g} {where}"
-                require(sound, name, found, "no more than the layers keep apart")
-                _require_curves(name, together, separate[:, -1], self.ranks, where)
 
 
 def _require_curves(

@@ -27,7 +27,7 @@ class AttentionMatching(ExportTarget):
     name = "attention-matching"
     summary = "Attention Matching's head budgets, .json"
     says = "of each head its share of all entries that are kept"
-    restrictions = ("length-shares", "no-sharing", "one-width", "plain-scores")
+    restrictions = ("length-shares", "one-width", "plain-scores")
 
     def write(self, profile: BudgetProfile, path: Path) -> None:
         """Write the shares; see `ExportTarget.write`."""

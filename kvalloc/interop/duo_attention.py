@@ -41,7 +41,7 @@ class DuoAttention(ExportTarget):
     summary = "DuoAttention's full_attention_heads.tsv with its config.json, a folder"
     says = "of each head whether it keeps everything, or sinks and recent tokens"
     restrictions = (
-        *("length-shares", "no-sharing", "one-width", "engine-policy"),
+        *("length-shares", "one-width", "engine-policy"),
         "full-or-streaming",
     )
     suffix = ""
@@ -97,6 +97,5 @@ class DuoAttention(ExportTarget):
             length_rule="proportional",
             budgets=with_decided(like, np.where(retrieval, like.context_tokens, few)),
             bits=None,
-            share_groups=(),
             **alone(scored("streaming", sinks=sinks, window=recent)),
         )

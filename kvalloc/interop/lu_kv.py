@@ -32,7 +32,7 @@ class LUKV(ExportTarget):
     name = "lu-kv"
     summary = "LU-KV's budget curves for kvpress' LUKVPress, .npy"
     says = "of each head the share of the entries that it keeps"
-    restrictions = ("length-shares", "no-sharing", "one-width", "plain-scores")
+    restrictions = ("length-shares", "one-width", "plain-scores")
     suffix = ".npy"
 
     def write(self, profile: BudgetProfile, path: Path) -> None:

@@ -34,7 +34,7 @@ class OpenVINO(ExportTarget):
     summary = "OpenVINO GenAI's CacheEvictionConfig and cache precision, JSON"
     says = "one size for all heads, in blocks of 32 tokens; sinks and window; one precision"
     restrictions = (
-        *("one-length", "no-sharing", "one-width", "engine-policy"),
+        *("one-length", "one-width", "engine-policy"),
         *("heads-to-layers", "layers-to-uniform", "whole-blocks"),
     )
     widths: ClassVar[Mapping[int, str]] = {16: "f16", 8: "u8", 4: "u4"}

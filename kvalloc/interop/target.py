@@ -280,7 +280,7 @@ _UNDECIDED: dict[str, Any] = {
     name: BudgetProfile.model_fields[name].get_default(call_default_factory=True)
     for name in (
         *("solver_options", "sense", "objective", "bound", "bound_source", "prices"),
-        *("termination", "value_per_mib", "price_source", "limits", "grouping_bound", "requested"),
+        *("termination", "value_per_mib", "price_source", "limits", "requested"),
         *("retention", "predicted_loss", "model_error", "measured_loss"),
         *("problem_digest", "share_of_16_bits", "target_share", "fits_a_peak", "plain_if_full"),
         "page_tokens",
@@ -451,10 +451,6 @@ def _evicts(profile: BudgetProfile, _: ExportTarget) -> str:
 RESTRICTIONS = {
     "one-length": Restriction(lost=_lengths, apply=lambda *_: {"length_rule": "fixed"}),
     "length-shares": Restriction(lost=_shares, apply=lambda *_: {"length_rule": "proportional"}),
-    "no-sharing": Restriction(
-        lost=lambda profile, _: "layers that share entries" if profile.share_groups else "",
-        apply=lambda *_: {"share_groups": ()},
-    ),
     "no-eviction": Restriction(
         lost=_evicts,
         apply=lambda profile, _: {"budgets": with_decided(profile, profile.context_tokens)},

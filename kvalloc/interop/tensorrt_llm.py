@@ -29,7 +29,7 @@ class TensorRTLLM(ExportTarget):
     summary = "TensorRT-LLM's kv_cache_config: a window for each layer, YAML"
     says = "one size for each layer, of sinks and the most recent tokens; one precision"
     restrictions = (
-        *("one-length", "no-sharing", "one-width", "engine-policy"),
+        *("one-length", "one-width", "engine-policy"),
         "heads-to-layers",
     )
     suffix = ".yaml"

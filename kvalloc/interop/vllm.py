@@ -29,7 +29,7 @@ class VLLM(ExportTarget):
     name = "vllm"
     summary = "vLLM's engine arguments for the cache's data type, JSON"
     says = "bits: one width for some layers, 16 for the others; it evicts nothing"
-    restrictions = ("no-sharing", "no-eviction", "one-width")
+    restrictions = ("no-eviction", "one-width")
     widths: ClassVar[Mapping[int, str]] = {16: "auto", 8: "fp8", 4: "int4_per_token_head"}
     bits_by_layer = True
 

@@ -11,7 +11,6 @@ import numpy as np
 
 from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.engine.contract import Advance, Engine, Failed, ModelFacts
-from kvalloc.formats.sharing_groups import runs_of
 from kvalloc.measure.checkpoint import Checkpoint
 from kvalloc.measure.curves import EXACT_CONTEXT_TOKENS, rank_grid
 from kvalloc.measure.loss_plan import LossPlan
@@ -121,8 +120,6 @@ class Job:
         How losses are measured, if they are.
     bits : tuple of int
         Bit widths whose losses are measured, beside 16.
-    share_length : int
-        Longest run of layers whose joint curves are measured; 1 for none.
     shard : Shard or None
         Which of the samples are measured, where not all are.
     chunk : int or None
@@ -136,7 +133,6 @@ class Job:
     samples: SampleSet
     losses: LossPlan | None = None
     bits: tuple[int, ...] = ()
-    share_length: int = 1
     shard: Shard | None = None
     chunk: int | None = None
 
@@ -144,11 +140,6 @@ class Job:
     def ranks(self) -> IntArray:
         """Where curves are stored, ``(n_points,)``."""
         return rank_grid(self.context_tokens - self.protected_tokens, self.context_tokens)
-
-    @property
-    def shared_runs(self) -> IntArray:
-        """Runs of layers whose joint curves are measured, ``(n_runs, 2)``: first and length."""
-        return runs_of(self.shape.full_layers, self.share_length)
 
     @property
     def protected_tokens(self) -> int:
@@ -214,8 +205,7 @@ class Job:
         dict
             ``curves``: retention at the ranks. ``masses``: evictable score mass.
             ``interpolation_error``: largest difference between a curve and its interpolation.
-            ``shared``: joint curves of the runs of layers that share. ``losses``: loss curves, by
-            width.
+            ``losses``: loss curves, by width.
         """
         layers, heads, points = self.shape.n_layers, self.shape.n_kv_heads, self.ranks.size
         sizes: dict[str, tuple[int, ...]] = {
@@ -223,8 +213,6 @@ class Job:
             "masses": (layers, heads),
             "interpolation_error": (1,),
         }
-        if n_runs := len(self.shared_runs):
-            sizes["shared"] = (n_runs, heads, points)
         if self.losses is not None:
             units = heads if self.losses.level == "head" else 1
             sizes["losses"] = (layers, units, len(self.loss_bits), self.loss_levels.size)
@@ -243,7 +231,6 @@ class Job:
             "answers": self.samples.answers_digest(),
             "losses": None if self.losses is None else self.losses.record(),
             "bits": self.bits,
-            "share_length": self.share_length,
             "chunk": self.chunk,
             "shard": None if self.shard is None else [self.shard.number, self.shard.of],
         }

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict, Unpack
 
 import numpy as np
 
-from kvalloc.accounting import FloatArray, IntArray
+from kvalloc.accounting import IntArray
 from kvalloc.engine.contract import (
     MEASURED_WITH,
     Advance,
@@ -24,9 +24,7 @@ from kvalloc.files import provenance
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.measure.checkpoint import Checkpoint, kept_work
 from kvalloc.measure.curves import (
-    SharedRuns,
     check_finite,
-    check_share_length,
     checked_widths,
     on_grid,
     retention_curves,
@@ -83,12 +81,7 @@ class ProfileOptions(TypedDict, total=False):
 
     bits: Annotated[str | Sequence[int] | None, Option("16,8,4", MORE)]
     """With `loss`, also measure what is lost at each of these bit widths and each budget together,
-    of every policy, for 'kvalloc solve --bits'; 16 is measured in any case."""
-
-    share_length: Annotated[int, Option("N", MORE)]
-    """Also measure what runs of 2 to N adjacent layers keep when they share the kept entries
-    (MPCache, Sec. 4.4), for 'kvalloc solve --share-groups'; 4 at most, 1 measures nothing; 1 by
-    default."""
+    for 'kvalloc solve --bits'; 16 is measured in any case."""
 
     chunk: Annotated[int | None, Option("N", MORE, least=1)]
     """Tokens of a sample that run through a layer at once; memory grows with it. All of them by
@@ -261,7 +254,6 @@ def read_options(options: ProfileOptions) -> dict[str, Any]:
         "context_tokens": options.get("context", 1024),
         "losses": losses,
         "bits": bits,
-        "share_length": options.get("share_length", 1),
     }
 
 
@@ -275,7 +267,6 @@ def job_of(
     decided = read_options(options)
     context, sinks, window = decided["context_tokens"], decided["sinks"], decided["scorer"].window
     _check_sizes(shape, context, sinks, window)
-    check_share_length(decided["share_length"], shape.full_layers)
     samples = choose_samples(
         texts,
         tokenizer,
@@ -328,12 +319,7 @@ def _measure_sample(job: Job, model: Any, index: int, advance: Advance) -> Measu
     arrays = {name: np.zeros(size) for name, size in job.sizes().items() if name != "losses"}
     arrays["curves"].fill(1.0)  # of sliding layers, which keep what they always keep
     masses, error = arrays["masses"], arrays["interpolation_error"]
-    runs = SharedRuns(job.shape.full_layers, job.share_length)
     first, end = job.sinks, ids.size - job.scorer.window
-
-    def store(name: str, place: int, curves: FloatArray) -> None:
-        arrays[name][place], off = on_grid(curves, job.ranks)
-        error[0] = max(error[0], off)
 
     noted: Observed | None = None
 
@@ -348,9 +334,8 @@ def _measure_sample(job: Job, model: Any, index: int, advance: Advance) -> Measu
         what = f"the scores of {job.shape.model_id} in layer {layer}, sample {index}"
         check_finite(what, scores, least=0)
         curves, masses[layer] = retention_curves(scores)
-        store("curves", layer, curves)
-        for run, together in runs.add(layer, scores, masses[layer]):
-            store("shared", run, together)
+        arrays["curves"][layer], off = on_grid(curves, job.ranks)
+        error[0] = max(error[0], off)
         advance(1)
 
     inputs = torch.from_numpy(ids)[None].to(input_device(model))
@@ -387,7 +372,6 @@ def _assemble(job: Job, samples: Mapping[int, Measured]) -> ScoreProfile:
         curves=stacked["curves"],
         masses=stacked["masses"],
         sample_tokens=np.array(n_tokens, dtype=np.int64),
-        shared_curves=stacked.get("shared"),
         interpolation_error=float(stacked["interpolation_error"].max()),
         shape=job.shape,
         scorer=job.scorer.name,
@@ -397,7 +381,6 @@ def _assemble(job: Job, samples: Mapping[int, Measured]) -> ScoreProfile:
         window=job.scorer.window,
         ranks=job.ranks,
         shard=None if job.shard is None else (job.shard.number, job.shard.of),
-        shared_runs=job.shared_runs if job.share_length > 1 else None,
         text_digest=job.samples.digest(),
         text_description=job.samples.description,
         **provenance(*MEASURED_WITH),

@@ -178,7 +178,7 @@ def _meet(
     least = min(one.loss for one in tries)
     raise InfeasibleError(
         f"a measured loss of {target:g} nats per token was not reached in {len(tries)} tries; the "
-        f"best lost {least:.15g}: ask for that, or allow more tokens or other policies",
+        f"best lost {least:.15g}: ask for that, or allow more tokens",
         nearest=least,
     )
 

@@ -12,7 +12,6 @@ from kvalloc.allocation.outlook import loss_outlook
 from kvalloc.allocation.request import Request
 from kvalloc.errors import SolverError
 from kvalloc.formats.fitted import FittedModel
-from kvalloc.formats.sharing_groups import groups_text, shared_text
 from kvalloc.problem import GroupCap, cap_tree
 from kvalloc.prompts.cases import POSITIONS
 from kvalloc.report.terminal import number_text
@@ -136,7 +135,6 @@ def budget_fields(profile: BudgetProfile, *, brief: bool = False) -> dict[str, s
     return {
         "model": model_text(profile.shape),
         **stated,
-        "sharing": shared_text(profile.share_groups) if profile.share_groups else "",
         "budgets": f"{low:,} to {high:,} tokens per KV head, {mean:,.1f} on average{handed_out}",
         "other lengths": lengths,
         "policy": f"{f'{policy.name} by {policy.scorer}' if brief else _policy_text(policy)}, "
@@ -197,14 +195,8 @@ def ended_text(decided: BudgetProfile, *, brief: bool = False) -> str:
 
 def _optimal_for(decided: BudgetProfile) -> str:
     """Return of what budgets are optimal, if of less than their objective."""
-    groups = groups_text(decided.share_groups)
-    what = {
-        "the grouping " + groups.replace(",", ", "): groups,
-        "the sum of single losses": "loss"
-        in (decided.requested.get("objective"), decided.requested.get("target")),
-    }
-    named = [name for name, holds in what.items() if holds]
-    return f" for {' and '.join(named)}" if named else ""
+    by_loss = "loss" in (decided.requested.get("objective"), decided.requested.get("target"))
+    return " for the sum of single losses" if by_loss else ""
 
 
 def objective_text(value: float | None, decided: BudgetProfile) -> str:
@@ -219,17 +211,11 @@ def objective_text(value: float | None, decided: BudgetProfile) -> str:
 
 
 def _bound_text(decided: BudgetProfile) -> str:
-    """Return the bound, its source and the gap; over all groupings too, where that is known."""
-    from kvalloc.formats.budget_profile import relative_gap
-
+    """Return the bound, its source and the gap."""
     text = objective_text(decided.bound, decided)
     if decided.bound is None:
         return text
-    text += f" ({decided.bound_source}), gap {gap_text(decided.gap)}"
-    if (over_all := decided.grouping_bound) is None:
-        return text
-    gap = gap_text(relative_gap(decided.objective, over_all))
-    return f"{text}; bound over all groupings {objective_text(over_all, decided)}, gap {gap}"
+    return f"{text} ({decided.bound_source}), gap {gap_text(decided.gap)}"
 
 
 def _limit_text(limit: Limit, decided: BudgetProfile) -> str:
@@ -536,7 +522,6 @@ def saved_fields(file: str, facts: dict[str, Any], profile: BudgetProfile) -> di
         "reading took": "" if took is None else duration(took),
         "bytes": f"{size(facts['file_bytes'])} on disk{beside}",
         "bits": bits_text(profile),
-        "sharing": shared_text(profile.share_groups) if profile.share_groups else "",
         "policy": f"{policy.name} by {policy.scorer}, {policy.sinks} sinks, window {policy.window}",
         "ask": f"kvalloc chat MODEL --cache {file} --question TEXT",
     }

@@ -104,7 +104,7 @@ def settle(prompt: Prompt) -> None:
         index: targets[:, i]
         for i, index in enumerate(full)
         if shared
-        or index in prompt.plan.rounded
+        or index in prompt.plan.bits
         or index in prompt.bits
         or grown
         or (targets[:, i] < there[:, i]).any()
@@ -162,7 +162,7 @@ def _new_alone(
     idle : ndarray of bool, (batch,)
     """
     profile, who = prompt.profile, prompt.plan.after
-    if who.observes or who.combines or profile.share_groups:
+    if who.observes or who.combines:
         return np.zeros_like(idle)
     if not profile.by_prompt:
         return idle

@@ -17,11 +17,10 @@ from kvalloc.accounting import BoolArray, IntArray
 from kvalloc.accounting.costs import packed_row_bytes, stored_bytes
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.models.attention import AttentionStates, Observed
-from kvalloc.runtime.arrival import row_tokens
 from kvalloc.runtime.kept import KeptEntries
 from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.packed import NO_COLUMN
-from kvalloc.runtime.policies.base import EvictionPolicy, Limits, RankedPolicy
+from kvalloc.runtime.policies.base import EvictionPolicy, Limits
 from kvalloc.runtime.policies.score import Score
 from kvalloc.runtime.refusals import check_kept
 from kvalloc.runtime.selection import flat_entries, handed_out, keep_best, kept_places
@@ -64,10 +63,6 @@ def _one(number: int | None) -> slice:
 #: A piece of a layer: columns of its entries, these as they are stored where they stay, and which
 #: do, (batch, n_kv_heads, n_tokens).
 Choice: TypeAlias = tuple[Part, Tensor, AttentionStates, Tensor]
-
-#: What a policy decides by, for each piece of a layer that has to give up entries.
-Rankings: TypeAlias = dict[Part, tuple[Tensor, ...]]
-
 
 UNSEEN = -1e30
 """Added to the logits of a place of no entry."""
@@ -398,19 +393,15 @@ class Eviction:
         self,
         source: Source,
         targets: IntArray,
-        pieces: Sequence[Part],
-        together: Mapping[Part, Tensor] | None,
         observed: dict[Part, Observed],
     ) -> Iterator[Choice]:
         """One piece after the other, so that only one is taken apart at a time."""
-        for part in pieces:
+        for part in self._pieces(source):
             front = source.front(part)
             own, positions = self._candidates(source, part, new_alone=front > 0)
             n_tokens, budgets = int(own.keys.shape[2]), _part_budgets(targets, part)
             kept = torch.ones_like(own.keys[..., 0], dtype=torch.bool)
-            if together is not None:
-                kept = together.get(part, kept).to(kept.device)  # none: nothing of this row goes
-            elif bool((budgets < n_tokens).any()):
+            if bool((budgets < n_tokens).any()):
                 kept = self._kept(part, own, budgets + front, sinks=front or self.sinks)
                 kept = kept[..., -n_tokens:]  # what is in front stays where it is stored
                 check_kept(self.policy, kept, budgets)
@@ -446,58 +437,27 @@ class Eviction:
     # What is evicted
 
     @torch.no_grad()
-    def evict(self, layers: Sequence[BudgetLayer], targets: Sequence[IntArray]) -> None:
-        """Keep the best of what a layer holds, or layers that share entries.
+    def evict(self, layer: BudgetLayer, targets: IntArray) -> None:
+        """Keep the best of what a layer holds.
 
         Parameters
         ----------
-        layers : sequence of BudgetLayer
-            All layers that share entries, or one.
-        targets : sequence of ndarray of int64, (batch, n_kv_heads)
-            Number of entries that each keeps.
+        layer : BudgetLayer
+        targets : ndarray of int64, (batch, n_kv_heads)
+            Number of entries that it keeps.
         """
-        # the layers of a group are looked at in the same pieces, so in the smallest of any
-        pieces = max((self._pieces(self._source(layer)) for layer in layers), key=len)
-        together = self._chosen_together(layers, targets, pieces) if len(layers) > 1 else None
-        for layer, own in zip(layers, targets, strict=True):
-            observed = dict[Part, Observed]()
-            source = self._source(layer)
-            stays, bits = source.stays, self.bits.get(source.states.layer)
-            entries = _collected(own, self._choices(source, own, pieces, together, observed))
-            del source  # it keeps alive what goes
-            layer.keep_numbers(entries, bits, stays=stays)
-            notes = layer.unfinished
-            notes.observed = observed
-            if self.remember and not self.settles:
-                notes.prompt.trim(self.wanted_rows())
-            else:
-                notes.prompt = Queries()
-
-    def _chosen_together(
-        self, layers: Sequence[BudgetLayer], targets: Sequence[IntArray], pieces: Sequence[Part]
-    ) -> dict[Part, Tensor]:
-        """Return the choice of a group, piece by piece, by the rankings of all its layers."""
-        policy = self.policy
-        assert isinstance(policy, RankedPolicy), "a profile of groups has been checked for it"
-        limits = Limits(sinks=self.sinks, window=self.window)
-        ranked: list[Rankings] = []
-        for layer, counts in zip(layers, targets, strict=True):
-            source = self._source(layer)
-            there = row_tokens(self._dense_visible(source.states))[:, None] + source.lengths
-            evicts = np.asarray((counts < there).any(axis=1))  # padding apart
-            ranked.append({})
-            for part in pieces:
-                if evicts[slice(None) if part[0] is None else part[0]].any():
-                    own, _ = self._candidates(source, part)
-                    ranked[-1][part] = policy.rankings(own, **limits)
-        kept = {}
-        for part, rankings in joint_rankings(ranked, **limits).items():
-            own, _ = self._candidates(source, part)
-            own = replace(own, queries=own.queries[:, :, :0], mask=None, gaps=False)
-            budgets = _part_budgets(targets[-1], part)
-            kept[part] = policy.keep_ranked(rankings, own, budgets, **limits)
-            check_kept(policy, kept[part], budgets)
-        return kept
+        observed = dict[Part, Observed]()
+        source = self._source(layer)
+        stays, bits = source.stays, self.bits.get(source.states.layer)
+        entries = _collected(targets, self._choices(source, targets, observed))
+        del source  # it keeps alive what goes
+        layer.keep_numbers(entries, bits, stays=stays)
+        notes = layer.unfinished
+        notes.observed = observed
+        if self.remember and not self.settles:
+            notes.prompt.trim(self.wanted_rows())
+        else:
+            notes.prompt = Queries()
 
 
 def _keep_note(
@@ -540,55 +500,3 @@ def _part_budgets(targets: IntArray, part: Part) -> Tensor:
 def widest(profile: BudgetProfile) -> int:
     """Return the most bits that any entry is stored at."""
     return int(profile.widths[list(profile.shape.full_layers)].max())
-
-
-def joint_rankings(members: list[Rankings], *, sinks: int, window: int) -> Rankings:
-    """Rankings of a group: each layer's as a share of its mass, added up.
-
-    ``sum over layers of r / sum over all heads' evictable entries of r``, times the mean mass of a
-    layer over their number, so that a group is on the scale of one layer. This is what the
-    curves of shared layers are measured by (`kvalloc.measure.curves.SharedRuns`), in float64 as
-    there. A layer without any mass has no say.
-
-    Parameters
-    ----------
-    members : list of Rankings
-        One a layer, in order, of the same pieces; their numbers (batch, n_kv_heads, n_tokens),
-        without padding.
-    sinks, window : int
-        First and last entries, which are not evictable.
-
-    Returns
-    -------
-    Rankings
-        float64, on the device of the last layer.
-
-    References
-    ----------
-    MPCache, Sec. 4.4.
-    """
-    masses = [_row_masses(rankings, sinks, window) for rankings in members]
-    joint: Rankings = {}
-    for part, leading in members[-1].items():
-        sums = []
-        for place, last in enumerate(leading):
-            own = [mass[part[0]][place].to(last.device) for mass in masses]
-            total = torch.zeros_like(last, dtype=torch.float64)
-            # from the last one back, as the curves are added up
-            for rankings, mass in reversed(list(zip(members, own, strict=True))):
-                ranking = rankings[part][place].to(last.device).double()
-                total += ranking / torch.where(mass > 0, mass, 1.0)[:, None, None]
-            scale = torch.stack(own).mean(dim=0) / len(members)
-            sums.append(total * torch.where(scale > 0, scale, 1.0)[:, None, None])
-        joint[part] = tuple(sums)
-    return joint
-
-
-def _row_masses(rankings: Rankings, sinks: int, window: int) -> dict[int | None, Tensor]:
-    """Of each row, or of all (None): each ranking's sum over all heads, (n_rankings, n_rows)."""
-    masses: dict[int | None, Tensor] = {}
-    for (row, _), numbers in rankings.items():
-        evictable = slice(sinks, max(int(numbers[0].shape[-1]) - window, sinks))
-        sums = [ranking[..., evictable].double().sum(dim=(1, 2)) for ranking in numbers]
-        masses[row] = masses.get(row, 0) + torch.stack(sums)
-    return masses

@@ -16,7 +16,7 @@ from kvalloc.runtime.deciding import Decide
 from kvalloc.runtime.options import CacheOptions
 from kvalloc.runtime.policies import policy_of
 from kvalloc.runtime.repetition import Wanted
-from kvalloc.runtime.schedule import Schedule, layer_groups, schedule_of
+from kvalloc.runtime.schedule import Schedule, schedule_of
 from kvalloc.shape import HALF_BYTES
 
 Within = Callable[[float, int], BudgetProfile]
@@ -46,10 +46,6 @@ class Plan:
         Budgets of a longer text, by which a conversation goes once their share holds.
     within : callable or None
         Gives the profile of a share and a length, for a conversation that outgrows the memory.
-    groups : Groups
-        Layers that keep the same entries; most are alone.
-    rounded : frozenset of int
-        Layers that are rounded, or choose entries with one that is.
     wanted : mapping of int to tuple of Scorer
         For each layer, the scorers that need a second read of the prompt.
     limit : int or None
@@ -89,9 +85,6 @@ class Plan:
         halves = {layer: np.full_like(own, 16) for layer, own in self.bits.items()}
         self.halves = halves if wide else {}
         self.longer, self.within = longer, within
-        self.groups = layer_groups(profile)
-        together = (group for group in self.groups if not self.bits.keys().isdisjoint(group))
-        self.rounded = frozenset(layer for group in together for layer in group)
         self.limit = context_limit(model)
         self.after = self.policy.again(rotates=rotates_halves(model))
 

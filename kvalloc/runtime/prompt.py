@@ -304,11 +304,10 @@ class Prompt:
         wanted = eviction.wanted_rows()
         most = max(wanted, step.new_tokens if every else 0)
         notes.prompt.add(queries, step.columns, most, padded=step.padded)
-        group = next(layers for layers in self.plan.groups if index in layers)
         with self.checks.noted():  # the host reads once a forward what it has to know
-            if evicts and index == group[-1]:
-                self.evict_layers(eviction, {one: targets[one] for one in group})
-            elif not (self.whole or evicts):
+            if evicts:
+                self.evict_layers(eviction, {index: targets[index]})
+            elif not self.whole:
                 eviction.observe(layer)
 
     def wanted_following(self, end: int) -> int:
@@ -375,7 +374,7 @@ class Prompt:
         fits = there <= budgets
         if shared and not self.schedule.holds:  # heads of a layer compete, and share its budget
             fits = there.sum(axis=2, keepdims=True) <= budgets.sum(axis=2, keepdims=True)
-        rounded = self.plan.rounded if rounds else ()
+        rounded = self.plan.bits if rounds else ()
         goes = [i for i in full if padded or not fits[:, i].all() or i in rounded]
         if goes and shared and self.schedule.holds:  # heads of all layers compete
             goes = [*full]
@@ -419,10 +418,8 @@ class Prompt:
                 layers = [self.layers[index] for index in targets]
                 handed_out = eviction.handed_out(layers, [*targets.values()], self.profile)
                 targets = dict(zip(targets, handed_out, strict=True))
-            for group in self.plan.groups:
-                if group[-1] in targets:
-                    layers = [self.layers[index] for index in group]
-                    eviction.evict(layers, [targets[index] for index in group])
+            for index, own in targets.items():
+                eviction.evict(self.layers[index], own)
 
     # A prompt that is complete
 

@@ -21,12 +21,11 @@ from kvalloc.errors import (
     warn_user,
 )
 from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.formats.sharing_groups import shared_text
 from kvalloc.models.names import MaskFunction, base_implementation, mask_function
 from kvalloc.models.structure import has_compiled_layers
 from kvalloc.runtime.checks import ensure
 from kvalloc.runtime.policies import policy_class
-from kvalloc.runtime.policies.base import EvictionPolicy, RankedPolicy
+from kvalloc.runtime.policies.base import EvictionPolicy
 
 HALF_WAY = (
     "a forward with this cache failed half-way, so its layers disagree; call cache.reset() and "
@@ -55,9 +54,6 @@ REFUSALS: dict[type[KVAllocError], dict[str, str]] = {
         "bits_are_compared": "this profile stores entries at {0[0]} bits, but the policy {0[1]} "
         "compares keys as the model made them at each decoded token; choose another policy, or "
         "solve again without {option[bits]}",
-        "shared_unranked": "in this profile {0[0]}, but the policy {0[1]} chooses for each layer "
-        "on its own; take one that ranks, such as score, or solve again without "
-        "{option[share_groups]}",
         # How a cache is made
         "beyond_memory": "these budgets were decided for {option[memory]} at its peak, and here "
         "the policy {0} takes more than what is kept and one layer in full while the prompt is "
@@ -223,17 +219,12 @@ def check_profile(profile: BudgetProfile) -> None:
     Raises
     ------
     UnsupportedRequestError
-        For bits that are not stored or not with this policy, or layers that share entries with a
-        policy that cannot choose for several.
+        For bits that are not stored or not with this policy.
     """
     name, kind = profile.policy.name, policy_class(profile.policy.name)
     fewest = int(profile.widths.min())
-    shared = shared_text(profile.share_groups) if profile.share_groups else ""
     compared = fewest < 16 and kind.reader is not EvictionPolicy.reader
-    refuse(
-        bits_are_compared=compared and (fewest, name),
-        shared_unranked=shared != "" and not issubclass(kind, RankedPolicy) and (shared, name),
-    )
+    refuse(bits_are_compared=compared and (fewest, name))
 
 
 def check_model(model: nn.Module, prompt_tokens: int | None) -> None:

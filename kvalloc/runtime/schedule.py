@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.formats.sharing_groups import Groups
 from kvalloc.runtime.options import CacheOptions
 from kvalloc.runtime.policies.base import EvictionPolicy
 
@@ -60,20 +59,13 @@ class Schedule(NamedTuple):
     ----------
     holds : bool
         Whether a prompt stays whole until it is complete and all layers evict at once; else a
-        layer, or the last of a group, evicts once it has read it.
+        layer evicts once it has read it.
     every : Settlement or None
         None where nothing ever goes of what follows.
     """
 
     holds: bool
     every: Settlement | None
-
-
-def layer_groups(profile: BudgetProfile) -> Groups:
-    """Return the layers that keep the same entries, in order; most are alone."""
-    together = {layer: group for group in profile.share_groups for layer in group}
-    full = profile.shape.full_layers
-    return tuple(dict.fromkeys(together.get(layer, (layer,)) for layer in full))
 
 
 def default_interval(settled: int) -> int:
@@ -95,9 +87,7 @@ def schedule_of(
     in_chunks : bool
         Whether the prompt comes in several forwards.
     """
-    again = bool(policy.later_scorers())
-    # a group evicts after its last layer, when the queries of its others have gone
-    whole = policy.holds and (in_chunks or bool(profile.share_groups))
+    again, whole = bool(policy.later_scorers()), policy.holds and in_chunks
     holds = again or whole or (profile.by_prompt and not options.by_layer)
     every = Settlement(tokens=options.decode_every, memory=options.memory)
     goes = profile.reduces or options.memory is not None

@@ -54,16 +54,6 @@ HEADERS = {
 }
 """Where the reader itself is no record: the one that its file begins with."""
 
-SHARED = DATA / "scores_shared.safetensors"
-SHARED_DECISIONS = DATA / "decisions_shared.json"
-
-# name of the case: arguments of solve, on a profile with joint curves of layers
-SHARED_CASES: dict[str, dict[str, Any]] = {
-    "two pairs, 35%": {"budget": "35%", "share_groups": "2-3,4-5"},
-    "four groups, 35%, head": {"budget": "35%", "share_groups": 4, "level": "head"},
-    "four groups, retention 0.8": {"target_retention": 0.8, "share_groups": 4},
-}
-
 BITS = DATA / "loss_bits.safetensors"  # with loss curves at several widths
 BITS_DECISIONS = DATA / "decisions_bits.json"
 BITS_PROFILE = DATA / "budget_profile_bits.json"
@@ -185,12 +175,6 @@ def make_measured() -> Any:
     )
 
 
-def make_shared() -> Any:
-    from factories import make_shared_scores
-
-    return make_shared_scores(7, longest=2, n_samples=4)
-
-
 def make_bits() -> Any:
     from factories import make_bits, make_shape
 
@@ -214,13 +198,6 @@ def is_as_made(golden: Golden) -> bool:
 SETS = (
     Golden(scores=SCORES, decisions=DECISIONS, cases=CASES, make=make_scores),
     Golden(scores=MEASURED, decisions=DECISIONS, cases=MEASURED_CASES, make=make_measured),
-    Golden(
-        scores=SHARED,
-        decisions=SHARED_DECISIONS,
-        cases=SHARED_CASES,
-        make=make_shared,
-        fields=("share_groups", "grouping_bound"),
-    ),
     Golden(scores=BITS, decisions=BITS_DECISIONS, cases=BITS_CASES, make=make_bits),
 )
 

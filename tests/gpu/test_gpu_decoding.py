@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_equal_budgets_are_read_in_place(device, family, dtype, monkeypatch):
     """In half precision, too, what is kept stays where it is, and the kernel reads it there."""
-    own, tolerance = model_of(family, "sdpa", dtype, "alone")
+    own, tolerance = model_of(family, "sdpa", dtype)
     cache = kvalloc.make_cache(own, tiny.make_profile(own, TOKENS, 0.4))
     shadow, ids = tiny.Shadow(own), tiny.prompt(TOKENS, 2)
     run(own, ids, cache)

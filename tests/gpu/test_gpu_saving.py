@@ -19,7 +19,7 @@ def test_a_cache_that_was_read_elsewhere(on_cpu, tmp_path, to_device, family, le
     """The same bytes and entries on the other device, and the oracle's answers there."""
     here, there = on_cpu(family), tiny.tiny_model(family)
     reads, asks = (
-        Setting(model, 1e-4, "score", "immediate", "xkv", level, bits, "alone")
+        Setting(model, 1e-4, "score", "immediate", "xkv", level, bits)
         for model in ((here, there) if to_device else (there, here))
     )
     cache, shadow = reads.prompted()

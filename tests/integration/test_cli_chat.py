@@ -239,20 +239,19 @@ def test_a_saved_cache_can_be_inspected(folder):
     facts = run("inspect", folder / "doc.kv", "--json").json
     assert (facts["kind"], facts["document"]) == ("kvalloc.cache", "doc.txt")
     assert (facts["seen_tokens"], facts["prompt_tokens"], facts["rows"]) == (120, 120, 1)
-    assert (facts["bits"], facts["share_groups"]) == (None, [])
+    assert facts["bits"] is None
     asked = run(*asking(folder, "w1"), "--json").json
     for name in ("full_bytes", "read_seconds"):
         assert facts[name] == asked[name]
     shown = run("inspect", folder / "doc.kv")
     for words in ("doc.txt", "120, float32", "a full cache takes", "--cache", "window 8"):
         assert words in shown.out
-    assert "sharing" not in shown.out
     (folder / "odd.kv").write_bytes((folder / "doc.kv").read_bytes()[:-5000])
     line = refused(folder, "inspect", folder / "odd.kv")
     assert "expected a cache written with --save-cache; read the prompt again" in line
 
 
-def test_inspecting_tells_bits_and_layers_that_share_entries(folder):
+def test_inspecting_tells_bits(folder):
     loaded = kvalloc.load_model(folder / "deeper")
     bits = np.full((4, 2), 8)
     bits[0] = 16
@@ -260,14 +259,12 @@ def test_inspecting_tells_bits_and_layers_that_share_entries(folder):
         shape=shape_of(loaded.model, model_id=loaded.model_id),
         budgets=np.full((4, 2), 32),
         bits=bits,
-        share_groups=((2, 3),),
     ).save(folder / "mixed.json")
     document = ("--prompt-file", folder / "doc.txt", "--save-cache", folder / "mixed.kv")
     run("chat", folder / "deeper", "--profile", folder / "mixed.json", *document)
     shown = " ".join(run("inspect", folder / "mixed.kv").out.split())
     # of 120 tokens the layers keep 54, 54, 53 and 53
     assert "25.2% at 16 bits, 74.8% at 8 bits, of the kept entries" in shown
-    assert "layers 2-3 keep the same entries" in shown
 
 
 def test_a_saved_document_is_asked_in_the_type_that_it_was_read_in(folder):

@@ -11,7 +11,6 @@ from factories import (
     make_bits,
     make_losses,
     make_scores,
-    make_shared_scores,
 )
 from tiny_models import tiny_model
 
@@ -91,8 +90,6 @@ DECIDED = [
     ("losses", "--budget 40% --objective mean --solver greedy", ["most retention"], [], []),
     ("bits", "--budget 20% --bits 16,8,4 --level head", ["bits, of the kept entries"], [],
      ["bits, of the kept entries"]),
-    ("shared", "--budget 40% --share-groups 4",
-     ["optimal for the grouping", "bound over all groupings"], [], ["keep the same entries"]),
 ]  # fmt: skip
 
 
@@ -101,8 +98,7 @@ DECIDED = [
 def test_what_is_decided_is_written_verified_and_shown(
     tmp_path, made, asked, solved, verified, inspected
 ):
-    make = {"scores": make_scores, "losses": make_losses, "bits": make_bits,
-            "shared": lambda: make_shared_scores(3, n_samples=3)}[made]  # fmt: skip
+    make = {"scores": make_scores, "losses": make_losses, "bits": make_bits}[made]
     scores, out = tmp_path / "s.safetensors", tmp_path / "p.json"
     make().save(scores)
     shown = {
@@ -118,7 +114,6 @@ def test_what_is_decided_is_written_verified_and_shown(
     assert "WRONG" not in shown["verify"].out
     decided, stated = BudgetProfile.load(out), run("inspect", out, "--json").json
     assert stated["predicted_loss"] == decided.predicted_loss
-    assert stated["share_groups"] == [[*group] for group in decided.share_groups]
     if "--bits" in asked:
         assert decided.bits is not None
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from cli_tools import Stdin, refused, run
 from docs_pages import PAGES, ROOT, blocks
-from factories import make_bits, make_shape, make_shared_scores
+from factories import make_bits, make_shape
 from scorer_oracle import make_states
 from tiny_models import equal_budgets, tiny_model
 
@@ -138,11 +138,8 @@ def run_line(line, demo, folder):
 def prepare_solving(folder):
     """A made-up score profile with all that can be measured."""
     shape = make_shape(n_layers=16, n_kv_heads=2, head_dim=16)
-    bits = make_bits(shape=shape, context_tokens=120)
-    measured = {name: getattr(bits, name) for name in ("loss_tokens", "loss_bits", "losses")}
-    shared = make_shared_scores(longest=2, n_layers=16, n_kv_heads=2, context_tokens=120)
     for name in "sab":
-        shared.replace(shape=shape, **measured).save(folder / f"{name}.safetensors")
+        make_bits(shape=shape, context_tokens=120).save(folder / f"{name}.safetensors")
     (folder / "w.json").write_text(json.dumps([1] * 8 + [2] * 8))
     return {}
 

@@ -14,7 +14,7 @@ from runtime_cells import FACTORS, Cell, comparable, refusal
 PRODUCT = ("policy", "arrival", "mode")
 OTHERS = tuple(name for name in FACTORS if name not in PRODUCT)
 NAMES = list(FACTORS)
-REFUSED_FOR = ("mode", "family", "level", "bits", "sharing")
+REFUSED_FOR = ("mode", "family", "level", "bits")
 """Factors whose settings are why some cells are refused."""
 CANDIDATES = 200
 """So many cells of each triple of the product are looked at: of all, it would take a minute."""

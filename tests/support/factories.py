@@ -13,7 +13,6 @@ from kvalloc.allocation.request import Request
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.formats.evaluation import Evaluation
 from kvalloc.formats.score_profile import ScoreProfile
-from kvalloc.formats.sharing_groups import runs_of
 from kvalloc.problem import AllocationProblem, Sense
 from kvalloc.shape import ModelShape
 
@@ -128,49 +127,6 @@ def make_bits(seed: int = 0, **changes: Any) -> ScoreProfile:
     added = [rng.exponential(scale, at_16.shape) for scale in (0.004, 0.03)]  # 8 and 4 bits
     losses = np.concatenate([at_16, *(at_16 + more for more in added)], axis=3)
     return scores.replace(loss_bits=np.array([16, 8, 4]), losses=losses)
-
-
-def joint_curves(raw: Array, runs: Array) -> Array:
-    """What runs of layers keep together, written down once more; of (samples, layers, heads, n)."""
-    together = np.zeros((raw.shape[0], len(runs), raw.shape[2], raw.shape[3] + 1))
-    for sample, layers in enumerate(raw):
-        shares = layers / layers.sum(axis=(1, 2), keepdims=True)
-        for run, (first, length) in enumerate(runs):
-            for head in range(raw.shape[2]):
-                total = shares[first : first + length, head].sum(axis=0)
-                order = np.argsort(-total, kind="stable")
-                kept = shares[first : first + length, head][:, order].cumsum(axis=1)
-                together[sample, run, head, 1:] = kept.sum(axis=0)
-    return together
-
-
-def make_shared_scores(
-    seed: int = 0,
-    *,
-    longest: int = 3,
-    n_layers: int = 6,
-    n_kv_heads: int = 2,
-    n_samples: int = 2,
-    likeness: float = 0.7,
-    context_tokens: int = 30,
-    **changes: Any,
-) -> ScoreProfile:
-    """A score profile whose layers rank entries more or less alike, with its joint curves."""
-    rng = np.random.default_rng(seed)
-    evictable = context_tokens - 5
-    size = (n_samples, n_layers, n_kv_heads, evictable)
-    common = random_scores(rng, (n_samples, 1, n_kv_heads, evictable))
-    raw = likeness * common + (1 - likeness) * random_scores(rng, size)
-    runs = runs_of(range(n_layers), longest)
-    return make_scores(
-        shape=make_shape(n_layers=n_layers, n_kv_heads=n_kv_heads),
-        context_tokens=context_tokens,
-        curves=curves_of(raw),
-        masses=raw.sum(axis=-1),
-        shared_runs=runs,
-        shared_curves=joint_curves(raw, runs),
-        **changes,
-    )
 
 
 def make_budget_profile(budgets: Array, **changes: Any) -> BudgetProfile:

@@ -9,7 +9,6 @@ cell_choice.py.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from kvalloc.runtime import load_cache
 from kvalloc.runtime.making import build_cache
 from kvalloc.runtime.options import CacheOptions
 from kvalloc.runtime.policies import changed_policy, policy_class, policy_names
-from kvalloc.runtime.policies.base import EvictionPolicy, RankedPolicy
+from kvalloc.runtime.policies.base import EvictionPolicy
 from kvalloc.scorers import get_scorer
 
 CONTEXT, BATCH = 90, 2
@@ -39,7 +38,6 @@ LENGTHS = (CONTEXT, 41)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 COMBINING = [n for n in policy_names() if policy_class(n).combine is not EvictionPolicy.combine]
 HOLDING = [n for n in policy_names() if policy_class(n).holds is not EvictionPolicy.holds]
-RANKING = [n for n in policy_names() if issubclass(policy_class(n), RankedPolicy)]
 LATER = [name for name in SCORERS if get_scorer(name).later is not None]
 READING = [n for n in policy_names() if policy_class(n).reader is not EvictionPolicy.reader]
 # The filter at decoding reads less than what is stored; here it reads all, so that the oracle of
@@ -51,9 +49,6 @@ RECORDS = hasattr(DynamicSlidingWindowLayer, "activate_past_recording")
 
 # What stands for a policy, too: entries that each prompt hands out to heads by score.
 BY_PROMPT = "by_prompt"
-
-GROUP = (2, 3)
-"""Layers that keep the same entries, where any do."""
 
 
 class Setting:
@@ -68,7 +63,6 @@ class Setting:
         scorer: str,
         level: str,
         bits: str,
-        sharing: str,
     ) -> None:
         self.model, self.tolerance, self.policy = model, tolerance, policy
         self.mode = mode
@@ -77,10 +71,6 @@ class Setting:
         if policy in policy_names():
             changed = changed_policy(profile.policy, policy, OPTIONS.get(policy))
             profile = profile.replace(policy=changed)
-        if sharing == "shared":
-            budgets = profile.budgets.copy()
-            budgets[list(GROUP)] = budgets[GROUP[0]]
-            profile = profile.replace(budgets=budgets, share_groups=(GROUP,))
         if bits != "16_bits":
             profile = profile.replace(bits=widths(profile, bits, by_head=level == "head"))
         if policy == BY_PROMPT:
@@ -97,8 +87,6 @@ class Setting:
 
     def follow(self, shadow: Any, cache: Any) -> None:
         shadow.follow(cache, combined=self.policy in COMBINING)
-        for one, other in itertools.pairwise(GROUP if self.profile.share_groups else ()):
-            assert torch.equal(cache.kept_indices(one), cache.kept_indices(other))
 
     def met(self, cache: Any, lengths: tuple[int, ...], mask: Any = None) -> None:
         """Each row keeps the budgets of its own length, to the entry, and no padding.
@@ -452,7 +440,6 @@ FACTORS: dict[str, list[str]] = {
     "attention": ["sdpa", "eager", "flex_attention", "padding_only"],
     "dtype": list(DTYPES),
     "bits": ["16_bits", "8_bits", "4_bits", "mixed_bits"],
-    "sharing": ["alone", "shared"],
     "kernel": [WITH, WITHOUT],
 }
 Cell = tuple[str, ...]
@@ -478,17 +465,12 @@ def scorers_of(policy: str, mode: str) -> list[str]:
 
 
 @functools.cache
-def model_of(family: str, attention: str, dtype: str, sharing: str) -> tuple[Any, float]:
+def model_of(family: str, attention: str, dtype: str) -> tuple[Any, float]:
     """A model and what may be off: in half precision, twice what the plain model is."""
-    changes: dict[str, Any] = {}
-    if family == "gemma3" and sharing == "shared":  # layers that share are neighbours
-        kinds = ["sliding_attention", "full_attention", "full_attention", "full_attention"]
-        changes = {"layer_types": kinds}
     if dtype == "float32":
-        return tiny.tiny_model(family, attention, **changes), 1e-4
+        return tiny.tiny_model(family, attention), 1e-4
     # smaller weights: with peaky attention the model's own rounding would be all there is to see
-    changes["initializer_range"] = 0.08
-    model = tiny.tiny_model(family, attention, DTYPES[dtype], **changes)
+    model = tiny.tiny_model(family, attention, DTYPES[dtype], initializer_range=0.08)
     shadow, cache, own = tiny.Shadow(model), DynamicCache(config=model.config), 0.0
     with torch.no_grad():
         for tokens in (CONTEXT, 100):
@@ -499,15 +481,11 @@ def model_of(family: str, attention: str, dtype: str, sharing: str) -> tuple[Any
 
 def refusal(cell: Cell) -> str | None:
     """What is said where a policy cannot do it: some see a whole prompt, or equal rows, only."""
-    policy, arrival, mode, _, level, _, _, bits, sharing, _ = cell
+    policy, arrival, mode, _, level, _, _, bits, _ = cell
     if bits != "16_bits" and policy in READING:
         return "compares keys"
-    if policy == BY_PROMPT and sharing == "shared":
-        return "true with layers that share entries"
     if policy == BY_PROMPT and bits == "mixed_bits":
         return "true with bits that differ between heads"
-    if sharing == "shared" and policy not in RANKING:
-        return "chooses for each layer on its own"
     if (
         policy in COMBINING
         and "chunks" in arrival
@@ -525,11 +503,11 @@ def refusal(cell: Cell) -> str | None:
 
 def answers_as_the_oracle(cell: Cell, folder: Path) -> None:
     """The assertions of one cell."""
-    policy, arrival, mode, family, level, attention, dtype, bits, sharing, _ = cell
-    model, tolerance = model_of(family, attention, dtype, sharing)
+    policy, arrival, mode, family, level, attention, dtype, bits, _ = cell
+    model, tolerance = model_of(family, attention, dtype)
 
     def answer() -> None:
-        at = Setting(model, tolerance, policy, mode, scorer_of(cell), level, bits, sharing)
+        at = Setting(model, tolerance, policy, mode, scorer_of(cell), level, bits)
         ARRIVALS[arrival](at, *[folder] if arrival == "saved" else [])
 
     said = refusal(cell)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypeAlias, TypedDict, Unpack
+from typing import Any, ClassVar, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -15,9 +15,6 @@ from kvalloc.scorers import Scorer
 from kvalloc.scorers.column_sums import weighted_rows
 from kvalloc.scorers.lookahead import TURN_VOTES, latest_votes
 from kvalloc.scorers.parameters import Parameterized
-
-Rankings: TypeAlias = tuple[Tensor, ...]
-"""What a `RankedPolicy` chooses by, each (batch, n_kv_heads, n_tokens)."""
 
 
 class Limits(TypedDict):
@@ -137,8 +134,7 @@ class EvictionPolicy(Parameterized, ABC):
         Parameters
         ----------
         states, budgets, **limits
-            As for `keep`; but in a group of layers that share entries, without queries: those
-            have gone by the time the group has chosen.
+            As for `keep`.
         kept : Tensor of bool, (batch, n_kv_heads, n_tokens)
             What `keep` returned for them.
 
@@ -215,60 +211,7 @@ class EvictionPolicy(Parameterized, ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankedPolicy(EvictionPolicy):
-    """A policy in two steps: rank the entries of a layer, then choose by the ranks.
-
-    Between the two steps the cache can put the rankings of several layers together, so that the
-    layers of a sharing group keep the same entries. A policy that is not of this kind chooses for
-    every layer on its own only.
-    """
-
-    @abstractmethod
-    def rankings(self, states: AttentionStates, **limits: Unpack[Limits]) -> Rankings:
-        """Return what `keep_ranked` decides by, of one layer.
-
-        Parameters
-        ----------
-        states, **limits
-            As for `keep`.
-
-        Returns
-        -------
-        tuple of Tensor, each (batch, n_kv_heads, n_tokens)
-            Numbers >= 0, the same count of them for every layer; higher is kept. Of a group the
-            sum over its layers is chosen by, each layer's divided by its sum over all heads'
-            evictable entries, so that layers count alike.
-        """
-
-    @abstractmethod
-    def keep_ranked(
-        self, rankings: Rankings, states: AttentionStates, budgets: Tensor, **limits: Unpack[Limits]
-    ) -> Tensor:
-        """Choose the entries that stay by the rankings of a layer, or those of a group.
-
-        Parameters
-        ----------
-        rankings : tuple of Tensor, each (batch, n_kv_heads, n_tokens)
-            As `rankings` returns them; of a group, on the scale of a mean layer.
-        states : AttentionStates
-            The layer, or the last one of the group, then without queries.
-        budgets, **limits
-            As for `keep`.
-
-        Returns
-        -------
-        Tensor of bool, (batch, n_kv_heads, n_tokens)
-            As `keep`.
-        """
-
-    def keep(self, states: AttentionStates, budgets: Tensor, **limits: Unpack[Limits]) -> Tensor:
-        """Choose the entries that stay in one layer; see `EvictionPolicy.keep`."""
-        ranked = self.rankings(states, **limits)
-        return self.keep_ranked(ranked, states, budgets, **limits)
-
-
-@dataclass(frozen=True, kw_only=True)
-class VotedPolicy(RankedPolicy):
+class VotedPolicy(EvictionPolicy):
     """A policy that ranks entries by the attention that the prompt's last rows pay, added up.
 
     How many rows is `query_rows`. The scorer is not used: the cache holds the rows' queries back.
@@ -283,12 +226,12 @@ class VotedPolicy(RankedPolicy):
         """Return False: the rows' queries are held back by the cache."""
         return False
 
-    def rankings(self, states: AttentionStates, **limits: Unpack[Limits]) -> Rankings:
-        """Return the rows' votes; see `RankedPolicy.rankings`.
+    def votes(self, states: AttentionStates) -> Tensor:
+        """Return the rows' votes, (batch, n_kv_heads, n_tokens).
 
         Where the keys of some rows are gone, all rows of the states vote: there are no others.
         """
         votes = torch.ones(states.queries.shape[2], device="cpu")
         if not states.gaps:
             votes[: max(len(votes) - self.query_rows(int(states.keys.shape[2])), 0)] = 0
-        return (weighted_rows(states, votes),)
+        return weighted_rows(states, votes)

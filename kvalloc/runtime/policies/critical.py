@@ -8,14 +8,14 @@ from typing import Unpack
 from torch import Tensor
 
 from kvalloc.models.attention import AttentionStates
-from kvalloc.runtime.policies.base import Limits, RankedPolicy, Rankings
+from kvalloc.runtime.policies.base import EvictionPolicy, Limits
 from kvalloc.runtime.selection import best_entries, evictable, free_counts
 from kvalloc.scorers.parameters import NonNegative, Share
 from kvalloc.scorers.projected_values import projected_value_norms
 
 
 @dataclass(frozen=True, kw_only=True)
-class Critical(RankedPolicy):
+class Critical(EvictionPolicy):
     """Two stages within the evictable budget b, on the scores A of the profile's scorer.
 
     Stage 1 keeps the ``floor(alpha * b)`` best by A. Stage 2 fills the rest with the best by
@@ -51,8 +51,8 @@ class Critical(RankedPolicy):
     alpha: Share = 0.5
     epsilon: NonNegative = 1e-4
 
-    def rankings(self, states: AttentionStates, **limits: Unpack[Limits]) -> Rankings:
-        """Return A, and ``(A + epsilon) * || V W_O ||_1``; see `RankedPolicy.rankings`.
+    def keep(self, states: AttentionStates, budgets: Tensor, **limits: Unpack[Limits]) -> Tensor:
+        """Choose in two stages; see `EvictionPolicy.keep`.
 
         Raises
         ------
@@ -60,13 +60,7 @@ class Critical(RankedPolicy):
             If the layer's output projection cannot be read.
         """
         scores = self.scorer.score(states, sinks=limits["sinks"])
-        return scores, (scores + self.epsilon) * projected_value_norms(states)
-
-    def keep_ranked(
-        self, rankings: Rankings, states: AttentionStates, budgets: Tensor, **limits: Unpack[Limits]
-    ) -> Tensor:
-        """Choose in two stages; see `RankedPolicy.keep_ranked`."""
-        scores, weighted = rankings
+        weighted = (scores + self.epsilon) * projected_value_norms(states)
         free, counts = evictable(scores, **limits), free_counts(scores, budgets, **limits)
         first = (counts * self.alpha).floor().long()
         stage_1 = best_entries(scores, first, among=free)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from kvalloc.errors import InputError
 from kvalloc.models.attention import AttentionStates
 from kvalloc.runtime.packed import LayerEntries
-from kvalloc.runtime.policies.base import Limits, Rankings, Reader, VotedPolicy
+from kvalloc.runtime.policies.base import Limits, Reader, VotedPolicy
 from kvalloc.runtime.selection import best_entries, keep_best, kept_places
 from kvalloc.scorers.parameters import Positive, Share, ShareAbove0
 
@@ -78,11 +78,9 @@ class MPCache(VotedPolicy):
         """Return how many rows vote; see `VotedPolicy.query_rows`."""
         return math.ceil(n_tokens * self.rows_share)
 
-    def keep_ranked(
-        self, rankings: Rankings, states: AttentionStates, budgets: Tensor, **limits: Unpack[Limits]
-    ) -> Tensor:
-        """Choose the best; see `RankedPolicy.keep_ranked`."""
-        return keep_best(rankings[0], budgets, **limits)
+    def keep(self, states: AttentionStates, budgets: Tensor, **limits: Unpack[Limits]) -> Tensor:
+        """Choose the best by the rows' votes; see `EvictionPolicy.keep`."""
+        return keep_best(self.votes(states), budgets, **limits)
 
     def reader(self, *, sinks: int, window: int) -> ClusterReader:
         """Return the dynamic half; see `EvictionPolicy.reader`."""

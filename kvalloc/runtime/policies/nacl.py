@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvalloc.models.attention import AttentionStates
-from kvalloc.runtime.policies.base import Limits, Rankings, VotedPolicy
+from kvalloc.runtime.policies.base import Limits, VotedPolicy
 from kvalloc.runtime.selection import best_entries, evictable, free_counts
 from kvalloc.scorers.parameters import Count, Share
 
@@ -62,11 +62,9 @@ class NaCl(VotedPolicy):
         """Return how many of a row's last tokens are proxies; see `VotedPolicy.query_rows`."""
         return max(math.ceil(n_tokens * self.proxy_share), 1)
 
-    def keep_ranked(
-        self, rankings: Rankings, states: AttentionStates, budgets: Tensor, **limits: Unpack[Limits]
-    ) -> Tensor:
-        """Choose the entries that stay; see `RankedPolicy.keep_ranked`."""
-        (scores,) = rankings
+    def keep(self, states: AttentionStates, budgets: Tensor, **limits: Unpack[Limits]) -> Tensor:
+        """Choose the entries that stay; see `EvictionPolicy.keep`."""
+        scores = self.votes(states)
         free, counts = evictable(scores, **limits), free_counts(scores, budgets, **limits)
         n_tokens = int(scores.shape[2])
         first = max(n_tokens - self.query_rows(n_tokens), limits["sinks"])

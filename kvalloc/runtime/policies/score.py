@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from kvalloc.models.attention import AttentionStates
-from kvalloc.runtime.policies.base import Limits, RankedPolicy, Rankings
+from kvalloc.runtime.policies.base import EvictionPolicy, Limits
 from kvalloc.runtime.selection import keep_best
 
 
 @dataclass(frozen=True, kw_only=True)
-class Score(RankedPolicy):
+class Score(EvictionPolicy):
     """Sinks, window, and each KV head's best entries by the profile's scorer.
 
     With the scorers of this package this is SnapKV, XKV, H2O, TOVA, StreamingLLM and so on.
@@ -35,19 +35,9 @@ class Score(RankedPolicy):
     def keep(self, states: AttentionStates, budgets: Tensor, **limits: Unpack[Limits]) -> Tensor:
         """Choose by the scores, of one KV head after the other where they allow it; see `keep`."""
         if not self.scorer.by_head:
-            return super().keep(states, budgets, **limits)
+            return keep_best(self.scores(states, sinks=limits["sinks"]), budgets, **limits)
         kept = torch.ones(states.keys.shape[:3], dtype=torch.bool, device=states.keys.device)
         for head in (budgets < kept.shape[2]).any(dim=0).nonzero()[:, 0].tolist():
             scores = self.scores(states.kv_head(head), sinks=limits["sinks"])
             kept[:, head] = keep_best(scores, budgets[:, head, None], **limits)[:, 0]
         return kept
-
-    def rankings(self, states: AttentionStates, **limits: Unpack[Limits]) -> Rankings:
-        """Return the scores; see `RankedPolicy.rankings`."""
-        return (self.scores(states, sinks=limits["sinks"]),)
-
-    def keep_ranked(
-        self, rankings: Rankings, states: AttentionStates, budgets: Tensor, **limits: Unpack[Limits]
-    ) -> Tensor:
-        """Choose the best; see `RankedPolicy.keep_ranked`."""
-        return keep_best(rankings[0], budgets, **limits)

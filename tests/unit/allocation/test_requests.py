@@ -12,7 +12,6 @@ from factories import (
     make_losses,
     make_scores,
     make_shape,
-    make_shared_scores,
 )
 
 from kvalloc.accounting.costs import POSITION_BYTES, full_bytes
@@ -21,7 +20,6 @@ from kvalloc.allocation.decision import solve
 from kvalloc.allocation.formulation import formulate, problem_of
 from kvalloc.allocation.request import Request
 from kvalloc.errors import InfeasibleError, InputError
-from kvalloc.formats.sharing_groups import parse_groups
 from kvalloc.problem import Aggregate, Sense
 from kvalloc.units import parse_bytes, parse_indices, parse_share
 
@@ -31,8 +29,6 @@ READ = [
     (parse_bytes, {4096: 4096, "3b": 3, "1kB": 1000, "2TiB": 2 * 2**40, ".5KiB": 512}),
     (parse_indices, {"0": (0,), "0-2": (0, 1, 2), " 1 - 2 , 5": (1, 2, 5), "3,1": (3, 1)}),
     (parse_indices, {"4-4": (4,)}),
-    (parse_groups, {"14": 14, 14: 14, "2-3": ((2, 3),), " 2-3 , 4-7 ": ((2, 3), (4, 5, 6, 7))}),
-    (parse_groups, {((2, 3), (4, 5)): ((2, 3), (4, 5)), (): (), "2": 2}),
 ]
 NOT_READ = [
     (parse_share, "write 20% or 0.2", ("0", "0%", "-1%", "101%", "20", 1.0001, "", "%")),
@@ -42,8 +38,6 @@ NOT_READ = [
     (parse_indices, "no list of layers", ("", "all", "-1", "1,,2", "9" * 7)),
     (parse_indices, "write 1-3", ("3-1",)),
     (parse_indices, "twice", ("0-3,2",)),
-    (parse_groups, "such as 14", ("", "a-b", "2-3;4-5", [2, 3], 1.5, True, None)),
-    (parse_groups, "at least 1", ("0",)),
 ]
 
 
@@ -84,7 +78,6 @@ REFUSED = [
             *(({"budget_tokens": n}, "not possible; give 1 to 1099511627776") for n in (0, 2**57)),
             ({"budget_tokens": 2**63}, "a budget of 9223372036854775808 tokens is not possible"),
             ({"memory": "lots"}, "not a size"),
-            ({"memory": "1MiB", "share_groups": 4}, "with memory the groups are named"),
         )
     ),
     *(
@@ -122,8 +115,6 @@ REFUSED = [
             ({"time_limit": 0.0}, "leaves no time"),
             ({"solver": "best"}, "there is no solver 'best'; choose from: adaptive_head, .*greedy"),
             ({"solver": "greedy:gamma=1"}, "has no option 'gamma'"),
-            ({"share_groups": 4}, "share_length=2"),
-            ({"share_groups": "2-3"}, "share_length=2"),
             ({"bits": (16, 8)}, "no loss curves.*bits=.16, 8.*ask for retention"),
             ({"bits": (8,), "objective": "worst"}, "bits are chosen by what they"),
             ({"bits": (8,), "target_retention": 0.9}, "give target_loss, or leave them out"),
@@ -160,20 +151,6 @@ REFUSED = [
             ({"average": "allocations"}, "average='curves'"),
         )
     ),
-    *(
-        (make_shared_scores, fields, words)
-        for fields, words in (
-            ({"share_groups": "1-2"}, "first two layers"),
-            ({"share_groups": [(2, 4)]}, "not a run"),
-            ({"share_groups": "2-3,3-4"}, "not after"),
-            ({"share_groups": "4-6"}, "no full attention"),
-            ({"share_groups": "2-5"}, "share_length=4"),
-            ({"share_groups": "x"}, "cannot be read"),
-            ({"share_groups": 4, "objective": "worst"}, "leave out the objective"),
-            ({"share_groups": 4, "max_distinct": 2}, "leave out one of them"),
-            ({"share_groups": "2-3", "average": "allocations"}, "leave out average"),
-        )
-    ),
 ]
 
 
@@ -189,13 +166,8 @@ def test_what_cannot_be_asked(make, asked, words):
             Request.parse(**asked)
         else:
             target = {} if {"target_retention", "target_loss"} & {*asked} else {"budget": 0.5}
-            few_layers = {} if make is make_shared_scores else {"shape": shape_for(asked)}
-            solve(make(**few_layers), **target, **asked)
+            solve(make(shape=make_shape(max_context_tokens=100)), **target, **asked)
     assert "\n" not in str(caught.value)
-
-
-def shape_for(asked):
-    return make_shape(n_layers=6 if "share_groups" in asked else 3, max_context_tokens=100)
 
 
 def test_the_problem_of_a_hand_computed_profile():
@@ -296,7 +268,6 @@ def test_sliding_layers_are_paid_for_but_not_decided():
         ),
         (partial(make_scores, shape=make_shape(dtype_bytes=4)), {"level": "head"}),
         (make_bits, {"bits": (16, 8, 4), "page": 8, "batch": 2}),
-        (make_shared_scores, {"share_groups": "2-3,4-5", "batch": 2}),
     ],
 )
 def test_memory_is_a_peak_and_too_little_names_what_would_do(make, asked):

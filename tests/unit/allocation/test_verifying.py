@@ -9,7 +9,6 @@ from factories import (
     make_losses,
     make_scores,
     make_shape,
-    make_shared_scores,
 )
 from refusals import untrue
 
@@ -26,7 +25,6 @@ from kvalloc.report.wording import objective_text
 
 SLIDING = make_shape(layer_types=("full", "sliding", "full"), sliding_window=8)
 BITS = {"bits": (16, 8, 4)}
-GROUPS = {"budget": "35%", "share_groups": "2-3,4-5"}
 
 ASKED = [
     *(
@@ -67,14 +65,6 @@ ASKED = [
         lambda: make_losses(1, shape=SLIDING),
         {"budget": "60%", "level": "head", "objective": "loss"},
     ),
-    *(
-        (make_shared_scores, {**goal, "level": level, "share_groups": groups})
-        for goal in ({"budget": "35%"}, {"target_retention": 0.8})
-        for groups in ("2-3,4-5", 4, 6)
-        for level in ("layer", "head")
-    ),
-    (lambda: make_shared_scores(4, n_samples=3), GROUPS),
-    (lambda: make_shared_scores(2, n_samples=1), {**GROUPS, "level": "head"}),
 ]
 
 
@@ -171,18 +161,6 @@ FALSE = [
     (make_losses, {"target_loss": 0.05}, moved("predicted_loss", -0.01), {"predicted loss"}),
     (make_losses, LOSSES, lambda profile: {"retention": 0.5}, {"retention"}),
     (make_bits, {**HEADS, **BITS}, other_widths, {"budgets are options", "predicted loss"}),
-    (
-        make_shared_scores,
-        {"budget": "35%", "share_groups": 4},
-        moved("grouping_bound", -0.01),
-        {"bound over groupings"},
-    ),
-    (
-        make_shared_scores,
-        {"budget": "35%", "share_groups": 4},
-        lambda profile: {"share_groups": ()},
-        {"groups"},
-    ),
 ]
 
 

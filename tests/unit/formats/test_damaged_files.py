@@ -12,7 +12,6 @@ from factories import (
     make_budget_profile,
     make_losses,
     make_scores,
-    make_shared_scores,
 )
 from hostile_files import with_stated, with_value
 from refusals import refused
@@ -164,7 +163,6 @@ def test_a_changed_copy_is_checked():
             [dict.fromkeys(("loss_tokens", "loss_bits", "losses"))],
         ),
         (make_bits, [{"loss_bits": np.array([16, 4, 8])}]),
-        (make_shared_scores, [{"shared_runs": None, "shared_curves": None}]),
     ],
 )
 def test_all_is_saved_loaded_and_part_of_the_digest(make, changes, tmp_path):
@@ -207,7 +205,7 @@ def convex(curves):
     return np.broadcast_to(np.linspace(0, 1, 36) ** 2, curves.shape).copy()
 
 
-MAKERS = (make_scores, make_losses, make_bits, make_shared_scores)
+MAKERS = (make_scores, make_losses, make_bits)
 WRONG = {
     "none": lambda a: None,
     "other type": lambda a: a.astype(np.float32 if a.dtype == float else np.int32),
@@ -217,7 +215,7 @@ WRONG = {
     "NaN": lambda a: a * np.nan,
     "below zero": lambda a: -a - 1,
 }
-SIZES = {"ranks", "curves", "masses", "loss_tokens", "loss_bits", "shared_runs"}
+SIZES = {"ranks", "curves", "masses", "loss_tokens", "loss_bits"}
 """Arrays by which others are sized: one of those may be named in their place."""
 
 
@@ -253,16 +251,6 @@ SEMANTIC = {
     make_bits: [
         (lambda s, given=given: {"loss_bits": np.array(given)}, "16, then some of 8, 5, 4, 3 once")
         for given in ([16, 8, 6], [16, 8, 8], [8, 16, 4])
-    ],
-    make_shared_scores: [
-        (edit("shared_runs", lambda a: a + [[-1, 0]]), "runs of 2 to 4"),
-        (edit("shared_runs", lambda a: a[:1].repeat(7, axis=0)), "twice"),
-        (edit("shared_curves", lambda a: a * 1.2), "no more than the layers keep apart"),
-        (edit("shared_curves", lambda a: a * 0.9), "not whole"),
-        (
-            at("shared_curves", (0, 0, 0, 5), 0.0),
-            "shared_curves is falling in sample 0, layers 2-3",
-        ),
     ],
 }
 

@@ -21,7 +21,6 @@ from factories import (
     make_losses,
     make_row,
     make_scores,
-    make_shared_scores,
 )
 from hostile_files import (
     OF_EACH_TYPE,
@@ -182,7 +181,7 @@ def kinds(tmp_path_factory):
 
     part = SCORES.replace(shard=(1, 2))
     surrogate = FittedModel.load(FITTED).surrogate
-    scores = made(SCORES, make_losses(), make_bits(), make_shared_scores(), part)
+    scores = made(SCORES, make_losses(), make_bits(), part)
     decided = [solve(SCORES, **one) for one in REQUESTS]
     decided += [solve(make_losses(), target_loss=0.5), solve(make_bits(), budget="30%", bits="8,4")]
     budgets = made(PROFILE, make_budget_profile([[10, 17]]), *decided)

@@ -5,7 +5,7 @@ from cli_tools import refused, run
 from factories import make_losses, make_scores, make_shape
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import tiny_model, tiny_profile, words
+from tiny_models import tiny_profile, words
 
 from kvalloc.errors import InputError
 from kvalloc.formats.merging import merge
@@ -47,7 +47,6 @@ def test_any_partition_in_any_order_gives_the_unbroken_file(tmp_path_factory, da
 @pytest.mark.parametrize(
     "options",
     [
-        {"share_length": 2, "model": tiny_model(num_hidden_layers=5)},
         {"loss": LOSSES, "bits": (8,)},
     ],
 )

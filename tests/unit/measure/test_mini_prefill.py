@@ -91,7 +91,7 @@ def test_a_layer_that_is_never_seen_is_an_error():
 
 
 def check_same(found, whole):
-    for name in ("curves", "masses", "shared_curves", "losses"):
+    for name in ("curves", "masses", "losses"):
         one, other = getattr(found, name), getattr(whole, name)
         if other is None:
             assert one is None
@@ -107,10 +107,7 @@ def test_every_attention_gives_the_same_by_chunks(kind, attention, chunk):
     check_same(tiny_profile(model, chunk=chunk), tiny_profile(model))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"share_length": 2}, {"loss": "fast", "bits": (8, 4)}, {"scorer": "h2o"}],
-)
+@pytest.mark.parametrize("options", [{"loss": "fast", "bits": (8, 4)}, {"scorer": "h2o"}])
 def test_what_else_is_measured_is_the_same_by_chunks(options):
     model = tiny_model(num_hidden_layers=5)
     check_same(tiny_profile(model, chunk=16, **options), tiny_profile(model, **options))

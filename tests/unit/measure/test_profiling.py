@@ -127,9 +127,6 @@ def broken_model():
         ({"loss": "exact"}, "loss method is 'exact'"),
         ({"loss": "fast", "loss_level": "token"}, "loss level is 'token'"),
         ({"sinks": -1}, "sinks is -1, expected a number of tokens"),
-        ({"share_length": 0}, "the share length is 0"),
-        ({"share_length": 2}, "no layers of this model can share"),
-        ({"share_length": 2, "model": tiny_model("gemma3")}, "no layers of this model can share"),
         ({"texts": [Prompt(text="a b", name="p.jsonl", line=2)], "samples": 1}, "p.jsonl, line 2"),
         ({"model": broken_model()}, "tests/tiny in layer 1, sample 0 are not finite"),
         ({"output": "no/such/folder/s.safetensors"}, "does not exist"),
@@ -160,7 +157,6 @@ LOSSES = {"shares": (0.0, 0.2, 0.6), "continuation_tokens": 5}
     ("options", "layers"),
     [
         ({}, 3),
-        ({"share_length": 2}, 5),
         ({"loss": LossPlan(**LOSSES)}, 3),
         ({"loss": LossPlan(method="fast", level="head", **LOSSES), "bits": (8, 4)}, 3),
         ({"loss": LossPlan(level="head", **LOSSES)}, 3),

@@ -6,7 +6,7 @@ from factories import make_budget_profile, make_scores, make_shape
 
 import kvalloc
 from kvalloc.report.terminal import merged_names, short_name, table_lines
-from kvalloc.report.wording import cap_lines, decision_fields, ended_text, proof_text
+from kvalloc.report.wording import cap_lines, ended_text, proof_text
 
 # What is said of profiles in plain words
 
@@ -48,7 +48,6 @@ OPTIMAL = {"objective": -0.1, "bound": -0.1, "termination": "optimal", "bound_so
         ({}, "optimal"),
         ({"requested": {"objective": "loss"}}, "optimal for the sum of single losses"),
         ({"requested": {"target": "loss"}}, "optimal for the sum of single losses"),
-        ({"share_groups": ((2, 3), (4, 5))}, "optimal for the grouping 2-3, 4-5"),
         ({"bound_source": "dp"}, "optimal, not proven again: dp's word"),
         ({"termination": "time_limit", "requested": {"objective": "loss"}}, "time limit"),
     ],
@@ -58,13 +57,6 @@ def test_of_what_optimal_is_optimal(stated, said):
     assert ended_text(profile) == said
     if profile.termination == "optimal":
         assert said.removeprefix("optimal").partition(",")[0] in proof_text(profile)
-
-
-def test_the_bound_over_all_groupings_stands_beside_that_of_the_chosen_one():
-    stated = {**OPTIMAL, "objective": 0.9, "bound": 0.9, "share_groups": ((2, 3),), "solver": "dp"}
-    profile = make_budget_profile(np.full((6, 2), 20), **stated, grouping_bound=1.0)
-    shown = "0.900000 (dual), gap 0%; bound over all groupings 1.000000, gap 10%"
-    assert decision_fields(profile)["bound"] == shown
 
 
 def test_caps_that_nest_are_drawn_as_a_tree():

@@ -14,7 +14,7 @@ from kvalloc.runtime.policies.score import Score
 from kvalloc.runtime.selection import keep_best
 
 CONTEXT, CHUNK = 90, 30
-KINDS = ["layer", "head", "bits", "repeated", "decode_every", "shared"]
+KINDS = ["layer", "head", "bits", "repeated", "decode_every"]
 
 
 def cache_of(model, kind):
@@ -24,9 +24,6 @@ def cache_of(model, kind):
         profile = profile.replace(bits=np.full_like(profile.budgets, 8))
     if kind == "head":
         profile = tiny.by_head(profile, spread=9)
-    if kind == "shared":
-        budgets = np.full_like(profile.budgets, 36)
-        profile = profile.replace(budgets=budgets, share_groups=((2, 3),))
     every = 4 if kind == "decode_every" else None
     return make_cache(model, profile, decode_every=every, prompt_tokens=CONTEXT)
 
@@ -147,16 +144,16 @@ def test_what_is_checked_at_the_end_leaves_nothing_half_done(model, monkeypatch,
     """Of all layers the host asks once, when all have evicted: the cache then needs a reset."""
     cache = cache_of(model, kind)
 
-    def keep_ranked(self, rankings, states, budgets, **limits):
-        found = rankings[0].masked_fill(rankings[0] > 0, torch.inf)
-        if states.layer == 0 or scores == "not finite":
-            return keep_best(found if scores == "not finite" else rankings[0], budgets, **limits)
-        return keep_best(rankings[0], budgets - 1, **limits)
+    def keep(self, states, budgets, **limits):
+        found = self.scores(states, sinks=limits["sinks"])
+        if scores == "not finite":
+            return keep_best(found.masked_fill(found > 0, torch.inf), budgets, **limits)
+        return keep_best(found, budgets - int(states.layer > 0), **limits)
 
     error = InputError if scores == "not finite" else SolverError
     said = "score that is not finite" if scores == "not finite" else "the policy score kept"
     with monkeypatch.context() as patched:
-        patched.setattr(Score, "keep_ranked", keep_ranked)
+        patched.setattr(Score, "keep", keep)
         with pytest.raises(error, match=said):
             for tokens in (CONTEXT, *[1] * 8):
                 run(model, tiny.prompt(tokens), cache)

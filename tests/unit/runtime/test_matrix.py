@@ -64,7 +64,7 @@ def test_the_kernel_is_called_where_it_is_asked_for(tmp_path):
     if cpu.unavailable() is not None:
         pytest.skip(f"no kernel here: {cpu.unavailable()}")
     what = ("score", "question_of_5", "immediate", "llama")
-    settings = (*what, "head", "sdpa", "float32", "16_bits", "alone")
+    settings = (*what, "head", "sdpa", "float32", "16_bits")
     for name in FACTORS["kernel"]:
         with kernel_choice(name) as calls:
             answers_as_the_oracle((*settings, name), tmp_path)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import runtime_oracle as tiny
 import torch
-from factories import make_bits, make_scores, make_shared_scores
+from factories import make_bits, make_scores
 from live_storage import LiveStorage, peak_bytes
 from transformers.integrations import sdpa_attention
 
@@ -58,11 +58,6 @@ def profile_of(model, mode):
     profile = tiny.make_profile(model, TOKENS, SHARE, scorer="xkv", parameters={})
     if not mode.endswith("by layer"):
         profile = tiny.by_head(profile, spread=60)
-    if "shared" in mode:
-        budgets = profile.budgets.copy()
-        for group in GROUPS:
-            budgets[list(group)] = budgets[group[0]]
-        return profile.replace(budgets=budgets, share_groups=GROUPS)
     if "packed" in mode:
         bits = np.resize([8, 4, 16, 8], LAYERS)[:, None].repeat(tiny.N_KV_HEADS, axis=1)
         bits[:, 1] = bits[:, 0] if mode.endswith("by layer") else 4
@@ -73,9 +68,7 @@ def profile_of(model, mode):
     return profile.replace(by_prompt=mode == "handed out")
 
 
-MODES = ["by layer", "by head", "matched", "handed out"]
-MODES += ["packed by layer", "packed", "shared by layer", "shared"]
-GROUPS = ((2, 3), (4, 5, 6))
+MODES = ["by layer", "by head", "matched", "handed out", "packed by layer", "packed"]
 
 
 @pytest.mark.parametrize(("dtype", "padded"), ROWS)
@@ -99,8 +92,6 @@ def test_the_peak_of_every_layer_is_what_the_mode_promises(mode, dtype, padded):
     )
     above = [a - b for a, b in zip(watched.peaks(lambda: prefill(cache)), alone, strict=True)]
     kept = profile.retained_bytes_at(TOKENS) * 2
-    if "shared" in mode:  # a group is held until its last layer, with its rankings
-        layer = max(map(len, GROUPS)) * (layer + 2 * 2 * TOKENS * tiny.N_KV_HEADS * 8)
     assert max(above) <= kept + layer
 
 
@@ -109,7 +100,6 @@ SOLVED = {
     "in pages": (make_scores, {"page": 16}),
     "bits": (make_bits, {"level": "head", "bits": (16, 8, 4)}),
     "bits alike": (make_bits, {"bits": (8,)}),
-    "shared": (make_shared_scores, {"share_groups": "2-3,4-6"}),
 }
 SERVED = {
     "decided": {"level": "head", "solver": "greedy"},
@@ -135,8 +125,7 @@ def test_memory_is_a_peak(way, dtype, padded, monkeypatch):
     memory = int(0.4 * plain_bytes(shape, TOKENS, 2))
     if way in SOLVED:
         make, asked = SOLVED[way]
-        sizes = {"n_layers": LAYERS} if make is make_shared_scores else {"shape": shape}
-        scores = make(context_tokens=TOKENS, n_samples=1, **sizes).replace(shape=shape)
+        scores = make(context_tokens=TOKENS, n_samples=1, shape=shape)
         profile = kvalloc.solve(scores, memory=memory, batch=2, **asked)
         cache = kvalloc.make_cache(model, profile)
         found = watched.peaks(lambda: read(past_key_values=cache))

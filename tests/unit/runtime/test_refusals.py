@@ -37,7 +37,6 @@ from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.lossless import verify_with
 from kvalloc.runtime.making import build_cache
 from kvalloc.runtime.policies import get_policy
-from kvalloc.runtime.policies.base import EvictionPolicy
 from kvalloc.scorers import get_scorer
 
 CONTEXT = 60
@@ -199,11 +198,6 @@ def beyond_announced(model):
     forward(model, cache, input_ids=tiny.prompt(21))
 
 
-def shared(model, **changes):
-    profile = profile_of(model, [30, 30, 20, 20], scorer="reconstruction")
-    return profile.replace(share_groups=((2, 3),), **changes)
-
-
 def generated(model, *, lossless=False, **options):
     """Refused before anything runs."""
     ids = [] if "inputs_embeds" in options else [tiny.prompt(CONTEXT)]
@@ -247,12 +241,6 @@ def trained(model):
     finally:
         forward(model.eval(), cache)
         assert cache.reduced
-
-
-def unranked(model):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(refusals, "policy_class", lambda name: EvictionPolicy)
-        make_cache(model, shared(model))
 
 
 def own_attention(model):
@@ -380,7 +368,6 @@ def asked(model, ids, rows=1, **options):
 
 CASES = {
     "bits_are_compared": (four_bits, "at 4 bits, but the policy mpcache compares"),
-    "shared_unranked": (unranked, "layers 2-3 keep the same entries, but the policy score chooses"),
     "beyond_memory": (
         lambda model: make_cache(model, at_peak(model), policy="reconstruction"),
         "decided for memory at its peak, and here the policy score takes more",

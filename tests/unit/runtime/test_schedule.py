@@ -8,7 +8,7 @@ from factories import make_budget_profile, make_shape
 from kvalloc.online.ways import Early, Setting, Twice, Whole
 from kvalloc.runtime.options import CacheOptions
 from kvalloc.runtime.policies import policy_of
-from kvalloc.runtime.schedule import layer_groups, schedule_of
+from kvalloc.runtime.schedule import schedule_of
 
 TOKENS = 400
 SHAPE = make_shape(n_layers=4)
@@ -35,8 +35,6 @@ def stored(**changes):
         (profile_of(Twice), True, HELD, HELD),
         (make_budget_profile([[8, 9]] * 4), False, READ, READ),
         (stored(), False, READ, HELD),
-        (stored(share_groups=((2, 3),)), False, HELD, HELD),
-        (make_budget_profile([[8, 8]] * 4, share_groups=((2, 3),)), False, READ, READ),
     ],
 )
 def test_a_prompt_goes_by_layer_or_whole(profile, by_layer, in_one, in_chunks):
@@ -44,11 +42,6 @@ def test_a_prompt_goes_by_layer_or_whole(profile, by_layer, in_one, in_chunks):
     for chunks, expected in ((False, in_one), (True, in_chunks)):
         found = schedule_of(profile, policy_of(profile.policy), options, in_chunks=chunks)
         assert (found.holds, found.every.tokens) == (expected, 7)
-
-
-def test_layers_that_share_entries_evict_together():
-    profile = make_budget_profile([[8, 8]] * 4, share_groups=((2, 3),))
-    assert layer_groups(profile) == ((0,), (1,), (2, 3))
 
 
 def test_nothing_competes_later_where_all_of_a_prompt_stays():
