@@ -96,7 +96,7 @@ class RequestCurves:
         """
         scores, request = self.scores, self.request
         if request.objective == "loss":
-            values = -self.losses(tokens, bits)
+            values = -self._losses(tokens, bits)
             return values, np.ones(values.shape[0])
         n_layers = len(scores.shape.full_layers)
         single = 0 if scores.n_samples == 1 else self.sample
@@ -122,26 +122,8 @@ class RequestCurves:
         layers = shape.full_layers
         return curves if len(layers) == shape.n_layers else curves[list(layers)]
 
-    def losses(self, tokens: IntArray, bits: int) -> FloatArray:
-        """Return the loss of each unit at each budget.
-
-        Parameters
-        ----------
-        tokens : ndarray of int64, (n_options,)
-            Budgets.
-        bits : int
-            Width of the entries.
-
-        Returns
-        -------
-        ndarray of float64, (n_units, n_options)
-            Nats per token.
-
-        Raises
-        ------
-        InputError
-            If they were not measured for such units or bits.
-        """
+    def _losses(self, tokens: IntArray, bits: int) -> FloatArray:
+        """Return the loss of each unit at each budget, nats per token, (n_units, n_options)."""
         scores, layers = self.scores, list(self.scores.shape.full_layers)
         curves = loss_curves(scores, self.sample, bits=bits)[layers]
         if self.request.level == "layer":

@@ -345,15 +345,13 @@ def outcome(posed: PosedRequest, choice: IntArray, value: float) -> dict[str, An
     curves, problem = posed.curves, posed.problem
     shape, chosen = curves.scores.shape, (problem.units, choice)
     sliding = sliding_entries(shape, problem.context_tokens)
-    budgets = head_table(shape, problem, problem.tokens[chosen], sliding)
+    budgets = _head_table(shape, problem, problem.tokens[chosen], sliding)
     fields: dict[str, Any] = {"budgets": budgets}
     bits = None
     if problem.bits is not None:
-        fields["bits"] = bits = head_table(shape, problem, problem.bits[chosen], 16)
-    if curves.request.is_plain_mean:
-        fields["retention"] = value
-    else:
-        fields["retention"] = curves.retention(budgets)
+        fields["bits"] = bits = _head_table(shape, problem, problem.bits[chosen], 16)
+    plain = curves.request.is_plain_mean
+    fields["retention"] = value if plain else curves.retention(budgets)
     if curves.scores.has_losses:
         fields["predicted_loss"] = loss = curves.predicted_loss(budgets, bits)
         share = problem.cost(choice) / curves.costs.full
@@ -361,7 +359,7 @@ def outcome(posed: PosedRequest, choice: IntArray, value: float) -> dict[str, An
     return fields
 
 
-def head_table(
+def _head_table(
     shape: ModelShape, problem: AllocationProblem, numbers: IntArray, elsewhere: int
 ) -> IntArray:
     """Return each unit's number in the places of its heads, ``(n_layers, n_kv_heads)``."""

@@ -49,8 +49,7 @@ class FrontierPoint:
     choice : ndarray of int64, (n_units,)
         Chosen option of each unit.
     retention : float or None
-        Mean over layers of the kept share of score mass; None where only a problem is known, or
-        units keep other entries than the scorer's best.
+        Mean over layers of the kept share of score mass; None where only a problem is known.
     predicted_loss : float or None
         Sum of the measured losses, nats per token; None where loss was not measured.
     """

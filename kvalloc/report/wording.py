@@ -50,7 +50,7 @@ def decision_fields(decided: BudgetProfile) -> dict[str, str]:
         "request": request_text(decided),
         "solver": ", ".join(filter(None, (solver_text(decided), ended_text(decided)))),
         "why": decided.detail.removeprefix(f"{decided.decided_by}: "),
-        "retention": _retention_text(decided),
+        "retention": number_text(decided.retention, ".6f"),
         "outlook": loss_outlook(decided),
         "predicted loss": "" if loss is None else f"{loss:.6f} nats per token",
         "model error": _error_text(decided),
@@ -287,13 +287,6 @@ def requested_bytes(decided: BudgetProfile) -> int | None:
     granted = decided.requested.get("bytes")
     known = isinstance(granted, int) and 0 <= granted < 2**63
     return granted if known else None
-
-
-def _retention_text(decided: BudgetProfile) -> str:
-    """Return the retention, or why it is unknown."""
-    if decided.retention is not None:
-        return f"{decided.retention:.6f}"
-    return "unknown"
 
 
 def bits_text(decided: BudgetProfile) -> str:
