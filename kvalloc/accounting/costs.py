@@ -65,9 +65,6 @@ SCALE_BYTES = 2
 POSITION_BYTES = 4
 """Of an entry's place in the prompt, int32."""
 
-BIAS_BYTES = 4
-"""Of an entry's logit bias, float32."""
-
 MOST_BYTES = 2**60
 """Sums of costs are int64, and solvers scale them: above this they could overflow."""
 
@@ -129,26 +126,22 @@ def _packed_rows(head_dim: int) -> IntArray:
     return rows
 
 
-def head_bytes(
-    tokens: npt.ArrayLike, bits: npt.ArrayLike, shape: ModelShape, *, biased: bool = False
-) -> IntArray:
+def head_bytes(tokens: npt.ArrayLike, bits: npt.ArrayLike, shape: ModelShape) -> IntArray:
     """Return the bytes of all that one KV head of a reduced cache stores of one row.
 
-    Counted are K and V (`stored_bytes`), the position of each entry, and its logit bias.
+    Counted are K and V (`stored_bytes`) and the position of each entry.
 
     Parameters
     ----------
     tokens, bits, shape
         As of `stored_bytes`.
-    biased : bool
-        Whether entries have a logit bias.
 
     Returns
     -------
     ndarray of int64
     """
-    beside = POSITION_BYTES + BIAS_BYTES * biased
-    return stored_bytes(tokens, bits, shape) + beside * np.asarray(tokens, dtype=np.int64)
+    positions = POSITION_BYTES * np.asarray(tokens, dtype=np.int64)
+    return stored_bytes(tokens, bits, shape) + positions
 
 
 def bytes_in_share(share: float, whole: int) -> int:
@@ -163,11 +156,10 @@ def entries_in_share(
     shape: ModelShape,
     *,
     least: int,
-    biased: bool = False,
 ) -> int:
     """Return the largest number of entries in each KV head within a share of a 16-bit cache.
 
-    What is kept counts as `head_bytes` says; the whole cache stores neither positions nor biases.
+    What is kept counts as `head_bytes` says; the whole cache stores no positions.
     A prompt of which the share does not even hold sinks and window is too short for it, and is
     kept whole.
 
@@ -182,8 +174,6 @@ def entries_in_share(
     shape : ModelShape
     least : int
         Sinks and window, which are always kept.
-    biased : bool
-        Whether entries have a logit bias.
 
     Examples
     --------
@@ -198,7 +188,7 @@ def entries_in_share(
         return tokens
     widths, heads = np.unique(np.asarray(bits), return_counts=True)
     counts = np.arange(tokens + 1)[:, None]
-    needed = (head_bytes(counts, widths, shape, biased=biased) * heads).sum(axis=1)
+    needed = (head_bytes(counts, widths, shape) * heads).sum(axis=1)
     most = bytes_in_share(share, tokens * shape.bytes_per_entry * int(heads.sum()))
     entries = int(np.searchsorted(needed, most, side="right")) - 1
     return tokens if entries < min(least, tokens) else entries
@@ -211,7 +201,6 @@ def within_bytes(
     shape: ModelShape,
     *,
     least: int,
-    biased: bool = False,
 ) -> IntArray:
     """Return budgets of KV heads, all made smaller by one factor until they fit in so many bytes.
 
@@ -225,8 +214,6 @@ def within_bytes(
     shape : ModelShape
     least : int
         Sinks and window, which no head goes below, whatever they take.
-    biased : bool
-        Whether entries have a logit bias.
 
     Examples
     --------
@@ -241,7 +228,7 @@ def within_bytes(
         return np.maximum(budgets * part // whole, floor)
 
     def fits(part: int) -> bool:
-        return int(head_bytes(scaled(part), bits, shape, biased=biased).sum()) <= most
+        return int(head_bytes(scaled(part), bits, shape).sum()) <= most
 
     whole = max(int(budgets.max(initial=1)), 1)
     part = bisect.bisect_left(range(whole), True, key=lambda part: not fits(part + 1))
@@ -378,8 +365,6 @@ class CacheCosts:
     batch : int
         Prompts.
     page_tokens : int
-    biased : bool
-        Whether kept entries have logit biases.
     columns : int or None
         Length of the longest prompt of the batch; None where all are `context_tokens` long.
     heads : int
@@ -402,7 +387,6 @@ class CacheCosts:
     context_tokens: int
     batch: int
     page_tokens: int
-    biased: bool = False
     columns: int | None = None
 
     heads: int = field(init=False)
@@ -442,7 +426,7 @@ class CacheCosts:
             Strictly rising with ``tokens``, page by page.
         """
         pages = -(-np.asarray(tokens, dtype=np.int64) // page_tokens) * page_tokens
-        return head_bytes(pages, bits, self.shape, biased=self.biased)
+        return head_bytes(pages, bits, self.shape)
 
     @property
     def reading_bytes(self) -> int:

@@ -84,7 +84,7 @@ def verify(profile: BudgetProfile | str | Path, scores: ScoreProfile | str | Pat
     profile, scores = load_profile(profile), load_scores(scores)
     profile.shape.require_same_model(scores.shape)
     request = Request.read(profile, name)
-    curves = RequestCurves(scores=scores, request=request, biased=profile.policy.biased)
+    curves = RequestCurves(scores=scores, request=request)
     problem = problem_of(curves)
     choice, is_option = choice_of(profile, problem)
     objective, written = problem.objective(choice), _objective_text(request, problem)

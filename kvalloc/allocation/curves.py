@@ -35,15 +35,12 @@ class RequestCurves:
         One sample, or the mean of all.
     columns : int or None
         Length of the longest prompt of a batch; None where all are as long as the context.
-    biased : bool
-        Whether the policy that will be applied gives kept entries logit biases.
     """
 
     scores: ScoreProfile
     request: Request
     sample: int | None = None
     columns: int | None = None
-    biased: bool = False
 
     @cached_property
     def context_tokens(self) -> int:
@@ -66,7 +63,6 @@ class RequestCurves:
             context_tokens=self.context_tokens,
             batch=request.batch,
             page_tokens=request.page,
-            biased=self.biased,
             columns=self.columns,
         )
 

@@ -89,7 +89,6 @@ def pose(
     request: Request,
     *,
     columns: int | None = None,
-    biased: bool = False,
 ) -> PosedRequest:
     """Formulate the problem of a request.
 
@@ -99,8 +98,6 @@ def pose(
     request : Request
     columns : int, optional
         Length of the longest prompt of the batch, where it is not the context.
-    biased : bool
-        Whether the policy that will be applied gives kept entries logit biases.
 
     Returns
     -------
@@ -111,7 +108,7 @@ def pose(
     InputError, InfeasibleError
         As `formulate`.
     """
-    curves = RequestCurves(scores=scores, request=request, columns=columns, biased=biased)
+    curves = RequestCurves(scores=scores, request=request, columns=columns)
     return PosedRequest(curves=curves, problem=problem_of(curves))
 
 

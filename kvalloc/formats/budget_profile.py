@@ -149,8 +149,8 @@ class BudgetProfile(JsonRecord):
 
     share_of_16_bits: float | None = Field(default=None, gt=0, le=1)
     """Instead of the length rule: of any prompt every KV head keeps as many entries as make up this
-    share of the bytes of a cache at 16 bits, scales, positions and logit biases included. Numbers
-    at 16 bits count two bytes there, in whatever type the model has them. ``budgets`` are those of
+    share of the bytes of a cache at 16 bits, scales and positions included. Numbers at 16 bits
+    count two bytes there, in whatever type the model has them. ``budgets`` are those of
     ``context_tokens``."""
 
     target_share: float | None = Field(default=None, gt=0, le=1)
@@ -335,7 +335,7 @@ class BudgetProfile(JsonRecord):
         """Return the same budgets, or the same share of a 16-bit cache, with another policy."""
         changed = {"policy": policy, "measured_loss": None}
         budgets = self.budgets
-        if self.share_of_16_bits is not None:  # a policy with biases leaves room for fewer
+        if self.share_of_16_bits is not None:  # what has to be protected may not fit it
             budgets = self.model_copy(update=changed).budgets_for(self.context_tokens)
         return self.replace(**changed, budgets=budgets)
 
@@ -375,7 +375,6 @@ class BudgetProfile(JsonRecord):
                 self.widths[full],
                 self.shape,
                 least=self.policy.protected_tokens,
-                biased=self.policy.biased,
             )
         elif context_tokens != self.context_tokens:
             fewer, before = 0, budgets[full] - 1
@@ -439,14 +438,14 @@ class BudgetProfile(JsonRecord):
     def _bytes_of(self, kept: IntArray, context_tokens: int) -> IntArray:
         """Return the bytes of budgets for a prompt, ``(n_layers, n_kv_heads)``.
 
-        Where anything is evicted or rounded, positions and logit biases of all that is kept count;
-        sliding layers are as they are.
+        Where anything is evicted or rounded, positions of all that is kept count; sliding layers
+        are as they are.
         """
         shape = self.shape
         rounds = self._rounds or (self.reduces and shape.dtype_bytes > HALF_BYTES)
         if rounds or (kept[list(shape.full_layers)] < context_tokens).any():
             kept = -(-kept // self.page_tokens) * self.page_tokens
-            stored = head_bytes(kept, self.widths, shape, biased=self.policy.biased)
+            stored = head_bytes(kept, self.widths, shape)
         else:
             stored = stored_bytes(kept, 16, shape)
         sliding = list(shape.sliding_layers)

@@ -41,11 +41,6 @@ class Policy(Record):
         """Sinks plus window."""
         return self.sinks + self.window
 
-    @cached_property
-    def biased(self) -> bool:
-        """Whether it gives entries logit biases."""
-        return self.name == "attention_matching" and bool(self.parameters.get("biases", True))
-
     @property
     def title(self) -> str:
         """Its name in tables: its own, or that of its scorer."""

@@ -356,7 +356,7 @@ def _beyond_scores(profile: BudgetProfile) -> list[str]:
     if profile.by_prompt:
         names.append("budgets that each prompt hands out among the heads")
     if policy.name != "score":
-        names.append(f"the policy {policy.name} (fitted values, biases and all)")
+        names.append(f"the policy {policy.name} (fitted values and all)")
     return names
 
 

@@ -200,7 +200,7 @@ class PromptTarget:
             return whole
         scores = prompt_scores(decoder, row, scorer=self.scorer, sinks=self.sinks, shape=shape)
         try:
-            posed = pose(scores, request, columns=columns, biased=undecided.policy.biased)
+            posed = pose(scores, request, columns=columns)
         except InfeasibleError:
             if target.is_fixed:
                 raise

@@ -23,8 +23,8 @@ WIDTHS = (8, 5, 4, 3)
 
 MATCHED, MATCHED_BY_FEW, EVERY = 64, 128, 2
 """Number of latest tokens to whose queries values are fitted, and where few entries stay: there
-twice as many, and biases beside the values, take little longer. Where many stay every second of
-them is taken, which loses no more, in half the time."""
+twice as many take little longer. Where many stay every second of them is taken, which loses no
+more, in half the time."""
 
 FEW_BELOW = 0.15
 """Shares of the bytes below which few entries stay."""
@@ -36,11 +36,11 @@ _STEPS = 8
 """Lengths of the grid between one and its double."""
 
 
-def matching_options(share: float, *, biases: bool = False) -> dict[str, int]:
+def matching_options(share: float) -> dict[str, int]:
     """Return the parameters of `attention_matching` at a share."""
     few = share < FEW_BELOW
     rows = MATCHED_BY_FEW if few else MATCHED
-    return {"rows": rows, "every": 1 if few else EVERY, "biases": biases}
+    return {"rows": rows, "every": 1 if few else EVERY}
 
 
 def grid_length(tokens: int) -> int:
@@ -91,7 +91,6 @@ def solve_share(file: str, share: float, tokens: int) -> BudgetProfile | None:
     except InfeasibleError:
         return None
     scorer = get_scorer("surrogate", file=file, window=WINDOW)
-    # without logit biases, whose bytes buy more entries here
     matching = {"name": "attention_matching", "parameters": matching_options(share)}
     return decided.with_policy(scorer.policy(SINKS, **matching))
 

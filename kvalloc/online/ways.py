@@ -110,10 +110,10 @@ class Setting:
             return 16 if self.share == 1 else 8
         return 5 if self.share >= FOUR_BITS_BELOW else 4
 
-    def entries(self, tokens: int, *, biased: bool = False) -> int:
+    def entries(self, tokens: int) -> int:
         """Return the number of entries that each head keeps of a row."""
         least, share = SINKS + WINDOW, self.share
-        return entries_in_share(share, tokens, self.bits, self.shape, least=least, biased=biased)
+        return entries_in_share(share, tokens, self.bits, self.shape, least=least)
 
     def solved_tokens(self, tokens: int) -> int | None:
         """Return the length at which the curves of the fitted file are solved for a prompt.
@@ -198,11 +198,11 @@ class Way:
         context = tokens or min(shape.max_context_tokens or 4096, 4096)
         matching: dict[str, Any] = {}
         if self.fits_values and setting.rotates:
-            parameters = matching_options(setting.share, biases=setting.share < FEW_BELOW)
+            parameters = matching_options(setting.share)
             matching = {"name": "attention_matching", "parameters": parameters}
         policy = self.scorer.policy(SINKS, **matching)
         table, width = (shape.n_layers, shape.n_kv_heads), self.width or setting.bits
-        kept = setting.entries(context, biased=policy.biased)
+        kept = setting.entries(context)
         bits, budgets = np.full(table, width), np.full(table, kept)
         bits[list(shape.sliding_layers)] = 16
         budgets[list(shape.sliding_layers)] = sliding_entries(shape, context)

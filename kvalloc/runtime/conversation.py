@@ -224,7 +224,6 @@ def _within(memory: int, budgets: IntArray, tokens: IntArray, prompt: Prompt) ->
             bits,
             shape,
             least=profile.policy.protected_tokens,
-            biased=profile.policy.biased,
         )
     return result
 

@@ -431,8 +431,8 @@ class Eviction:
         made = self.policy.combine(own, kept, budgets, **limits)
         if made is None:
             return own
-        bias = own.bias if made.logit_bias is None else made.logit_bias
-        return replace(own, keys=made.keys, values=made.values, bias=bias)
+        keys, values = made
+        return replace(own, keys=keys, values=values)
 
     # What is evicted
 

@@ -158,8 +158,8 @@ def test_generate_picks_entries_by_the_name_of_a_policy_or_scorer(generate, prof
     assert ran.code == 0, ran.err
     seen = ran.json["prompt_tokens"] + ran.json["new_tokens"] - 1
     entries = int(load_profile(profiles / "tiny.json").budgets_for(seen).sum())
-    biases = 4 if name == "attention_matching" else 0  # beside 32 bytes of numbers, 4 of a position
-    assert ran.json["retained_bytes"] == ran.json["granted_bytes"] == entries * (36 + biases)
+    stored = entries * (32 + 4)  # numbers and a position
+    assert ran.json["retained_bytes"] == ran.json["granted_bytes"] == stored
     is_policy = name in policy_names()
     assert ran.json["policy"] == (name if is_policy else "score")
     assert ran.json["scorer"] == ("xkv" if is_policy else name)

@@ -166,7 +166,7 @@ def prepare(folder, demo):
 def check_readme(names, _):
     cache = names["applied"].last_cache
     assert cache.share == pytest.approx(cache.profile.share_at(cache.get_seq_length()))
-    assert 0.19 < cache.share <= 0.2  # with positions and biases
+    assert 0.19 < cache.share <= 0.2  # with positions
 
 
 def check_policies(names, _):

@@ -80,15 +80,14 @@ def test_targets_are_within_the_room_and_the_newest_window_stays(data):
     bits=st.lists(st.sampled_from(BIT_WIDTHS), min_size=2, max_size=2),
     most=st.integers(0, 2**18),
     least=st.integers(0, 20),
-    biased=st.booleans(),
 )
-def test_budgets_within_bytes_are_the_largest_of_one_factor(budgets, bits, most, least, biased):
+def test_budgets_within_bytes_are_the_largest_of_one_factor(budgets, bits, most, least):
     shape = make_shape(n_layers=2, n_kv_heads=2)
     table, widths = np.array(budgets).reshape(2, 2), np.array(bits)[:, None]
-    found = within_bytes(table, most, widths, shape, least=least, biased=biased)
+    found = within_bytes(table, most, widths, shape, least=least)
 
     def taken(numbers):
-        return int(head_bytes(numbers, widths, shape, biased=biased).sum())
+        return int(head_bytes(numbers, widths, shape).sum())
 
     floor, whole = np.minimum(table, least), max(*budgets, 1)
     every = [np.maximum(table * part // whole, floor) for part in range(whole + 1)]

@@ -19,7 +19,7 @@ from kvalloc.scorers import get_scorer
 CONTEXT, SINKS, NEW = 70, 2, 6
 WINDOW = {"window": 4}
 AT_ONCE: dict[str, Any] = {"policy": "attention_matching"}
-"""Fits values and biases while the prompt is read."""
+"""Fits values while the prompt is read."""
 TARGET: dict[str, Any] = {"sinks": SINKS, "scorer": "xkv:window=4"}
 
 

@@ -1,15 +1,10 @@
 """Attention matching: the kept entries take over what the evicted ones gave.
 
-For reference queries r with attention weights a over all entries of a head, and kept entries S:
-
-1. mass: w minimises ``sum_r (sum_S a_rj w_j - sum_all a_rj)^2 + lambda sum_S (w_j - 1)^2``, and
-   is cut to between `LEAST_WEIGHT` and `MOST_WEIGHT`; the logit bias of entry j is ``log w_j``;
-2. output: V' minimises ``sum_r |sum_S b_rj v'_j - sum_all a_rj v_j|^2 + lambda |V' - V|^2``,
-   with b the softmax over S with these biases.
-
-Both are ridge regressions toward what the entries are by themselves, with lambda the ridge times
-the mean of the diagonal of the normal matrix. Where entries are stored at fewer bits, what the kept
-ones give is that of their rounded keys: both make up for that, too.
+For reference queries r with attention weights a over all entries of a head, and kept entries S,
+the new values V' minimise ``sum_r |sum_S b_rj v'_j - sum_all a_rj v_j|^2 + lambda |V' - V|^2``,
+with b the softmax over S, and lambda the ridge times the mean of the diagonal of the normal matrix.
+Where entries are stored at fewer bits, b is that of their rounded keys: the values make up for
+that, too.
 """
 
 from __future__ import annotations
@@ -21,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvalloc.models.attention import AttentionStates
-from kvalloc.runtime.policies.base import Combined, Limits
+from kvalloc.runtime.policies.base import Limits
 from kvalloc.runtime.policies.score import Score
 from kvalloc.runtime.quantization import round_first_keys
 from kvalloc.runtime.selection import gathered, put_at
@@ -35,11 +30,8 @@ from kvalloc.scorers.attention_rows import (
 )
 from kvalloc.scorers.parameters import Positive
 
-LEAST_WEIGHT, MOST_WEIGHT = 0.05, 50.0
-"""How many entries one may count for."""
-
-VALUE_RIDGE, BIAS_RIDGE = 0.01, 0.3
-"""How close values and biases stay to what the entries have by themselves."""
+VALUE_RIDGE = 0.01
+"""How close values stay to what the entries have by themselves."""
 
 _LEAST_RIDGE = 1e-6
 """Of a ridge over the number of entries: below it normal matrices in float32 are too rough."""
@@ -56,13 +48,13 @@ _AHEAD_TOKENS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionMatching(Score):
-    """The best scores stay, with values and logit biases that match attention over all entries.
+    """The best scores stay, with values that match attention over all entries.
 
     What later queries get from the whole prompt is known for its last ones, put where the answer
     begins (queries in their own places look at their neighbours, which later ones do not have).
-    Each KV head's kept entries get the logit biases and values that reproduce it best, close to
-    what they were: see `match_attention`. Keys and the number of entries stay; a bias takes 4 bytes
-    an entry. The cache holds a prompt that comes in chunks until it is complete.
+    Each KV head's kept entries get the values that reproduce it best, close to what they were: see
+    `match_attention`. Keys and the number of entries stay. The cache holds a prompt that comes in
+    chunks until it is complete.
 
     Parameters
     ----------
@@ -73,8 +65,6 @@ class AttentionMatching(Score):
     every : int
         Only each N-th of these rows is matched. On SmolLM2-135M every second of 64 loses what all
         of them do, in half the time.
-    biases : bool
-        Whether there are logit biases.
 
     Raises
     ------
@@ -94,7 +84,6 @@ class AttentionMatching(Score):
 
     rows: Positive = 128
     every: Positive = 2
-    biases: bool = True
 
     def again(self, *, rotates: bool) -> Score:
         """Return the best scores: fitted to other queries, values that were fitted lose."""
@@ -111,8 +100,8 @@ class AttentionMatching(Score):
 
     def combine(
         self, states: AttentionStates, kept: Tensor, budgets: Tensor, **limits: Unpack[Limits]
-    ) -> Combined:
-        """Give what stays its new values and biases; see `EvictionPolicy.combine`.
+    ) -> tuple[Tensor, Tensor]:
+        """Give what stays its new values; see `EvictionPolicy.combine`.
 
         Raises
         ------
@@ -123,8 +112,6 @@ class AttentionMatching(Score):
         sizes, group = budgets.to(kept.device), queries.shape[1] // kept.shape[1]
         evicts = ~kept.all(dim=-1)
         values = states.values.clone(memory_format=torch.contiguous_format)
-        bias = torch.zeros(kept.shape, device=kept.device)
-        bias += 0.0 if states.bias is None else states.bias
         most_of = budgets.masked_fill((budgets == kept.shape[2]).all(dim=0), 0).amax(dim=0)
         for heads, most in _alike(most_of.tolist()):
             of_heads = slice(heads.start * group, heads.stop * group)
@@ -134,38 +121,29 @@ class AttentionMatching(Score):
             n_queries = int(queries.shape[2])
             if (known := self._known(states, heads)) is None:
                 logits = attention_logits(own, states.keys[:, heads], 0, n_queries)
-                if states.bias is not None:
-                    logits += bias[:, heads, None, None]
                 weights = attention_softmax(logits, sinks)
                 known = weights, row_divisors(logits, weights)
             weights, divisors = known
             # evicted entries come behind the kept ones, where a head keeps fewer than another
             order = kept[:, heads].byte().argsort(dim=-1, descending=True, stable=True)
             places = order[..., :most]
-            added = bias[:, heads].gather(2, places)
             as_stored = None
             if states.key_bits is not None:
                 stored = gathered(states.keys[:, heads], places)
                 round_first_keys(stored, budgets[:, heads], states.key_bits[heads])
                 as_stored = attention_logits(own, stored, 0, n_queries)
-                if states.bias is not None:
-                    as_stored += added[:, :, None, None]
                 as_stored = as_stored.sub_(divisors).exp_().flatten(2, 3)
-            found = match_attention(
+            fitted = match_attention(
                 weights.flatten(2, 3),
                 states.values[:, heads],
                 places,
                 sizes=sizes[:, heads],
                 evicts=evicts[:, heads],
-                biases=self.biases,
-                bias=added,
                 as_stored=as_stored,
                 others=sinks is not None,
             )
-            put_at(values[:, heads], places, found.values)
-            if found.logit_bias is not None:
-                put_at(bias[:, heads, :, None], places, found.logit_bias[..., None])
-        return Combined(keys=states.keys, values=values, logit_bias=bias if self.biases else None)
+            put_at(values[:, heads], places, fitted)
+        return states.keys, values
 
     def _known(self, states: AttentionStates, heads: slice) -> tuple[Tensor, Tensor] | None:
         """Return `known_rows` of the references, where the same queries have just voted."""
@@ -211,34 +189,17 @@ def _alike(sizes: list[int]) -> list[tuple[slice, int]]:
     return found
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Matched:
-    """What the kept entries of a head become.
-
-    Attributes
-    ----------
-    values : Tensor, (..., n_kept, head_dim)
-    logit_bias : Tensor of float32, (..., n_kept), or None
-        None where none was asked for.
-    """
-
-    values: Tensor
-    logit_bias: Tensor | None
-
-
 def match_attention(
     weights: Tensor,
     values: Tensor,
     kept: Tensor,
     *,
     evicts: Tensor,
-    biases: bool = True,
     sizes: Tensor | None = None,
-    bias: Tensor | None = None,
     as_stored: Tensor | None = None,
     others: bool = False,
-) -> Matched:
-    """Fit values and logit biases of kept entries to the attention over all entries.
+) -> Tensor:
+    """Fit values of kept entries to the attention over all entries.
 
     Parameters
     ----------
@@ -249,13 +210,9 @@ def match_attention(
         No entry twice in a head.
     evicts : Tensor of bool, (...)
         Whether anything goes of a head; one that keeps everything stays as it is.
-    biases : bool
-        Whether there are to be logit biases.
     sizes : Tensor of int64, (...), optional
         Where heads keep different numbers: how many of the first places of `kept` count. The
         entries at the others are not kept, and come back as they were.
-    bias : Tensor of float32, (..., n_kept), optional
-        What the logits of the kept entries have added already, as `weights` knows.
     as_stored : Tensor of float32, (..., n_queries, n_kept), optional
         What the kept entries get of `weights` once their keys are rounded, before rows sum to 1;
         their part of `weights` by default.
@@ -265,14 +222,14 @@ def match_attention(
 
     Returns
     -------
-    Matched
+    Tensor, (..., n_kept, head_dim)
+        Of the type of `values`.
 
     References
     ----------
-    Fast KV Compaction via Attention Matching (Zweiger et al., 2026, arXiv 2602.16284): biases by
-    non-negative least squares, then values by least squares. There without a ridge, on thousands
-    of queries; here toward the entries' own values, so that a few queries are enough, and the
-    mass in closed form, cut to its bounds.
+    Fast KV Compaction via Attention Matching (Zweiger et al., 2026, arXiv 2602.16284): values by
+    least squares, on thousands of queries. Here with a ridge toward the entries' own values, so
+    that a few queries are enough.
     """
     n_kept = int(kept.shape[-1])
     if _LEAST_RIDGE * n_kept > VALUE_RIDGE:
@@ -283,14 +240,6 @@ def match_attention(
         index = kept[..., None, :].expand(*weights.shape[:-1], n_kept)
         as_stored = weights.gather(-1, index)
     own = as_stored.to(weights.dtype) * there[..., None, :]
-    fits = evicts[..., None, None]
-    counts = None
-    if biases:
-        lacking = weights.sum(dim=-1, keepdim=True) - own.sum(dim=-1, keepdim=True)
-        more = ridge_step(own, lacking * fits, BIAS_RIDGE, sizes)[..., 0]
-        before = torch.ones_like(more) if bias is None else bias.to(more.dtype).exp()
-        counts = (before * (1 + more)).clamp(LEAST_WEIGHT, MOST_WEIGHT)
-        own *= (counts / before)[..., None, :]
     total = own.sum(dim=-1, keepdim=True)
     if others:
         total = total + (1 - weights.sum(dim=-1, keepdim=True)).clamp(min=0)  # they stay
@@ -298,23 +247,20 @@ def match_attention(
     first = values.gather(-2, kept[..., None].expand(*kept.shape, values.shape[-1]))
     first = first.to(weights.dtype)
     lacking = weights @ values.to(weights.dtype) - design @ first
-    added = ridge_step(design, lacking * fits, VALUE_RIDGE, sizes)
-    return Matched(
-        values=(first + added).to(values.dtype),
-        logit_bias=None if counts is None else counts.log().float(),
-    )
+    added = ridge_step(design, lacking * evicts[..., None, None], sizes)
+    return (first + added).to(values.dtype)
 
 
-def ridge_step(design: Tensor, target: Tensor, ridge: float, sizes: Tensor) -> Tensor:
-    """Return ``argmin |design x - target|^2 + lambda |x|^2``, lambda relative to the design.
+def ridge_step(design: Tensor, target: Tensor, sizes: Tensor) -> Tensor:
+    """Return ``argmin |design x - target|^2 + lambda |x|^2``.
+
+    lambda is `VALUE_RIDGE` times the mean of the diagonal of ``design^T design``.
 
     Parameters
     ----------
     design : Tensor, (..., n_rows, n_columns)
         Its type is that of all but the small system, which is solved in float64.
     target : Tensor, (..., n_rows, n_targets)
-    ridge : float
-        lambda over the mean of the diagonal of ``design^T design``.
     sizes : Tensor of int64, (...)
         Columns of each design, from the first; all others are 0.
 
@@ -327,7 +273,7 @@ def ridge_step(design: Tensor, target: Tensor, ridge: float, sizes: Tensor) -> T
     by_rows = design.shape[-2] < design.shape[-1]
     system = (design @ design.mT if by_rows else design.mT @ design).double()
     diagonal = system.diagonal(dim1=-2, dim2=-1)
-    scale = diagonal.sum(dim=-1) / sizes * ridge
+    scale = diagonal.sum(dim=-1) / sizes * VALUE_RIDGE
     diagonal += scale.clamp(min=_NOTHING)[..., None]  # nothing is attended: no change
     factor, failed = torch.linalg.cholesky_ex(system)
     aim = target if by_rows else design.mT @ target

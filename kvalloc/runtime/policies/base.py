@@ -30,24 +30,6 @@ class Limits(TypedDict):
     window: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Combined:
-    """Keys and values into which a policy has put something of what is evicted.
-
-    Attributes
-    ----------
-    keys, values : Tensor, (batch, n_kv_heads, n_tokens, head_dim)
-        As before, but for some of the kept columns. The other columns are not read.
-    logit_bias : Tensor of float32, (batch, n_kv_heads, n_tokens), or None
-        Added to the logits of a kept entry from now on: an entry that stands for n others has
-        ``log(n)``. None where every entry counts once.
-    """
-
-    keys: Tensor
-    values: Tensor
-    logit_bias: Tensor | None = None
-
-
 class Reader(ABC):
     """Chooses what one decoded token reads of what is stored. It belongs to one cache."""
 
@@ -128,7 +110,7 @@ class EvictionPolicy(Parameterized, ABC):
 
     def combine(
         self, states: AttentionStates, kept: Tensor, budgets: Tensor, **limits: Unpack[Limits]
-    ) -> Combined | None:
+    ) -> tuple[Tensor, Tensor] | None:
         """Put something of the evicted entries into the kept ones, whose number stays the same.
 
         Parameters
@@ -140,8 +122,9 @@ class EvictionPolicy(Parameterized, ABC):
 
         Returns
         -------
-        Combined or None
-            None, as by default, where evicted entries are simply dropped.
+        keys, values : Tensor, (batch, n_kv_heads, n_tokens, head_dim)
+            As before, but for some of the kept columns. The other columns are not read. Or None, as
+            by default, where evicted entries are simply dropped.
         """
         return None
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from kvalloc.models.attention import AttentionStates
-from kvalloc.runtime.policies.base import Combined, Limits
+from kvalloc.runtime.policies.base import Limits
 from kvalloc.runtime.policies.score import Score
 from kvalloc.runtime.selection import evictable, free_counts, gathered
 from kvalloc.scorers.parameters import Share
@@ -67,14 +67,14 @@ class Merge(Score):
 
     def combine(
         self, states: AttentionStates, kept: Tensor, budgets: Tensor, **limits: Unpack[Limits]
-    ) -> Combined:
+    ) -> tuple[Tensor, Tensor]:
         """Merge what goes into what stays; see `EvictionPolicy.combine`."""
         free = evictable(states.keys, **limits)
         n_kept = free_counts(states.keys, budgets, **limits)
         n_gone = int(kept.shape[2]) - budgets
         keys, values = states.keys.clone(), states.values.clone()
         if not bool(((n_kept > 0) & (n_gone > 0)).any()):
-            return Combined(keys=keys, values=values)
+            return keys, values
         targets, taken = _front(free & kept, n_kept)
         sources, there = _front(free & ~kept, n_gone)
         blocks = torch.split(sources, max(_BLOCK_ENTRIES // n_kept.numel(), 1), dim=2)
@@ -102,7 +102,7 @@ class Merge(Score):
             mixed = (mixed / total[..., None]).to(tensor.dtype)
             index = targets[..., None].expand_as(before)
             tensor.scatter_(2, index, torch.where(total[..., None] > own, mixed, before))
-        return Combined(keys=keys, values=values)
+        return keys, values
 
 
 def _front(mask: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,12 +15,8 @@ from refusals import untrue
 import kvalloc
 from kvalloc.accounting.costs import head_bytes
 from kvalloc.allocation.audit import verify
-from kvalloc.allocation.decision import decide
-from kvalloc.allocation.formulation import pose
-from kvalloc.allocation.request import Request
 from kvalloc.errors import InfeasibleError, InputError
 from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.problem.registry import get_solver
 from kvalloc.report.wording import objective_text
 
 SLIDING = make_shape(layer_types=("full", "sliding", "full"), sliding_window=8)
@@ -197,18 +193,6 @@ def test_numbers_have_the_sign_and_unit_that_solve_prints(asked, unit):
 
 def number_of(text):
     return float(text.partition(" ")[0].replace(",", ""))
-
-
-def test_biases_count_where_the_policy_has_them():
-    """A profile whose problem left them out takes more than was requested, and is found out."""
-    scores, biased = make_bits(3), make_bits(3).policy.replace(name="attention_matching")
-    posed = pose(scores, Request.parse(**HEADS, **BITS), biased=True)
-    counted = decide(posed, get_solver("dp")).with_policy(biased)
-    assert untrue(counted, scores) == set()
-    assert counted.retained_bytes <= counted.requested["bytes"]
-    left_out = kvalloc.solve(scores, solver="dp", **HEADS, **BITS).with_policy(biased)
-    assert {"within capacity", "problem digest"} <= untrue(left_out, scores)
-    assert left_out.retained_bytes > left_out.requested["bytes"]
 
 
 def test_a_profile_without_its_request_cannot_be_verified():

@@ -1,4 +1,4 @@
-"""Attention matching: both regressions against numpy, and the cache against plain forwards."""
+"""Attention matching: the regression against numpy, and the cache against plain forwards."""
 
 import numpy as np
 import numpy.typing as npt
@@ -15,9 +15,6 @@ from kvalloc.accounting.costs import WIDTHS
 from kvalloc.errors import UnsupportedModelError
 from kvalloc.runtime.policies import attention_matching
 from kvalloc.runtime.policies.attention_matching import (
-    BIAS_RIDGE,
-    LEAST_WEIGHT,
-    MOST_WEIGHT,
     VALUE_RIDGE,
     match_attention,
 )
@@ -41,22 +38,15 @@ def stacked(design, target, ridge):
     return np.asarray(np.linalg.lstsq(system, aim, rcond=None)[0])
 
 
-def matched_by_hand(weights, values, kept, biases, change=0.0):
-    """Values and biases of one head's kept entries, from weights (n_queries, n_tokens).
+def matched_by_hand(weights, values, kept, change=0.0):
+    """Values of one head's kept entries, from weights (n_queries, n_tokens).
 
     Rounding changes the logits of those kept.
     """
     mass, own = weights.sum(axis=1, keepdims=True), weights[:, kept] * np.exp(change)
-    factors = np.ones(len(kept))
-    if biases:
-        lacking = mass - own.sum(axis=1, keepdims=True)
-        factors = 1 + stacked(own, lacking, BIAS_RIDGE)[:, 0]
-        factors = factors.clip(LEAST_WEIGHT, MOST_WEIGHT)
-    shares = own * factors
-    shares = shares / (shares.sum(axis=1, keepdims=True) + (1 - mass).clip(min=0))
+    shares = own / (own.sum(axis=1, keepdims=True) + (1 - mass).clip(min=0))
     lacking = weights @ values - shares @ values[kept]
-    change = stacked(shares, lacking, VALUE_RIDGE)
-    return values[kept] + change, np.log(factors)
+    return values[kept] + stacked(shares, lacking, VALUE_RIDGE)
 
 
 @given(
@@ -71,49 +61,40 @@ def test_matching_never_does_worse_than_the_entries_alone(n_queries, n_tokens, p
     weights = draw.dirichlet(np.full(n_tokens, 0.7), size=n_queries) * (1 - beside)
     values = draw.normal(size=(n_tokens, 3))
     kept = sorted(draw.choice(n_tokens, max(1, int(part * n_tokens)), replace=False).tolist())
-    for biases in (False, True):
-        found = match_attention(
-            torch.from_numpy(weights).float(),
-            torch.from_numpy(values).float(),
-            torch.tensor(kept),
-            biases=biases,
-            evicts=torch.tensor(True),
-            others=beside > 0,
-        )
-        expected, bias = matched_by_hand(weights, values, kept, biases)
-        np.testing.assert_allclose(found.values, expected, atol=2e-3)
-        assert (found.logit_bias is not None) == biases
-        if found.logit_bias is not None:
-            np.testing.assert_allclose(found.logit_bias, bias, atol=2e-3)
-        shares = weights[:, kept] * np.exp(bias)
-        shares /= shares.sum(axis=1, keepdims=True) + (1 - weights.sum(axis=1, keepdims=True))
+    found = match_attention(
+        torch.from_numpy(weights).float(),
+        torch.from_numpy(values).float(),
+        torch.tensor(kept),
+        evicts=torch.tensor(True),
+        others=beside > 0,
+    )
+    np.testing.assert_allclose(found, matched_by_hand(weights, values, kept), atol=2e-3)
+    shares = weights[:, kept]
+    shares = shares / (shares.sum(axis=1, keepdims=True) + 1 - weights.sum(axis=1, keepdims=True))
 
-        def missing(own, shares=shares):
-            gaps = weights @ values - shares @ np.asarray(own, dtype=np.float64)
-            return float(np.square(gaps).sum())
+    def missing(own):
+        gaps = weights @ values - shares @ np.asarray(own, dtype=np.float64)
+        return float(np.square(gaps).sum())
 
-        assert missing(found.values) <= missing(values[kept]) + 1e-6
-        if len(kept) == n_tokens and not biases:
-            np.testing.assert_allclose(found.values, values[kept], atol=1e-5)
+    assert missing(found) <= missing(values[kept]) + 1e-6
+    if len(kept) == n_tokens:
+        np.testing.assert_allclose(found, values[kept], atol=1e-5)
 
 
 def test_queries_that_see_nothing_of_what_is_kept_change_nothing():
     weights = torch.tensor([[0.0, 1.0]])
     found = match_attention(weights, torch.eye(2), torch.tensor([0]), evicts=torch.tensor(True))
-    assert torch.equal(found.values, torch.eye(2)[:1])
+    assert torch.equal(found, torch.eye(2)[:1])
 
 
 @pytest.mark.parametrize("lost", [0.0, float("nan")])
 def test_a_system_that_cannot_be_solved_changes_nothing(lost, monkeypatch):
     """Equal queries and a ridge below the rounding; logits that overflow."""
-    for name in ("VALUE_RIDGE", "BIAS_RIDGE"):
-        monkeypatch.setattr(attention_matching, name, 1e-40)
+    monkeypatch.setattr(attention_matching, "VALUE_RIDGE", 1e-40)
     weights = torch.full((4, 8), 0.125) + lost
     values = torch.randn(8, 4)
     found = match_attention(weights, values, torch.arange(6), evicts=torch.tensor(True))
-    assert torch.equal(found.values, values[:6])
-    assert found.logit_bias is not None
-    assert not found.logit_bias.any()
+    assert torch.equal(found, values[:6])
 
 
 # As a policy
@@ -155,8 +136,8 @@ def turned(queries, positions, frequencies):
     return np.concatenate([pairs.real, pairs.imag, queries[..., 2 * half :]], axis=-1)
 
 
-def expected_of(model, ids, kept, *, biases=True, rows=ROWS, bits=16):
-    """For each layer, values and biases of each KV head's kept entries, from plain forwards."""
+def expected_of(model, ids, kept, *, rows=ROWS, bits=16):
+    """For each layer, values of each KV head's kept entries, from plain forwards."""
     states = states_seen(model, ids)
     found = {}
     for layer, places in kept.items():
@@ -187,47 +168,38 @@ def expected_of(model, ids, kept, *, biases=True, rows=ROWS, bits=16):
             )
             change = references[head * group : (head + 1) * group] @ (rounded - exact).T
             change = (change * own.scaling).reshape(-1, len(mine))
-            found[layer].append(matched_by_hand(weights, values, mine, biases, change))
+            found[layer].append(matched_by_hand(weights, values, mine, change))
     return found
 
 
 def stored_of(cache, layer, head, row=0):
-    """Values and biases of one head's kept entries."""
-    stored = cache.layers[layer]
-    piece = tiny.pieces_of(stored.entries)[row, head]
-    values, bias = piece.values, piece.bias
-    return values, bias
+    """Values of one head's kept entries."""
+    return tiny.pieces_of(cache.layers[layer].entries)[row, head].values
 
 
 @pytest.mark.parametrize(
-    ("family", "level", "biases", "rows"),
+    ("family", "level", "rows"),
     [
-        *((family, "head", True, ROWS) for family in ("llama", "qwen3", "phi3", "gemma3")),
-        ("llama", "layer", True, ROWS),
-        ("llama", "head", False, ROWS),
-        ("gemma3", "layer", True, 2),
-        ("gpt-oss", "head", True, ROWS),  # it has sinks
+        *((family, "head", ROWS) for family in ("llama", "qwen3", "phi3", "gemma3")),
+        ("llama", "layer", ROWS),
+        ("gemma3", "layer", 2),
+        ("gpt-oss", "head", ROWS),  # it has sinks
     ],
 )
 @pytest.mark.usefixtures("unrounded")
-def test_the_cache_stores_what_plain_forwards_say(family, level, biases, rows):
+def test_the_cache_stores_what_plain_forwards_say(family, level, rows):
     model, ids = tiny.tiny_model(family, "eager"), tiny.prompt(CONTEXT)
     profile = tiny.make_profile(model, CONTEXT, 0.3)
-    profile = matching(
-        tiny.by_head(profile) if level == "head" else profile, biases=biases, rows=rows
-    )
+    profile = matching(tiny.by_head(profile) if level == "head" else profile, rows=rows)
     cache = kvalloc.make_cache(model, profile)
     run(model, ids, cache)
     kept = tiny.kept_of(cache)
     changed = 0.0
     plain = states_seen(model, ids)
-    for layer, heads in expected_of(model, ids, kept, biases=biases, rows=rows).items():
-        for head, (values, bias) in enumerate(heads):
-            found, found_bias = stored_of(cache, layer, head)
+    for layer, heads in expected_of(model, ids, kept, rows=rows).items():
+        for head, values in enumerate(heads):
+            found = stored_of(cache, layer, head)
             np.testing.assert_allclose(found, values, atol=2e-3)
-            assert (found_bias is not None) == biases
-            if found_bias is not None:
-                np.testing.assert_allclose(found_bias, bias, atol=2e-3)
             mine = kept[layer][0, head][kept[layer][0, head] >= 0].long()
             changed = max(changed, float((found - plain[layer].values[0, head, mine]).abs().max()))
     assert changed > 0.1
@@ -243,14 +215,12 @@ def test_it_makes_up_for_keys_as_they_are_stored(bits):
     plain = expected_of(model, ids, kept)
     unlike = 0.0
     for layer, heads in expected_of(model, ids, kept, bits=bits).items():
-        for head, (values, bias) in enumerate(heads):
-            found, found_bias = stored_of(cache, layer, head)
-            np.testing.assert_allclose(found_bias, bias, atol=2e-3)
+        for head, values in enumerate(heads):
             expected = quantised_values(torch.from_numpy(values)[None, None].float(), bits)[0, 0]
             levels = 2 ** WIDTHS[bits].values - 1
             steps = (values.max() - values.min()) / levels * 3  # a code may be the next one
-            np.testing.assert_allclose(found, expected, atol=steps)
-            unlike = max(unlike, float(np.abs(bias - plain[layer][head][1]).max()))
+            np.testing.assert_allclose(stored_of(cache, layer, head), expected, atol=steps)
+            unlike = max(unlike, float(np.abs(values - plain[layer][head]).max()))
     assert unlike > 4e-3
 
 
@@ -281,5 +251,5 @@ def test_entries_handed_out_by_the_prompt_are_matched_too():
     for layer, places in tiny.kept_of(plain).items():
         assert torch.equal(places, kept[layer])
     for layer, heads in expected_of(model, ids, kept).items():
-        for head, (values, _) in enumerate(heads):
-            np.testing.assert_allclose(stored_of(cache, layer, head)[0], values, atol=2e-3)
+        for head, values in enumerate(heads):
+            np.testing.assert_allclose(stored_of(cache, layer, head), values, atol=2e-3)

@@ -231,7 +231,7 @@ def test_soft_caps_and_sink_logits_are_carried(monkeypatch, family, options, lev
 
 
 def test_parameters_build_the_policy_again():
-    own = {"attention_matching": {"rows": 5, "biases": False}}
+    own = {"attention_matching": {"rows": 5}}
     for name in policy_names():
         made = policy(name, **own.get(name, {}))
         assert get_policy(name, scorer=made.scorer, **made.parameters()) == made
@@ -252,7 +252,7 @@ def test_a_policy_that_cannot_be_is_refused_with_the_choices(model, name, said):
         make_cache(model, tiny.make_profile(model, CONTEXT, 0.3), policy=name)
 
 
-# Merging: entry by entry in loops, and as a full cache with hidden entries; rows and biases
+# Merging: entry by entry in loops, and as a full cache with hidden entries; rows
 
 
 MERGED_CONTEXT = 120
@@ -299,17 +299,17 @@ def test_agrees_with_loops(monkeypatch, parameters, block):
     made = policy("merge", **parameters)
     budgets = torch.tensor([[20, 13], [40, 6]])
     kept = made.keep(states, budgets, sinks=2, window=4)
-    combined = made.combine(states, kept, budgets, sinks=2, window=4)
+    own_keys, own_values = made.combine(states, kept, budgets, sinks=2, window=4)
     protected = {0, 1, 36, 37, 38, 39}
     changed = 0
     for at in np.ndindex(2, 2):
         mine, still = kept[at].nonzero()[:, 0].tolist(), sorted(protected)
         stored = states.keys[at].numpy(), states.values[at].numpy()
         keys, values = merged_in_loops(*stored, mine, protected, **parameters)
-        np.testing.assert_allclose(combined.keys[at][mine], keys[mine], atol=1e-5)
-        np.testing.assert_allclose(combined.values[at][mine], values[mine], atol=1e-5)
-        changed += int((combined.keys[at] != states.keys[at]).any())
-        assert torch.equal(combined.keys[at][still], states.keys[at][still])
+        np.testing.assert_allclose(own_keys[at][mine], keys[mine], atol=1e-5)
+        np.testing.assert_allclose(own_values[at][mine], values[mine], atol=1e-5)
+        changed += int((own_keys[at] != states.keys[at]).any())
+        assert torch.equal(own_keys[at][still], states.keys[at][still])
     # two heads have both something to lose and a place for it
     assert changed == 2
 
@@ -353,12 +353,12 @@ def test_half_precision_is_combined_in_float32(dtype):
     whole = replace(states, keys=states.keys.float(), values=states.values.float())
     expected = made.combine(whole, kept, budgets, sinks=2, window=4)
     # rounded once, at the end
-    assert torch.equal(found.keys[kept], expected.keys[kept].to(dtype))
-    assert torch.equal(found.values[kept], expected.values[kept].to(dtype))
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours[kept], theirs[kept].to(dtype))
 
 
-def test_a_row_that_keeps_everything_leaves_the_others_their_biases():
-    """Its own entries have none; each row is as it would be alone."""
+def test_a_row_that_keeps_everything_leaves_the_others_their_fitted_values():
+    """Each row is as it would be alone."""
     model, ids = tiny.tiny_model(), tiny.prompt(MERGED_CONTEXT, 2)
     profile = tiny.by_head(tiny.make_profile(model, MERGED_CONTEXT, 0.4))
     mask = torch.ones_like(ids)
@@ -371,10 +371,8 @@ def test_a_row_that_keeps_everything_leaves_the_others_their_biases():
         assert layer.entries.lengths[0].tolist() == [5, 5]
         pieces, of_row = tiny.pieces_of(layer.entries), tiny.pieces_of(own.entries)
         for head in range(tiny.N_KV_HEADS):
-            bias, expected = pieces[1, head].bias, of_row[0, head].bias
-            assert (expected != 0).any()
-            torch.testing.assert_close(bias, expected, atol=1e-5, rtol=1e-5)
-            assert not pieces[0, head].bias.any()
+            found, expected = pieces[1, head].values, of_row[0, head].values
+            torch.testing.assert_close(found, expected, atol=2e-3, rtol=1e-3)
 
 
 # docs/policies.md says what is there

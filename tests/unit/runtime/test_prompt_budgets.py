@@ -81,16 +81,6 @@ def test_a_conversation_that_begins_with_few_tokens_comes_to_the_size_that_was_a
             assert "budget" not in target or 0.27 < cache.share <= 0.3
 
 
-def test_a_share_holds_the_biases_of_the_policy_that_is_applied(model):
-    """Budgets are decided from the prompt for that policy: a bias takes 4 bytes an entry."""
-    how = {"policy": "attention_matching:rows=16"}
-    cache = applied(model, tiny.prompt(CONTEXT), budget="30%", **TARGET, **how)
-    decided = cache.profile
-    assert decided.policy.biased
-    assert 0.28 < decided.share <= 0.3
-    assert decided.retained_bytes <= decided.requested["bytes"]
-
-
 def test_chunks_beams_and_several_answers(model):
     ids = tiny.prompt(CONTEXT, 2)
     with kvalloc.apply(model, target_retention=0.7, **TARGET) as applying:
