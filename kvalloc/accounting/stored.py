@@ -36,7 +36,7 @@ def bytes_at_16_bits(layers: Iterable[Any]) -> int:
     """Return the bytes that later tokens need, numbers that are not rounded at 16 bits.
 
     Shares of a full cache at 16 bits compare methods whatever type the model computes in. Packed
-    numbers with their scales, positions of kept entries and biases count as they are. Layers with
+    numbers with their scales, and positions of kept entries count as they are. Layers with
     a sliding window do not count: no method keeps more or less of them.
 
     Parameters
@@ -48,7 +48,7 @@ def bytes_at_16_bits(layers: Iterable[Any]) -> int:
         if layer.is_sliding:
             continue
         for storage, shown, tensor in storages(layer_tensors(layer)):
-            # One number an entry is its position or its bias.
+            # One number an entry is its position.
             counted = min(tensor.itemsize, HALF_BYTES) if tensor.ndim > 1 else tensor.itemsize
             total += min(storage.nbytes(), shown) * counted // tensor.itemsize
     return total

@@ -20,7 +20,7 @@ MakeCache = Callable[[], "Cache"]
 def stored_bytes(cache: Cache) -> int:
     """Return the bytes that a cache stores, read from its tensors' storages.
 
-    Those are K and V, and of a reduced cache the positions and biases of its entries.
+    Those are K and V, and of a reduced cache the positions of its entries.
 
     Every storage counts once and in full, so a view that keeps a larger tensor alive costs what it
     keeps alive.

@@ -312,8 +312,6 @@ class _Contents:
             self._take(f"{prefix}key_scales", ("float16", "bfloat16"), (blocks, 2, dim))
         self._take(f"{prefix}kept_keys", dtypes, (total, widths[0]))
         self._take(f"{prefix}kept_values", dtypes, (total, widths[1]))
-        if (name := f"{prefix}kept_bias") in self._left:
-            self._take(name, "float32", (total,))
         name = f"{prefix}kept_positions"
         columns = self._take(name, "int32", (total,))
         self._check_columns(name, columns, counts, heads, end)

@@ -93,8 +93,8 @@ class AttentionStates:
     later : mapping to Observed, or None
         What scorers noted of a second read of the prompt, by their `later_key`; its columns may be
         those of all query heads.
-    bias : Tensor of float32, (batch, n_kv_heads, n_tokens), or None
-        Added to the logits of entries into which evicted ones were put: ``log(n)`` for n of them.
+    absent : Tensor of bool, (batch, n_kv_heads, n_tokens), or None
+        True at places of no entry, where heads hold different numbers; no query sees them.
     key_bits : ndarray of int64, (n_kv_heads,), or None
         Width at which each head's kept keys will be stored; None where they stay as they are.
     shared : dict
@@ -119,7 +119,7 @@ class AttentionStates:
     behind: bool = False
     positions: Tensor | None = None
     later: Mapping[Hashable, Observed] | None = None
-    bias: Tensor | None = None
+    absent: Tensor | None = None
     key_bits: IntArray | None = None
     shared: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
@@ -139,7 +139,7 @@ class AttentionStates:
             values=self.values[:, mine],
             mask=mask,
             sink_logits=None if self.sink_logits is None else self.sink_logits[its],
-            bias=None if self.bias is None else self.bias[:, mine],
+            absent=None if self.absent is None else self.absent[:, mine],
             positions=None if self.positions is None else self.positions[:, mine],
             first_head=self.first_head + head,
             observed=None,

@@ -238,14 +238,14 @@ class BudgetCache(Cache, hooks.HookedCache):
 
     @property
     def retained_bytes(self) -> int:
-        """Bytes allocated now: every storage once and in full, positions and biases too."""
+        """Bytes allocated now: every storage once and in full, positions too."""
         return sum(int(storage.nbytes()) for storage, _, _ in storages(self._tensors()))
 
     @property
     def share(self) -> float:
         """Share of a cache at 16 bits a number of all tokens seen that is stored.
 
-        Positions and biases of kept entries count, sliding layers do not; 0 before the first
+        Positions of kept entries count, sliding layers do not; 0 before the first
         forward.
         """
         if not self.batch:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from math import inf
 from typing import Any, TypeAlias
 
 import torch
@@ -50,15 +49,15 @@ class DenseLayer:
     ----------
     keys, values : Tensor, (1, n_kv_heads, n_tokens, head_dim)
         Of the model's type; 0 where nothing is kept.
-    bias : Tensor of float32, (1, n_kv_heads, n_tokens), or None
-        Added to the logits, -inf where nothing is kept; None where all is, as it was.
+    kept : Tensor of bool, (1, n_kv_heads, n_tokens), or None
+        Where an entry is kept; None where all are, as they were.
     rounded : bool
         Whether kept entries are stored at other bits than the model computes in.
     """
 
     keys: Tensor
     values: Tensor
-    bias: Tensor | None = None
+    kept: Tensor | None = None
     rounded: bool = False
 
     @classmethod
@@ -67,19 +66,19 @@ class DenseLayer:
         tail, seen = (layer.keys, layer.values), layer.seen_tokens
         if layer.entries is None:
             return cls(keys=tail[0], values=tail[1])
-        *numbers, positions, added = layer.entries.padded()
+        *numbers, positions = layer.entries.padded()
         n_heads, first = int(positions.shape[1]), seen - layer.dense_tokens
         _, head, at = (positions < first).nonzero(as_tuple=True)
         place = positions[0, head, at].long()
-        bias = torch.full((1, n_heads, seen), -inf, device=positions.device)
-        bias[0, head, place] = 0.0 if added is None else added[0, head, at]
-        bias[..., first:], dense = 0.0, []
+        kept = torch.zeros(1, n_heads, seen, dtype=torch.bool, device=positions.device)
+        kept[0, head, place] = kept[..., first:] = True
+        dense = []
         for own, following in zip(numbers, tail, strict=True):
             one = own.new_zeros(1, n_heads, seen, own.shape[-1])
             one[0, head, place], one[:, :, first:] = own[0, head, at], following
             dense.append(one)
         keys, values = dense
-        return cls(keys=keys, values=values, bias=bias, rounded=layer.entries.is_rounded)
+        return cls(keys=keys, values=values, kept=kept, rounded=layer.entries.is_rounded)
 
     def empty(self, tokens: int) -> DenseLayer:
         """Return room for so many tokens, of the same sizes."""
@@ -90,14 +89,17 @@ class DenseLayer:
     @classmethod
     def joined(cls, parts: Sequence[DenseLayer]) -> DenseLayer:
         """Return a copy of what stands behind each other, as one."""
-        none = [part.keys.new_zeros(part.keys.shape[:3], dtype=torch.float32) for part in parts]
-        some = any(part.bias is not None for part in parts)
-        pairs = zip(parts, none, strict=True)
-        biases = [own if part.bias is None else part.bias for part, own in pairs]
+        some = any(part.kept is not None for part in parts)
+        kept = [
+            part.keys.new_ones(part.keys.shape[:3], dtype=torch.bool)
+            if part.kept is None
+            else part.kept
+            for part in parts
+        ]
         return cls(
             keys=torch.cat([part.keys for part in parts], dim=2),
             values=torch.cat([part.values for part in parts], dim=2),
-            bias=torch.cat(biases, dim=2) if some else None,
+            kept=torch.cat(kept, dim=2) if some else None,
             rounded=any(part.rounded for part in parts),
         )
 
@@ -114,32 +116,29 @@ class DenseLayer:
         Tensor, (1, 1 or n_query_heads, n, n_tokens)
         """
         seen = torch.arange(int(self.keys.shape[2]), device=places.device) <= places[:, None]
-        bias, least = self.keys.new_zeros(1), torch.finfo(self.keys.dtype).min
-        if self.bias is not None:
+        seen = seen[None, None]
+        if self.kept is not None:
             group = n_query_heads // int(self.keys.shape[1])
-            each = self.bias.repeat_interleave(group, dim=1)[:, :, None]
-            bias = each.to(bias.dtype).clamp(min=least)
-        return bias.masked_fill(~seen[None, None], least)
+            seen = seen & self.kept.repeat_interleave(group, dim=1)[:, :, None]
+        return self.keys.new_zeros(1).masked_fill(~seen, torch.finfo(self.keys.dtype).min)
 
     def fill(self, layer: BudgetLayer, seen: int, bits: Any) -> None:
         """Put the first so many tokens into an empty layer, at these bits, (n_kv_heads,)."""
-        first = 0 if self.bias is None else seen
+        first = 0 if self.kept is None else seen
         layer.lazy_initialization(self.keys, self.values)
         layer.keys, layer.values = (
             own[:, :, first:seen].clone(memory_format=torch.contiguous_format)
             for own in (self.keys, self.values)
         )
         layer.seen_tokens = seen
-        if self.bias is None:
+        if self.kept is None:
             return
-        kept = self.bias[:, :, :seen].isfinite()
-        bias = self.bias[:, :, :seen][kept]
+        kept = self.kept[:, :, :seen]
         columns = torch.arange(seen, dtype=torch.int32, device=kept.device)
         entries = KeptEntries(
             keys=self.keys[:, :, :seen][kept],
             values=self.values[:, :, :seen][kept],
             positions=columns.expand_as(kept)[kept],
-            bias=bias if bool(bias.any()) else None,
             lengths=kept.sum(dim=2).cpu().numpy(),
         )
         packed, whole = LayerEntries.packed, LayerEntries.whole
@@ -220,7 +219,7 @@ class Documents:
         def attend(states: AttentionStates, compute: Compute) -> AttentionResult:
             layer, at = self.layers[states.layer], places.to(states.keys.device)
             layer.keys[:, :, at], layer.values[:, :, at] = states.keys, states.values
-            plain = layer.bias is None
+            plain = layer.kept is None
             mask = masks.get(plain)
             if mask is None or not plain or mask.device != at.device:
                 mask = masks[plain] = layer.mask(at, int(states.queries.shape[1]))[..., :end]
@@ -280,8 +279,8 @@ class Documents:
             if states.layer < check:
                 return compute(None)  # causal among themselves: all are computed
             changed = (layer.values[:, :, :n_tokens] - states.values).float().square()
-            if layer.bias is not None:
-                changed = changed * layer.bias[:, :, :n_tokens, None].isfinite()
+            if layer.kept is not None:
+                changed = changed * layer.kept[:, :, :n_tokens, None]
             found.add_(changed.sum(dim=(0, 1, 3)).cpu())
             raise _Enough
 

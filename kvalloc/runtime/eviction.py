@@ -31,19 +31,14 @@ def _collected(targets: IntArray, chosen: Iterator[Choice]) -> KeptEntries:
     """What is kept of all pieces, in fresh storage; one gather each, without asking the device."""
     total, end = int(targets.sum()), 0
     store: list[Tensor] = []
-    bias: Tensor | None = None
     for (row, head), positions, own, kept in chosen:
         first, end = end, end + int(targets[_one(row), _one(head)].sum())
         sources = [own.keys, own.values, positions[..., None]]
         store = store or [own.new_empty(total, own.shape[-1]) for own in sources]
-        if own.bias is not None and bias is None:  # nothing goes of a row before: it has none
-            bias = own.bias.new_zeros(total, 1)
-        pairs = list(zip(store, sources, strict=True))
-        pairs += [] if own.bias is None or bias is None else [(bias, own.bias[..., None])]
         if end == first:
             continue
         places = kept.nonzero_static(size=end - first, fill_value=0)
-        for target, source in pairs:
+        for target, source in zip(store, sources, strict=True):
             entries, index = flat_entries(source, *places.unbind(1))
             torch.index_select(entries, 0, index, out=target[first:end])
     keys, values, positions = store
@@ -51,7 +46,6 @@ def _collected(targets: IntArray, chosen: Iterator[Choice]) -> KeptEntries:
         keys=keys,
         values=values,
         positions=positions[:, 0],
-        bias=None if bias is None else bias[:, 0],
         lengths=targets,
     )
 
@@ -101,25 +95,19 @@ class Source:
         """Places in front of a piece that stay whatever is chosen."""
         return int(self.lengths.max()) if self.stays[part[0] or 0] else 0
 
-    def kept(self, part: Part) -> tuple[Tensor, Tensor, Tensor, Tensor | None] | None:
-        """Return keys, values, columns and biases of what was kept of a piece, if anything went.
+    def kept(self, part: Part) -> tuple[Tensor, ...]:
+        """Return keys, values and columns of what was kept of a piece; nothing if nothing went.
 
         Each (batch, n_kv_heads, n, ...), in the model's type.
         """
         row, head = part
         if not self.layer.reduced:
-            return None
-        *numbers, bias = self._padded
+            return ()
         end = int(self.lengths.max()) if head is None else int(self.lengths[row, head])
-        keys, values, positions = (own[_one(row), _one(head), :end] for own in numbers)
-        bias = None if bias is None else bias[_one(row), _one(head), :end]
-        if head is None and (self.lengths != self.lengths.max()).any():
-            bias = torch.zeros_like(positions, dtype=torch.float32) if bias is None else bias
-            bias = bias.masked_fill(positions == NO_COLUMN, UNSEEN)
-        return keys, values, positions, bias
+        return tuple(own[_one(row), _one(head), :end] for own in self._padded)
 
     @cached_property
-    def _padded(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def _padded(self) -> tuple[Tensor, Tensor, Tensor]:
         """What earlier evictions kept, with as many places in all rows and heads."""
         assert self.layer.entries is not None
         return self.layer.entries.padded()
@@ -233,7 +221,7 @@ class Eviction:
         Returns
         -------
         AttentionStates
-            Of this piece alone, without padding, with the logit biases that they have already.
+            Of this piece alone, without padding.
         Tensor of int32, (batch, n_kv_heads, n_tokens)
             Column of each candidate.
         """
@@ -244,17 +232,15 @@ class Eviction:
         positions = torch.arange(first, end, dtype=torch.int32, device=states.keys.device)
         every = [own[_one(row), _one(head)] for own in (states.keys, states.values)]
         every.append(positions.expand(*every[0].shape[:2], -1))
-        before, bias = None if new_alone else source.kept(part), None
-        every = [own[:, :, columns] for own in every]
-        if before is not None:
-            every = [torch.cat(pair, dim=2) for pair in zip(before[:3], every, strict=True)]
+        every, absent = [own[:, :, columns] for own in every], None
+        if before := () if new_alone else source.kept(part):
+            every = [torch.cat(pair, dim=2) for pair in zip(before, every, strict=True)]
+            if head is None and (source.lengths != source.lengths.max()).any():
+                absent = every[2] == NO_COLUMN
         keys, values, positions = every
-        if before is not None and before[3] is not None:
-            more = int(keys.shape[2]) - int(before[3].shape[2])
-            bias = torch.nn.functional.pad(before[3], (0, more))
         own, places = self._part_states(layer, states, part)
         later = layer.unfinished.later_of(part, columns, int(states.keys.shape[1]))
-        own = replace(own, keys=keys, values=values, later=later, bias=bias)
+        own = replace(own, keys=keys, values=values, later=later, absent=absent)
         bits = self.bits.get(own.layer)
         if bits is not None and (bits != 16).any():
             own = replace(own, key_bits=bits[own.first_head : own.first_head + keys.shape[1]])

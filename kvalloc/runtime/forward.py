@@ -69,7 +69,7 @@ class Forward:
         # one token is attended to without a copy of what is kept in front of what followed
         one = step.new_tokens == 1
         alone = one and step.follows and self.reader is None
-        if alone or not n_kept or entries.parts[0].bias is not None:
+        if alone or not n_kept:
             return attend(call, entries.kept), None
         states = _behind(entries.dense, states)
         if self.reader is not None and one and visible is None:

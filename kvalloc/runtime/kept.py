@@ -153,8 +153,6 @@ class KeptEntries:
         Where in the row's columns each entry stood.
     lengths : ndarray of int64, (batch, n_kv_heads)
         Entries of each segment.
-    bias : Tensor of float32, (n_entries,), or None
-        Added to their logits.
     bits : int
         Of `kvalloc.accounting.costs.WIDTHS`.
     key_scales : Tensor of float16 or bfloat16, (n_key_blocks, 2, head_dim), or None
@@ -167,7 +165,6 @@ class KeptEntries:
     values: Tensor
     positions: Tensor
     lengths: IntArray
-    bias: Tensor | None = None
     bits: int = 16
     key_scales: Tensor | None = None
     heads: tuple[int, ...] | None = None
@@ -196,9 +193,8 @@ class KeptEntries:
             return torch.cat([own[first : first + count] for first, count in pairs])
 
         found: dict[str, Any] = {}
-        for name in ("keys", "values", "positions", "bias"):
-            if (own := getattr(self, name)) is not None:
-                found[name] = copied(own, spans.starts, spans.lengths)
+        for name in ("keys", "values", "positions"):
+            found[name] = copied(getattr(self, name), spans.starts, spans.lengths)
         if self.key_scales is not None:
             found["key_scales"] = copied(self.key_scales, spans.first_scales, spans.blocks)
         return replace(self, **found, lengths=spans.lengths[numbers])

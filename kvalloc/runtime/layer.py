@@ -112,7 +112,7 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         return found.masked_fill(found == NO_COLUMN, -1)
 
     def stored_tensors(self) -> list[Tensor]:
-        """Return all tensors that are allocated now, positions and biases of kept entries too."""
+        """Return all tensors that are allocated now, positions of kept entries too."""
         tensors = [] if self.keys is None else [self.keys, self.values]
         tensors += () if self.tail is None else self.tail.tensors()
         return tensors if self.entries is None else [*tensors, *self.entries.tensors()]

@@ -171,9 +171,6 @@ def longer(entries: KeptEntries, more: KeptEntries) -> KeptEntries:
         positions=behind(entries.positions, more.positions),
         lengths=entries.lengths + more.lengths,
     )
-    if entries.bias is not None:
-        none = entries.bias.new_zeros(len(more.positions))
-        found = replace(found, bias=behind(entries.bias, none))
     if entries.key_scales is None:
         stored, added = [entries.keys, entries.values], [more.keys, more.values]
         added = added if stored[0].dtype == added[0].dtype else halved(*added, lengths=new)
@@ -219,14 +216,8 @@ def joined(several: Sequence[KeptEntries], like: tuple[Tensor, Tensor]) -> KeptE
         bits, kind = several[0].bits, torch.bfloat16
         several = [pack(unpack(one, like), bits, 1, kind=kind) for one in several]
     found: dict[str, Any] = {}
-    for name in ("keys", "values", "positions", "bias", "key_scales"):
+    for name in ("keys", "values", "positions", "key_scales"):
         own = [getattr(one, name) for one in several]
-        if name == "bias" and any(one is not None for one in own):
-            pairs = zip(own, several, strict=True)
-            own = [
-                one.keys.new_zeros(len(one.keys), dtype=torch.float32) if bias is None else bias
-                for bias, one in pairs
-            ]
         found[name] = None if own[0] is None else torch.cat(_of_a_type(own))
     lengths = np.concatenate([one.lengths for one in several])
     return replace(several[0], **found, lengths=lengths)
@@ -446,11 +437,10 @@ class LayerEntries:
         return keys, values
 
     @property
-    def columns(self) -> tuple[Tensor, Tensor | None]:
-        """Positions and bias of even ones, (batch, n_kv_heads, n), as views."""
+    def columns(self) -> Tensor:
+        """Positions of even ones, (batch, n_kv_heads, n), as a view."""
         (part,) = self.parts
-        shape = (*self.lengths.shape, int(self.lengths[0, 0]))
-        return part.positions.view(shape), None if part.bias is None else part.bias.view(shape)
+        return part.positions.view(*self.lengths.shape, int(self.lengths[0, 0]))
 
     @property
     def is_packed(self) -> bool:
@@ -472,11 +462,8 @@ class LayerEntries:
         return found
 
     def tensors(self) -> list[Tensor]:
-        """Return all that is stored: K and V, scales, positions, biases, and lists of tiles."""
-        stored = [
-            (part.keys, part.values, part.key_scales, part.positions, part.bias)
-            for part in self.parts
-        ]
+        """Return all that is stored: K and V, scales, positions, and lists of tiles."""
+        stored = [(one.keys, one.values, one.key_scales, one.positions) for one in self.parts]
         found = [tensor for part in stored for tensor in part if tensor is not None]
         return found + self.kept.tensors()
 
@@ -504,8 +491,8 @@ class LayerEntries:
         parts = [joined(own, like) for own in zip(*(one.parts for one in several), strict=True)]
         return cls(parts=tuple(part.of_rows(order) for part in parts), like=like)
 
-    def padded(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return keys, values, columns and biases with as many places in all rows and heads.
+    def padded(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return keys, values and columns with as many places in all rows and heads.
 
         Returns
         -------
@@ -513,28 +500,22 @@ class LayerEntries:
             Of the model's type; 0 at places of no entry, which are the last ones.
         positions : Tensor of int32, (batch, n_kv_heads, most)
             Beyond all columns at these.
-        bias : Tensor of float32, (batch, n_kv_heads, most), or None
         """
         shape = (*self.lengths.shape, int(self.lengths.max()))
         if len(self.parts) == 1 and (self.lengths == shape[2]).all():
             whole = self.numbers()
-            return *whole.dense, *whole.columns
+            return *whole.dense, whole.columns
         places = int(np.prod(shape))
         keys, values = (own.new_zeros(places, own.shape[-1]) for own in self.like)
         positions = torch.full((places,), NO_COLUMN, dtype=torch.int32, device=keys.device)
-        biased = any(part.bias is not None for part in self.parts)
-        bias = positions.new_zeros(places, dtype=torch.float32) if biased else None
         for part in self.parts:
             numbers, at = unpack(part, self.like), self._padded_places(part)
             keys[at], values[at] = numbers.keys, numbers.values
             positions[at] = numbers.positions
-            if bias is not None and numbers.bias is not None:
-                bias[at] = numbers.bias
         return (
             keys.view(*shape, keys.shape[-1]),
             values.view(*shape, values.shape[-1]),
             positions.view(shape),
-            None if bias is None else bias.view(shape),
         )
 
     @torch.no_grad()

@@ -21,7 +21,6 @@ KEPT = {
     "kept_keys": "keys",
     "kept_values": "values",
     "kept_positions": "positions",
-    "kept_bias": "bias",
     "key_scales": "key_scales",
 }
 """What `KeptEntries` has of these tensors of a layer's bits."""

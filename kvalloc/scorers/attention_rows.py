@@ -125,8 +125,9 @@ def attention_rows(states: AttentionStates, first: int, end: int) -> Tensor:
     n_tokens = states.keys.shape[2]
     n_seen = n_tokens if states.gaps or states.behind else n_tokens - later_rows
     logits = attention_logits(states, states.keys[:, :, :n_seen], first, end)
-    if states.bias is not None:
-        logits += states.bias[:, :, None, None, :n_seen]
+    if states.absent is not None:
+        absent = states.absent[:, :, None, None, :n_seen]
+        logits.masked_fill_(absent, torch.finfo(torch.float32).min)
     mask = _row_mask(states, first, end)
     if mask is None:
         if not states.behind:

@@ -24,12 +24,12 @@ from kvalloc.runtime.packed import LayerEntries
 
 HALF_A_STEP = {torch.float16: 2**-11, torch.bfloat16: 2**-8}
 
-#: Keys, values and logit bias (or None) of each row and KV head.
-Stored: TypeAlias = dict[tuple[int, ...], tuple[Tensor, Tensor, Tensor | None]]
+#: Keys and values of each row and KV head.
+Stored: TypeAlias = dict[tuple[int, ...], tuple[Tensor, Tensor]]
 
 
 def stored_of(
-    counts: Any, dims: tuple[int, int], dtype: torch.dtype, *, biased: bool, device: str = "cpu"
+    counts: Any, dims: tuple[int, int], dtype: torch.dtype, *, device: str = "cpu"
 ) -> Stored:
     """Random entries, with channels of very different size; counts (batch, n_kv_heads)."""
     sizes = [torch.logspace(-1, 0.5, dim) for dim in dims]
@@ -37,13 +37,13 @@ def stored_of(
     for place in np.ndindex(*np.shape(counts)):
         count = int(np.asarray(counts)[place])
         keys, values = ((torch.randn(count, len(s)) * s).to(device, dtype) for s in sizes)
-        stored[place] = keys, values, (torch.randn(count) * 3).to(device) if biased else None
+        stored[place] = keys, values
     return stored
 
 
 def flat_of(stored: Stored, counts: IntArray) -> KeptEntries:
     """As storage takes them, in columns from 0 on."""
-    keys, values, bias = zip(*(stored[place] for place in np.ndindex(*counts.shape)), strict=True)
+    keys, values = zip(*(stored[place] for place in np.ndindex(*counts.shape)), strict=True)
     device = keys[0].device
     places = [torch.arange(count, dtype=torch.int32, device=device) for count in counts.flat]
     return KeptEntries(
@@ -51,7 +51,6 @@ def flat_of(stored: Stored, counts: IntArray) -> KeptEntries:
         values=torch.cat(values),
         positions=torch.cat(places),
         lengths=counts,
-        bias=None if bias[0] is None else torch.cat(bias),
     )
 
 
@@ -88,16 +87,13 @@ def packed_of(stored: Stored, counts: IntArray, bits: list[int]) -> LayerEntries
 
 def unpacked(entries: LayerEntries, counts: IntArray) -> Stored:
     """The numbers that packed entries stand for."""
-    keys, values, _, bias = entries.padded()
-    return {
-        place: (keys[place][:n], values[place][:n], None if bias is None else bias[place][:n])
-        for place, n in np.ndenumerate(counts)
-    }
+    keys, values, _ = entries.padded()
+    return {place: (keys[place][:n], values[place][:n]) for place, n in np.ndenumerate(counts)}
 
 
 def exact_numbers(stored: Stored, counts: IntArray, bits: list[int]) -> Stored:
     """The numbers that codes stand for, which are not rounded to half precision once more."""
-    wide = {place: (one[0].float(), one[1].float(), one[2]) for place, one in stored.items()}
+    wide = {place: (keys.float(), values.float()) for place, (keys, values) in stored.items()}
     exact = unpacked(packed_of(wide, counts, bits), counts)
     whole = unpacked(packed_of(stored, counts, bits), counts)
     return {place: (whole if bits[place[1]] == 16 else exact)[place] for place in stored}
@@ -143,14 +139,12 @@ def by_definition(call: AttentionCall, stored: Stored) -> tuple[Tensor, float]:
     place = n_following - n_new + torch.arange(n_new)[:, None]
     column = torch.arange(n_following)
     for row, head in np.ndindex(batch, n_query_heads):
-        kept_keys, kept_values, bias = stored[row, head // group]
+        kept_keys, kept_values = stored[row, head // group]
         keys = torch.cat([kept_keys, call.keys[row, head // group]]).cpu().double()
         values = torch.cat([kept_values, call.values[row, head // group]]).cpu().double()
         logits = call.queries[row, head].cpu().double() @ keys.T * call.scaling
         if call.softcap is not None:
             logits = call.softcap * torch.tanh(logits / call.softcap)
-        if bias is not None:
-            logits[:, : len(bias)] += bias.cpu()
         largest = max(largest, float(logits.abs().max()))
         shown = column <= place
         if call.visible is not None:
@@ -241,9 +235,9 @@ def check_triton(device: str) -> dict[torch.dtype, float]:
     halves = (torch.float16, torch.bfloat16) if device == "cuda" else (torch.float16,)
     worst: dict[torch.dtype, float] = {}
     for counts, bits, dim, group, n_new, before, extras, dtype, programs in triton_cases(halves):
-        stored = stored_of(counts, (dim, dim), dtype, biased=extras, device=device)
+        stored = stored_of(counts, (dim, dim), dtype, device=device)
         if bits == [8, 8, 8]:  # whose scales are bfloat16
-            stored = {at: (one[0] * 1e-6, one[1] * 1e-6, one[2]) for at, one in stored.items()}
+            stored = {at: (keys * 1e-6, values * 1e-6) for at, (keys, values) in stored.items()}
         call = call_of(
             counts, (dim, dim), dtype, group=group, n_new=n_new, before=before, extras=extras,
             device=device,

@@ -163,7 +163,6 @@ class Shadow:
         self.model = eager_twin(model, dtype)
         self.cache = DynamicCache(config=self.model.config)
         self.shown: dict[int, torch.Tensor] = {}
-        self.bias: dict[int, torch.Tensor] = {}
         self.steps: dict[int, torch.Tensor] = {}  # half those of each segment's first keys
 
     def logits(
@@ -184,9 +183,6 @@ class Shadow:
                 shown[..., : before.shape[-1]] &= before[:, :, None]
             own = torch.ones(new, total).tril(total - new).triu(total - new).bool()
             hidden = torch.zeros(shown.shape).masked_fill(~(shown | own), float("-inf"))
-            if states.layer in self.bias:
-                bias = self.bias[states.layer]
-                hidden[..., : bias.shape[-1]] += bias[:, :, None]
             group = states.queries.shape[1] // heads
             return compute(hidden.repeat_interleave(group, dim=1))
 
@@ -225,21 +221,18 @@ class Shadow:
         cache : BudgetCache
             Followed since its latest eviction.
         combined : bool
-            Whether its policy puts its own numbers and biases into entries that stay.
+            Whether its policy puts its own numbers into entries that stay.
         """
         for layer in self.layers():
             entries, own = cache.layers[layer].entries, self.cache.layers[layer]
             if entries is None or not (combined or entries.is_rounded):
                 continue
-            bias = torch.zeros(*entries.lengths.shape, self.cache.get_seq_length())
             none = torch.zeros(*entries.lengths.shape, own.keys.shape[-1], 1).to(own.keys)
             steps = self.steps.setdefault(layer, none)
             for (row, head), piece in pieces_of(entries).items():
                 width, keys, values = WIDTHS[piece.bits], piece.keys, piece.values
-                extra, places = piece.bias, piece.positions.long().cpu()
+                places = piece.positions.long().cpu()
                 stored = keys.to(own.keys), values.to(own.values)
-                if extra is not None:
-                    bias[row, head, places] = extra.cpu()
                 before = own.keys[row, head, places], own.values[row, head, places]
                 if not combined and keys.dtype == torch.float32 and len(places):
                     pairs = [(before[0].T, stored[0].T), (before[1], stored[1])]
@@ -257,13 +250,11 @@ class Shadow:
                             steps[row, head] = first.amax(dim=1, keepdim=True)
                         assert (off <= most).all(), float(off.max())
                 own.keys[row, head, places], own.values[row, head, places] = stored
-            if combined:
-                self.bias[layer] = bias
 
     def reorder(self, rows: torch.Tensor) -> None:
         """Let row i continue what row ``rows[i]`` holds."""
         self.cache.reorder_cache(rows)
-        for held in (self.shown, self.bias, self.steps):
+        for held in (self.shown, self.steps):
             for layer in held:
                 held[layer] = held[layer][rows]
 
@@ -358,14 +349,14 @@ def worst(found: torch.Tensor, expected: torch.Tensor, mask: torch.Tensor | None
 
 
 def pieces_of(entries: Any) -> dict[tuple[int, int], SimpleNamespace]:
-    """Keys, values, positions, biases and width of each segment of stored entries, as numbers."""
-    names, padded, found = ("keys", "values", "positions", "bias"), entries.padded(), {}
+    """Keys, values, positions and width of each segment of stored entries, as numbers."""
+    names, padded, found = ("keys", "values", "positions"), entries.padded(), {}
     for part in entries.parts:
         for row, head in itertools.product(
             range(len(part.lengths)), part.heads or range(part.lengths.shape[1])
         ):
             end = int(entries.lengths[row, head])
-            cut = [None if own is None else own[row, head, :end] for own in padded]
+            cut = [own[row, head, :end] for own in padded]
             named = dict(zip(names, cut, strict=True))
             found[row, head] = SimpleNamespace(bits=part.bits, **named)
     return found

@@ -51,7 +51,6 @@ typedef struct {
     const char *keys;             /* (n_entries, key_dim), or packed codes */
     const char *values;           /* (n_entries, value_dim), or packed codes and their scales */
     const uint16_t *key_scales;   /* (n_key_blocks, 2, key_dim) */
-    const float *bias;            /* (n_entries,), or NULL */
     int64_t key_kind, value_kind, scale_kind; /* scales of keys and values are of one kind */
     int64_t turned; /* 1: values are times Hadamard's matrix of value_dim, a power of two */
 } part;
@@ -88,7 +87,6 @@ typedef struct {
 typedef struct {
     const char *keys, *values;
     const uint16_t *key_scales;
-    const float *bias;
     int64_t count;
     int key_kind, value_kind, scale_kind;
     int turned;
@@ -410,8 +408,6 @@ static void finish_logits(
         if (given->softcap > 0.0f)
             for (int64_t i = 0; i < n; i++)
                 logits[r][i] = given->softcap * LOG2_E * tanhf(logits[r][i] / given->softcap);
-        if (of->bias)
-            for (int64_t i = 0; i < n; i++) logits[r][i] += LOG2_E * of->bias[first + i];
         if (of->following && (shown || given->n_new > 1)) {
             int64_t place = given->n_following - given->n_new + r % given->n_new;
             for (int64_t i = 0; i < n; i++) {
@@ -496,7 +492,6 @@ static void spans_of(const arguments *given, int64_t segment, span out[2]) {
     out[0] = (span){
         .keys = kept->keys + own[0] * code_bytes(kept->key_kind, given->key_dim),
         .values = kept->values + own[0] * value_bytes(kept->value_kind, given->value_dim),
-        .bias = kept->bias ? kept->bias + own[0] : 0,
         .count = own[1] - own[0],
         .key_kind = (int)kept->key_kind,
         .value_kind = (int)kept->value_kind,

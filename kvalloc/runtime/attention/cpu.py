@@ -46,7 +46,7 @@ class _Part(ctypes.Structure):
     """The same fields, in the same order, as ``part`` in cpu.c."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("keys", "values", "key_scales", "bias")),
+        *((name, ctypes.c_void_p) for name in ("keys", "values", "key_scales")),
         *((name, ctypes.c_int64) for name in ("key_kind", "value_kind", "scale_kind", "turned")),
     )
 
@@ -58,7 +58,6 @@ class _Part(ctypes.Structure):
             keys=kept.keys.data_ptr(),
             values=kept.values.data_ptr(),
             key_scales=_place(kept.key_scales),
-            bias=_place(kept.bias),
             key_kind=_KINDS.get(kept.keys.dtype, width.keys),
             value_kind=_KINDS.get(kept.values.dtype, width.values),
             scale_kind=0 if kept.key_scales is None else _KINDS[kept.key_scales.dtype],
@@ -270,7 +269,6 @@ def _check_kept(kept: KeptLayer, batch: int, n_kv_heads: int, key_dim: int, valu
             (part.keys, rows[0], types),
             (part.values, rows[1], types),
             (part.key_scales, scales, {torch.float16, torch.bfloat16}),
-            (part.bias, (n,), {torch.float32}),
         ):
             stored = one is None or (one.is_cpu and one.is_contiguous() and one.dtype in known)
             fits &= stored and (one is None or one.shape == shape)

@@ -87,10 +87,8 @@ def _together(call: AttentionCall, kept: KeptEntries) -> Iterator[slice]:
             yield slice(start, min(start + step, last))
 
 
-def _numbers(
-    call: AttentionCall, kept: KeptEntries, segments: slice
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return keys, values and bias of equally long segments, (n, length, ...), in the work type."""
+def _numbers(call: AttentionCall, kept: KeptEntries, segments: slice) -> tuple[Tensor, Tensor]:
+    """Return keys and values of equally long segments, (n, length, ...), in the work type."""
     spans, count = kept.spans, segments.stop - segments.start
     own = slice(int(spans.starts[segments.start]), int(spans.ends[segments.stop - 1]))
     keys, values = kept.keys[own], kept.values[own]
@@ -102,10 +100,9 @@ def _numbers(
         scales = scales[:, : len(keys) // count].flatten(0, 1)
         keys = key_numbers(keys, scales, kept.bits)
         values = value_numbers(values, kept.bits, int(call.values.shape[-1]), scales.dtype)
-    bias = None if kept.bias is None else kept.bias[own].view(count, 1, -1)
     length, work = len(keys) // count, call.work_type
     keys, values = (one.view(count, length, one.shape[-1]).to(work) for one in (keys, values))
-    return keys, values, bias
+    return keys, values
 
 
 def _answers(
@@ -113,7 +110,6 @@ def _answers(
     queries: Tensor,
     kept_keys: Tensor,
     kept_values: Tensor,
-    bias: Tensor | None,
     segments: slice,
     tokens: slice,
     *,
@@ -130,8 +126,6 @@ def _answers(
     )
     rows = queries.flatten(1, 2).to(kept_keys.dtype) * call.scaling
     logits = call.capped(torch.cat([rows @ kept_keys.mT, rows @ keys.mT], dim=-1))
-    if bias is not None:
-        logits[..., :n_kept] += bias
     if (hidden := _hidden(call, segments, tokens)) is not None:
         near = logits[..., n_kept:].view(n_segments, group, n_tokens, -1)
         near.masked_fill_(hidden, float("-inf"))

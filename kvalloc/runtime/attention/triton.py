@@ -168,10 +168,10 @@ def triton_attention(call: AttentionCall, kept: KeptLayer, *, programs: int) -> 
 
 
 def _stored(kept: KeptEntries) -> tuple[Any, ...]:
-    """Return keys, values, bias and, at fewer bits, key scales and the values as their type."""
+    """Return keys, values and, at fewer bits, key scales and the values as their type."""
     scales = kept.key_scales
     both = None if scales is None else (scales, kept.values.view(scales.dtype))
-    return kept.keys, kept.values, kept.bias, both
+    return kept.keys, kept.values, both
 
 
 def _tile_length(n_entries: int, programs: int) -> int:

@@ -101,7 +101,7 @@ def read_tile(  # type: ignore[no-untyped-def]
     Parts of ``partial`` are (n_rows, value_dim + 2): summed, most, total. First come those of at
     most ``n_tiles`` tiles of ``length`` kept entries, then ``following_tiles`` of each segment,
     ``tile`` entries each of ``n_following``. ``kept`` are segments as `kvalloc.runtime.kept.Work`
-    has them and, of each part, keys, values, biases and scales; ``asked`` and ``followed`` are
+    has them and, of each part, keys, values and scales; ``asked`` and ``followed`` are
     tensors with the steps between their rows, heads and tokens.
     """
     queries, query_row, query_head, query_token = asked
@@ -136,11 +136,11 @@ def read_tile(  # type: ignore[no-untyped-def]
     end = tl.where(is_kept, tl.minimum(start + length, tl.load(own + 1)), start)
     first_scale, width = tl.load(own + 2) + before // SIZES.key_block, tl.load(own + 3)
     for number in tl.static_range(len(SIZES.codes)):
-        kept_keys, kept_values, bias, scales = kept[number + 1]
+        kept_keys, kept_values, scales = kept[number + 1]
         entries = kept_keys, SIZES.head_dim, kept_values, SIZES.value_dim, scales
         span = start, tl.where(width == number, end, start), first_scale
         softmax = _add_entries(
-            query, entries, span, bias, None, softmax, factors, SIZES, SIZES.codes[number]
+            query, entries, span, None, softmax, factors, SIZES, SIZES.codes[number]
         )
     start = tl.where(is_kept, 0, (later % divisor) * tile)
     end = tl.where(is_kept, 0, tl.minimum(start + tile, n_following))
@@ -148,9 +148,7 @@ def read_tile(  # type: ignore[no-untyped-def]
     values += batch_row * value_row + head * value_head
     entries, span = (keys, key_token, values, value_token, None), (start, end, 0)
     asking = batch_row, n_following - n_new + row % n_new, followed[2]
-    most, total, summed = _add_entries(
-        query, entries, span, None, asking, softmax, factors, SIZES, None
-    )
+    most, total, summed = _add_entries(query, entries, span, asking, softmax, factors, SIZES, None)
     out = partial + (part * n_rows + row) * (SIZES.value_dim + 2)
     tl.store(
         out[:, None] + value_dims[None, :],
@@ -274,7 +272,7 @@ def _turned(vectors, SIZE: tl.constexpr, DIM: tl.constexpr):  # type: ignore[no-
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _add_entries(  # type: ignore[no-untyped-def]
-    queries, entries, span, bias, asking, softmax, factors, SIZES: tl.constexpr, CODES: tl.constexpr
+    queries, entries, span, asking, softmax, factors, SIZES: tl.constexpr, CODES: tl.constexpr
 ):
     """Add the entries of a span (start, end, first key scale) to a softmax.
 
@@ -296,8 +294,6 @@ def _add_entries(  # type: ignore[no-untyped-def]
             small = tl.exp(-2.0 * tl.abs(logits) / softcap)
             turned = (1.0 - small) / (1.0 + small)
             logits = softcap * tl.where(logits < 0, -turned, turned)
-        if bias is not None:
-            logits += tl.load(bias + column, mask=inside, other=0.0)[None, :]
         shown = inside[None, :]
         if asking is not None:
             batch_row, place, visible = asking

@@ -116,7 +116,7 @@ class ClusterReader(Reader):
 
     def read(self, states: AttentionStates, *, place: int, kept: LayerEntries) -> Tensor | None:
         """Choose the entries that the new token attends to; see `Reader.read`."""
-        settings, (positions, _) = self._settings, kept.columns
+        settings, positions = self._settings, kept.columns
         n_coarse = (int(positions.shape[-1]) - self._window - self._sinks) // settings.coarse_tokens
         if n_coarse < 2:
             self._led = None

@@ -53,7 +53,7 @@ LENGTHS = st.sampled_from([0, 1, 5, 63, 64, 65, 127, 128, 129, 300, 700, 3000])
 
 @st.composite
 def cases(draw, turned):
-    """A call, entries of each row and head, and whether they are biased."""
+    """A call, and entries of each row and head."""
     batch, heads = draw(st.integers(1, 2)), draw(st.integers(1, 3))
     each = st.just(draw(LENGTHS)) if draw(st.booleans()) else LENGTHS
     counts = np.array([[draw(each) for _ in range(heads)] for _ in range(batch)])
@@ -74,7 +74,7 @@ def cases(draw, turned):
         if draw(st.booleans()):
             call = replace(call, **{name: None})
     call = cut(call) if draw(st.booleans()) else call
-    return call, counts, draw(st.booleans())
+    return call, counts
 
 
 def answer(backend, call, kept, *, threads=2, scratch=1 << 20):
@@ -94,10 +94,10 @@ def answer(backend, call, kept, *, threads=2, scratch=1 << 20):
 def test_any_call_over_any_entries_is_answered_by_the_definition(
     backend, widths, data, threads, scratch, exact
 ):
-    call, counts, biased = data.draw(cases(turned=3 in widths))
+    call, counts = data.draw(cases(turned=3 in widths))
     bits = (3 * widths)[: counts.shape[1]]
     dims = int(call.keys.shape[-1]), int(call.values.shape[-1])
-    stored = stored_of(counts, dims, call.queries.dtype, biased=biased)
+    stored = stored_of(counts, dims, call.queries.dtype)
     kept = packed_of(stored, counts, bits).kept
     if exact and backend == "torch":  # float64 over entries of another type, as autocast mixes them
         wide = (states.double() for states in (call.queries, call.keys, call.values))
@@ -156,7 +156,7 @@ def test_the_triton_kernel_compiles_for_a_gpu_that_is_not_here(monkeypatch, tmp_
     monkeypatch.setattr(driver, "_active", device)
     monkeypatch.setattr(by_triton, "_launch", compile_only)
     counts = np.array([[100, 70]])
-    stored = stored_of(counts, (128, 128), torch.bfloat16, biased=True)
+    stored = stored_of(counts, (128, 128), torch.bfloat16)
     call = call_of(counts, (128, 128), torch.bfloat16, n_new=5, extras=True)
     call = tailed(replace(call, visible=None))  # of padding a byte a token is read
     entries = packed_of(stored, counts, [5, 3])
@@ -185,7 +185,7 @@ def test_triton_leaves_codes_that_it_cannot_read_to_torch(monkeypatch):
 
 def test_the_scratch_is_bounded():
     counts = np.array([[200, 300]])
-    stored = stored_of(counts, (8, 8), torch.float32, biased=False)
+    stored = stored_of(counts, (8, 8), torch.float32)
     call = call_of(counts, (8, 8), torch.float32, n_new=500, before=0)
     entries, peaks = packed_of(stored, counts, [16, 16]), []
     kept = entries.kept
@@ -199,7 +199,7 @@ def test_the_scratch_is_bounded():
 def test_the_scratch_over_other_types_is_bounded(bits):
     """Entries at fewer bits or in half precision become float32 a few segments at a time."""
     counts = np.array([[1000, 1000, 1000]] * 4)
-    stored = stored_of(counts, (16, 16), torch.float16, biased=False)
+    stored = stored_of(counts, (16, 16), torch.float16)
     kept = packed_of(stored, counts, [bits] * 3).kept
     call = call_of(counts, (16, 16), torch.float16, n_new=2)
     peak = peak_bytes(lambda: answer("torch", call, kept, scratch=1))
@@ -222,12 +222,11 @@ def misfits():
     yield {"sink_logits": random(2)}
     for part in (0, 1):
         yield from ((part, {name: cut_short}) for name in ("keys", "values", "lengths"))
-        yield from ((part, {name: lambda own: own.double()}) for name in ("keys", "values", "bias"))
+        yield from ((part, {name: lambda own: own.double()}) for name in ("keys", "values"))
         yield from ((part, {name: narrower}) for name in ("keys", "values"))
         yield part, {"keys": lambda own: own.repeat(1, 2)[:, ::2]}
         yield part, {"heads": lambda own: (1 - own[0],)}
     yield from ((1, {"key_scales": change}) for change in (cut_short, narrower, lambda own: None))
-    yield 0, {"bias": cut_short}
 
 
 def cut_short(own):
@@ -243,7 +242,7 @@ def narrower(own):
 def test_c_is_handed_nothing_that_does_not_fit(change):
     counts = np.array([[70, 5], [64, 1]])
     call = call_of(counts, (8, 8), torch.float32, n_new=2)
-    kept = packed_of(stored_of(counts, (8, 8), torch.float32, biased=True), counts, [16, 4]).kept
+    kept = packed_of(stored_of(counts, (8, 8), torch.float32), counts, [16, 4]).kept
     cpu_attention(call, kept, threads=1)
     if isinstance(change, dict):
         call = replace(call, **change)
@@ -309,14 +308,14 @@ def test_a_head_without_any_entry_ends_and_leaves_the_others_alone(counts):
     """No caller asks so, since a token sees itself: without one softmax is that of nothing."""
     table = np.array(counts)
     call = call_of(table, (16, 16), torch.float32, group=1, before=-1)
-    stored = stored_of(table, (16, 16), torch.float32, biased=False)
+    stored = stored_of(table, (16, 16), torch.float32)
     entries = packed_of(stored, table, [16] * 3)
     found = answer("kernel", call, entries.kept)[0, 0]
     for head, count in enumerate(counts[0]):
         if not count:
             assert found[head].isnan().all()
             continue
-        keys, values, _ = unpacked(entries, table)[0, head]
+        keys, values = unpacked(entries, table)[0, head]
         exact = (call.queries[0, head].double() @ keys.double().T * 0.25).softmax(-1)
         assert (found[head] - (exact @ values.double())[0]).abs().max() < 1e-5
 

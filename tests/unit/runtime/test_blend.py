@@ -138,7 +138,7 @@ def test_what_a_reduced_document_evicted_is_not_seen():
     logits = run(model, QUESTION[None], found)
     shadow = tiny.Shadow(model)
     for layer, part in enumerate(found.layers):
-        keys, values, positions, _ = part.entries.padded()
+        keys, values, positions = part.entries.padded()
         assert keys.shape == values.shape
         shadow.shown[layer] = tiny.visible(found.kept_indices(layer), sum(LENGTHS))
         dense = [torch.zeros(1, tiny.N_KV_HEADS, sum(LENGTHS), tiny.HEAD_DIM) for _ in range(2)]

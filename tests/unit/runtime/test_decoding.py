@@ -79,25 +79,19 @@ def test_what_followed_competes_as_in_one_long_prompt(policy, scorer):
 
 
 @pytest.mark.parametrize("name", ["snapkv", "h2o", "expected_attention"])
-def test_an_entry_that_stands_for_three_is_scored_like_three(name):
-    """Its logit bias gives it the attention of all three, and the others what they had."""
+def test_no_query_sees_a_place_of_no_entry(name):
     one, place = states_seen(tiny.tiny_model(), tiny.prompt(30))[1], 10
-    for states in (one.keys, one.values):
-        states[:, :, place + 1 : place + 3] = states[:, :, place : place + 1]
-    there = torch.tensor([*range(place + 1), *range(place + 3, 30)])
-    bias = torch.zeros(1, tiny.N_KV_HEADS, 28)
-    bias[..., place] = torch.tensor(3.0).log()
-    own = {"queries": one.queries[:, :, -8:], "mask": None}
-    states = dataclasses.replace(one, **own)
-    merged = dataclasses.replace(
-        states, keys=one.keys[:, :, there], values=one.values[:, :, there], bias=bias
-    )
+    states = dataclasses.replace(one, queries=one.queries[:, :, -8:], mask=None)
+    absent = torch.zeros(1, tiny.N_KV_HEADS, 32, dtype=torch.bool)
+    absent[..., place : place + 2] = True
+    keys, values = torch.zeros(2, *absent.shape, one.keys.shape[-1])
+    keys[:, :, ~absent[0, 0]], values[:, :, ~absent[0, 0]] = one.keys, one.values
+    padded = dataclasses.replace(states, keys=keys, values=values, absent=absent)
     options = {} if name != "snapkv" else {"pool": 1}
     scorer = get_scorer(name, window=tiny.WINDOW, **options)
-    three, found = (scorer.score(each, sinks=tiny.SINKS) for each in (states, merged))
-    expected = three[..., there].clone()
-    expected[..., place] = three[..., place : place + 3].sum(dim=-1)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    expected, found = (scorer.score(each, sinks=tiny.SINKS) for each in (states, padded))
+    torch.testing.assert_close(found[..., ~absent[0, 0]], expected, atol=1e-5, rtol=1e-4)
+    assert not found[absent].any()
 
 
 def test_4096_tokens_stay_within_the_share_and_the_stated_slack():

@@ -30,7 +30,7 @@ def runs_of(tensors):
 @pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("options", [{}, AT_ONCE])
 def test_what_is_kept_stays_where_it_is_while_decoding(model, profile, options):
-    """What followed as well, but the first, in room for a block, which is counted; with biases."""
+    """What followed as well, but the first, in room for a block, which is counted."""
     cache, shadow = make_cache(model, profile, **options), tiny.Shadow(model)
     ids, layer, places = tiny.prompt(TOKENS, 2), cache.layers[0], []
     run(model, ids, cache)

@@ -38,7 +38,7 @@ def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
     for name, family, dtype, batch, options in (
         ("ragged", "llama", torch.float32, 1, {}),
-        ("biased", "llama", torch.bfloat16, 1, AT_ONCE),
+        ("matched", "llama", torch.bfloat16, 1, AT_ONCE),
         ("even", "llama", torch.float32, 2, {}),
         ("whole", "llama", torch.float16, 1, {}),
         ("packed", "llama", torch.float32, 2, {}),

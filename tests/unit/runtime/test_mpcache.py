@@ -146,7 +146,7 @@ def test_the_cache_answers_as_if_the_unread_were_hidden(monkeypatch, attention):
 
     def noted(self, states, **kwargs):
         indices = function(self, states, **kwargs)
-        stored = kwargs["kept"].columns[0].long()
+        stored = kwargs["kept"].columns.long()
         inside = [row[row < stored.shape[-1]] for row in indices.flatten(0, 1)]
         flat = zip(stored.flatten(0, 1), inside, strict=True)
         read[states.layer] = torch.stack([own[i] for own, i in flat]).view(2, 2, -1)

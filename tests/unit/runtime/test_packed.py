@@ -41,7 +41,7 @@ def test_what_comes_back_is_what_was_measured_and_takes_the_accounts_bytes(
     if head_dim & (head_dim - 1):
         bits = [max(width, 4) for width in bits]
     table, widths = np.array(counts, dtype=np.int64), np.array(bits)
-    stored = stored_of(counts, (head_dim, head_dim), dtype, biased=False)
+    stored = stored_of(counts, (head_dim, head_dim), dtype)
     entries = packed_of(stored, table, bits)
     shape = make_shape(head_dim=head_dim, dtype_bytes=torch.empty(0, dtype=dtype).element_size())
     assert stored_in(entries) == int(head_bytes(table, widths[None], shape).sum())

@@ -131,8 +131,8 @@ def test_numbers_of_bfloat16_beyond_float16_and_what_is_no_number():
 @pytest.mark.parametrize("factor", [1e6, 1e-7])
 def test_rows_and_entries_beside_ordinary_ones(factor):
     counts, bits = np.array([[70, 9]]), [8, 8]
-    ordinary, other = (stored_of(counts, (64, 64), torch.float32, biased=False) for _ in range(2))
-    scaled = {at: (keys * factor, values * factor, None) for at, (keys, values, _) in other.items()}
+    ordinary, other = (stored_of(counts, (64, 64), torch.float32) for _ in range(2))
+    scaled = {at: (keys * factor, values * factor) for at, (keys, values) in other.items()}
     first, second = (packed_of(own, counts, bits) for own in (ordinary, scaled))
     rows = LayerEntries.joined([first, second], np.array([1, 0]))
     longer = first.with_more(flat_of(scaled, counts)) if factor > 1 else None
