@@ -332,12 +332,8 @@ class BudgetProfile(JsonRecord):
     __str__ = __repr__
 
     def with_policy(self, policy: Policy) -> BudgetProfile:
-        """Return the same budgets, or the same share of a 16-bit cache, with another policy."""
-        changed = {"policy": policy, "measured_loss": None}
-        budgets = self.budgets
-        if self.share_of_16_bits is not None:  # what has to be protected may not fit it
-            budgets = self.model_copy(update=changed).budgets_for(self.context_tokens)
-        return self.replace(**changed, budgets=budgets)
+        """Return the same budgets with another policy."""
+        return self.replace(policy=policy, measured_loss=None)
 
     def budgets_for(self, context_tokens: int) -> IntArray:
         """Return the budgets for a prompt of another length.
