@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from kvalloc.accounting.costs import (
     turns,
 )
 from kvalloc.runtime.attention.call import AttentionCall, Backend
-from kvalloc.runtime.kept import SHORTEST_TILE, KeptEntries, KeptLayer, Work
+from kvalloc.runtime.kept import SHORTEST_TILE, KeptEntries, KeptLayer
 
 __all__ = ["TritonBackend", "triton_attention"]
 
@@ -82,61 +82,22 @@ def _wanted_programs(device: torch.device) -> int:
     return 2 * int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-class Division(NamedTuple):
-    """How a call is divided among programs.
-
-    Attributes
-    ----------
-    work : Work
-        Of what is kept.
-    tile : int
-        Tokens that followed of a tile.
-    tiles, following_tiles : int
-        Tiles of what is kept, and of what followed a segment.
-    row_blocks : int
-        Blocks of query rows.
-    sizes : Sizes
-        What is compiled.
-    """
-
-    work: Work
-    tile: int
-    tiles: int
-    following_tiles: int
-    row_blocks: int
-    sizes: Any
-
-
-def divided(call: AttentionCall, kept: KeptLayer, programs: int) -> Division:
-    """Divide a call among about so many programs, more where segments are short."""
+def triton_attention(call: AttentionCall, kept: KeptLayer, *, programs: int) -> Tensor:
+    """Attend with about so many programs, more where segments are short."""
+    call = call.with_dense_vectors()
     batch, n_query_heads, n_new, head_dim = call.queries.shape
-    n_kv_heads, n_following = call.keys.shape[1:3]
+    n_kv_heads, n_following, value_dim = *call.keys.shape[1:3], call.values.shape[-1]
     n_segments, n_rows = batch * n_kv_heads, n_query_heads // n_kv_heads * n_new
     rows = min(max(_power_of_two(n_rows), _ROWS[0]), _ROWS[1])
     row_blocks = -(-n_rows // rows)
     programs = max(programs // row_blocks, 1)
     work = kept.work(_tile_length(sum(len(part.keys) for part in kept.parts), programs))
     columns = min(work.length, KEY_BLOCK_TOKENS)
-    widths, value_dim = tuple(part.bits for part in kept.parts), call.values.shape[-1]
     tile = max(_tile_length(n_segments * n_following, programs), columns)
-    return Division(
-        work=work,
-        tile=tile,
-        tiles=work.room,
-        following_tiles=-(-n_following // tile),
-        row_blocks=row_blocks,
-        sizes=_sizes(head_dim, value_dim, rows, widths, columns, call.queries.dtype),
-    )
-
-
-def triton_attention(call: AttentionCall, kept: KeptLayer, *, programs: int) -> Tensor:
-    """Attend with about so many programs, more where segments are short."""
-    call = call.with_dense_vectors()
-    batch, n_query_heads, n_new, _ = call.queries.shape
-    n_kv_heads, n_following, value_dim = *call.keys.shape[1:3], call.values.shape[-1]
-    n_segments, n_rows = batch * n_kv_heads, n_query_heads // n_kv_heads * n_new
-    work, tile, tiles, following_tiles, row_blocks, sizes = divided(call, kept, programs)
-    n_parts = tiles + n_segments * following_tiles
+    following_tiles = -(-n_following // tile)
+    widths = tuple(part.bits for part in kept.parts)
+    sizes = _sizes(head_dim, value_dim, rows, widths, columns, call.queries.dtype)
+    n_parts = work.room + n_segments * following_tiles
     partial = call.queries.new_empty(n_parts, n_rows, value_dim + 2, dtype=torch.float32)
     output = call.queries.new_empty(batch, n_new, n_query_heads, value_dim)
     visible = None if call.visible is None else call.visible.expand(batch, -1)
@@ -152,7 +113,7 @@ def triton_attention(call: AttentionCall, kept: KeptLayer, *, programs: int) -> 
             None if visible is None else (visible.view(torch.uint8), *visible.stride()),
         ),
         partial,
-        *(tiles, following_tiles, work.length, tile, n_following, n_segments, counts),
+        *(work.room, following_tiles, work.length, tile, n_following, n_segments, counts),
         (call.scaling, call.softcap),
         SIZES=sizes,
         num_warps=max(1, min(4, sizes.columns * sizes.head_block // _WARP_NUMBERS)),
@@ -161,7 +122,7 @@ def triton_attention(call: AttentionCall, kept: KeptLayer, *, programs: int) -> 
         "add_tiles",
         (n_segments, row_blocks),
         *(partial, work.segments, None if sinks is None else (sinks, sinks.stride(0)), output),
-        *(tiles, following_tiles, work.length, tile, n_following, counts),
+        *(work.room, following_tiles, work.length, tile, n_following, counts),
         SIZES=sizes,
     )
     return output
