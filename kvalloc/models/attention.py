@@ -94,7 +94,8 @@ class AttentionStates:
         What scorers noted of a second read of the prompt, by their `later_key`; its columns may be
         those of all query heads.
     absent : Tensor of bool, (batch, n_kv_heads, n_tokens), or None
-        True at places of no entry, where heads hold different numbers; no query sees them.
+        True at places of no entry, where heads hold different numbers; no query sees them. Scorers
+        that observe chunks are not shown any.
     key_bits : ndarray of int64, (n_kv_heads,), or None
         Width at which each head's kept keys will be stored; None where they stay as they are.
     shared : dict

@@ -68,8 +68,6 @@ class ExpectedAttention(Scorer):
         seen = self.observe(states, sinks=sinks)
         logits = self._expected_logits(states, seen)
         hidden = protected_columns(states, sinks=sinks)[:, :, None]
-        if states.absent is not None:
-            hidden = hidden | states.absent[:, :, None]
         # finite where a row has no token to score
         logits = logits.masked_fill(hidden, torch.finfo(torch.float32).min)
         scores = torch.softmax(logits, dim=-1).mean(dim=2)

@@ -78,7 +78,7 @@ def test_what_followed_competes_as_in_one_long_prompt(policy, scorer):
             torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["snapkv", "h2o", "expected_attention"])
+@pytest.mark.parametrize("name", ["snapkv", "tova"])
 def test_no_query_sees_a_place_of_no_entry(name):
     one, place = states_seen(tiny.tiny_model(), tiny.prompt(30))[1], 10
     states = dataclasses.replace(one, queries=one.queries[:, :, -8:], mask=None)
