@@ -34,8 +34,11 @@ def main(arguments: list[str]) -> int:
         benchmark, parts, options = parts_of(shlex.split(name))
         for part in parts:
             print(f"== {benchmark} {part}", flush=True)
-            command = shlex.split(BENCHMARKS[benchmark].parts[part].command) + options
-            record = run(benchmark, part, command)
+            command = shlex.split(BENCHMARKS[benchmark].parts[part].command)
+            if not command:
+                print(f"the script of {benchmark} {part} was removed", file=sys.stderr)
+                return 2
+            record = run(benchmark, part, command + options)
             RESULTS.write_text(results_page(), encoding="utf-8")
             if record.exit_code:
                 missed.append(f"{benchmark} {part}")

@@ -125,10 +125,10 @@ def rows_in(printed: str) -> list[Cells]:
 def parts_of(words: list[str]) -> tuple[str, list[str], list[str]]:
     """Split a call of record.py into the benchmark, its parts and their options."""
     benchmark, *options = words
-    parts = [key for key, part in BENCHMARKS[benchmark].parts.items() if part.command]
+    parts = BENCHMARKS[benchmark].parts
     if options and options[0] in parts:
         return benchmark, options[:1], options[1:]
-    return benchmark, parts, options
+    return benchmark, [key for key, part in parts.items() if part.command], options
 
 
 def table_of(part: Part, rows: list[Cells]) -> str:

@@ -17,6 +17,7 @@ from quality.tables import (
     mean_kl,
     shared_kl,
 )
+from record import main as record_parts
 from results import (
     BENCHMARKS,
     FOLDER,
@@ -82,6 +83,8 @@ def test_a_record_is_read_as_it_was_saved(tmp_path, monkeypatch):
 
 def test_a_call_names_a_benchmark_a_part_and_options():
     assert parts_of(["solvers", "scale", "--quick"]) == ("solvers", ["scale"], ["--quick"])
+    assert "auto" not in parts_of(["solvers"])[1]  # its script was removed
+    assert record_parts(["solvers auto"]) == 2
     name, parts, options = parts_of(["quality", "--shares", "20"])
     assert (name, parts, options) == ("quality", ["peers", "long"], ["--shares", "20"])
 
