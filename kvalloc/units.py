@@ -43,9 +43,6 @@ class Option:
     least: int | None = None
     """Smallest number that the command line takes."""
 
-    parser: Callable[[str], object] | None = None
-    """Reads the value; by default what its type does."""
-
 
 @cache
 def _classes(module: str) -> Mapping[str, ast.ClassDef]:

@@ -6,7 +6,6 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from math import inf
 from pathlib import Path
@@ -22,20 +21,6 @@ from kvalloc.units import Option, field_texts
 
 SOLVING, MODEL, ENGINE = "Solver", "Model", "Where it runs"
 """Headings in the help."""
-
-
-def parse_seconds(text: str) -> float:
-    """Read a time limit.
-
-    Raises
-    ------
-    InputError
-        If it is not a positive number.
-    """
-    with suppress(ValueError):
-        if 0 < (seconds := float(text)) < inf:
-            return seconds
-    raise InputError(f"--time-limit is {text} s, expected a number above 0")
 
 
 @dataclass(frozen=True)
@@ -65,8 +50,18 @@ class SolverOptions:
     average: Annotated[str, Option("curves|allocations", SOLVING)] = "curves"
     """Solve once on the mean curves, or solve every sample and average the budgets."""
 
-    time_limit: Annotated[float | None, Option("SECONDS", SOLVING, parser=parse_seconds)] = None
+    time_limit: Annotated[float | None, Option("SECONDS", SOLVING)] = None
     """Of a solver, by default 60; its best so far counts."""
+
+    def __post_init__(self) -> None:
+        """Refuse a time limit that is none, before anything is read.
+
+        Raises
+        ------
+        InputError
+        """
+        if self.time_limit is not None and not 0 < self.time_limit < inf:
+            raise InputError(f"--time-limit is {self.time_limit:g} s, expected a number above 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +206,7 @@ def _flag(name: str, hint: Any, text: str, *, argument: bool) -> Any:
         text, typed = f"{text} Can be repeated.", list[str]
     elif str in others:
         typed = str
-    same: dict[str, Any] = {"help": text, "parser": shown.parser, "autocompletion": _names(name)}
+    same: dict[str, Any] = {"help": text, "autocompletion": _names(name)}
     if argument:
         return Annotated[typed, typer.Argument(metavar=metavar or name.upper(), **same)]
     names = [metavar if typed is bool and metavar else _flag_name(name), *_ALSO.get(name, ())]
