@@ -69,7 +69,7 @@ def test_parameters_are_shown_when_asked_for(tmp_path):
         np.full((2, 2), 20),
         policy=Policy(
             scorer="lookahead",
-            scorer_parameters={"tokens": 5},
+            scorer_parameters={"votes": 5},
             sinks=2,
             window=3,
             name="attention_matching",
