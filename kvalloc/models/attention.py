@@ -90,9 +90,9 @@ class AttentionStates:
         Whether all queries stand behind the newest token: without a mask, each sees every key.
     positions : Tensor of int32, (batch, n_kv_heads, n_tokens), or None
         Position of each key, where some between them are gone; None where they are 0, 1, 2, ...
-    later : mapping to Observed, or None
-        What scorers noted of a second read of the prompt, by their `later_key`; its columns may be
-        those of all query heads.
+    later : Observed or None
+        What the scorer noted of a second read of the prompt; its columns may be those of all query
+        heads.
     absent : Tensor of bool, (batch, n_kv_heads, n_tokens), or None
         True at places of no entry, where heads hold different numbers; no query sees them. Scorers
         that observe chunks are not shown any.
@@ -119,7 +119,7 @@ class AttentionStates:
     gaps: bool = False
     behind: bool = False
     positions: Tensor | None = None
-    later: Mapping[Hashable, Observed] | None = None
+    later: Observed | None = None
     absent: Tensor | None = None
     key_bits: IntArray | None = None
     shared: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)

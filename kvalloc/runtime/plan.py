@@ -15,7 +15,6 @@ from kvalloc.runtime import refusals
 from kvalloc.runtime.deciding import Decide
 from kvalloc.runtime.options import CacheOptions
 from kvalloc.runtime.policies import policy_of
-from kvalloc.runtime.repetition import Wanted
 from kvalloc.runtime.schedule import Schedule, schedule_of
 from kvalloc.shape import HALF_BYTES
 
@@ -46,8 +45,6 @@ class Plan:
         Budgets of a longer text, by which a conversation goes once their share holds.
     within : callable or None
         Gives the profile of a share and a length, for a conversation that outgrows the memory.
-    wanted : mapping of int to tuple of Scorer
-        For each layer, the scorers that need a second read of the prompt.
     limit : int or None
         Tokens that the model was made for.
     after : EvictionPolicy
@@ -74,8 +71,6 @@ class Plan:
         refusals.refuse(no_decode_every=not counts and (tokens,))
         self.profile, self.options, self.decide = profile, options, decide
         self.decoder, self.name = weakref.ref(decoder_of(model)), type(model).__name__
-        later = self.policy.later_scorers()
-        self.wanted: Wanted = dict.fromkeys(profile.shape.full_layers, later) if later else {}
         beyond = self.schedule(in_chunks=False).holds or self.policy.combines
         refusals.refuse(beyond_memory=profile.fits_a_peak and beyond and self.policy.name)
         wide = next(model.parameters()).itemsize > HALF_BYTES

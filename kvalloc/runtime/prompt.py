@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -27,10 +27,9 @@ from kvalloc.runtime.forward import Forward
 from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.plan import Plan
 from kvalloc.runtime.policies.base import EvictionPolicy
-from kvalloc.runtime.repetition import Wanted, WholePrompt, repeat_prompt, scorers_of
+from kvalloc.runtime.repetition import WholePrompt, repeat_prompt
 from kvalloc.runtime.tail import BLOCK_TOKENS
 from kvalloc.runtime.unfinished import Unfinished
-from kvalloc.scorers.base import repetitions
 
 REFIT = 0.8
 """Where the memory leaves so much less than the share that the budgets were decided for, others are
@@ -250,12 +249,12 @@ class Prompt:
             refusals.refuse(rounded_beyond_memory=in_pieces and plan.profile.fits_a_peak)
         tokens = self.arrival.row_tokens(step.visible, step.prompt_tokens)
         if self.whole is not None:
-            repeats = bool(repetitions(scorers_of(plan.wanted)))
-            self.whole.add(arguments, step, repeats=repeats)
+            later = policy.scorer.later
+            self.whole.add(arguments, step, repeats=later is not None)
             more = step.prompt_tokens - int(step.visible.shape[1])
             visible = nn.functional.pad(step.visible, (0, more), value=True)
-            targets = self._targets_of(visible, row_tokens(visible))
-            self.whole.check_room(step.visible, tokens, self._looks(targets), plan.limit)
+            if self._targets_of(visible, row_tokens(visible)) and later is not None:
+                self.whole.check_room(step.visible, tokens, later, plan.limit)
             return {}
         in_chunks = step.seen > 0 or not step.completes
         refusals.refuse(merges_chunks=in_chunks and policy.combines and policy.name)
@@ -428,7 +427,7 @@ class Prompt:
         visible, whole = self.arrival.visible, self.whole
         tokens = row_tokens(visible)
         if whole is not None and (targets := self._targets_of(visible, tokens)):
-            self._read_again(whole, self._looks(targets))
+            self._read_again(whole, targets)
             n_seen = self.n_seen
             eviction = self.eviction(
                 self.plan.policy, prompt_tokens=n_seen, new_from=n_seen, held=True
@@ -441,21 +440,19 @@ class Prompt:
         self.arrival.settled, self.arrival.competed = self.n_seen, tokens
         self.whole = None
 
-    def _read_again(self, whole: WholePrompt, looks: Wanted) -> None:
-        """Let the model read the prompt again, where the scorers of some layers want that."""
-        if not repetitions(scorers_of(looks)):
+    def _read_again(self, whole: WholePrompt, layers: Collection[int]) -> None:
+        """Let the model read the prompt again for a scorer that wants it; it sees these layers."""
+        scorer, decoder = self.plan.policy.scorer, self.plan.decoder()
+        if scorer.later is None:
             return
-        decoder = self.plan.decoder()
         assert decoder is not None, "it has just read the prompt"
         held = whole.held(decoder, self.layers, self.arrival.visible)
         with self.half_way():
-            noted = repeat_prompt(held, looks, sinks=self.profile.policy.sinks)
+            noted = repeat_prompt(
+                held, scorer, scorer.later, layers, sinks=self.profile.policy.sinks
+            )
             for index, own in noted.items():
-                self.layers[index].unfinished.later |= own
-
-    def _looks(self, targets: Mapping[int, IntArray]) -> Wanted:
-        """Return the scorers that want a second read in the layers that are to evict."""
-        return {layer: each for layer, each in self.plan.wanted.items() if layer in targets}
+                self.layers[index].unfinished.later = own
 
     # What the cache is told
 

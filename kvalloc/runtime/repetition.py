@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,6 @@ from kvalloc.models.structure import context_limit
 from kvalloc.runtime.arrival import Step, row_tokens
 from kvalloc.runtime.refusals import new_tokens, refuse
 from kvalloc.scorers import Scorer
-from kvalloc.scorers.base import repetitions
 from kvalloc.scorers.later_pass import (
     CARRIED_TOKENS,
     SHOWN_FIRST,
@@ -157,17 +156,6 @@ class HeldPrompt:
         )
 
 
-#: For each layer, what scorers noted, by their `later_key`.
-LaterNotes = dict[int, dict[Hashable, Observed]]
-
-Wanted = Mapping[int, Sequence[Scorer]]
-
-
-def scorers_of(wanted: Wanted) -> list[Scorer]:
-    """Return the scorers of all layers."""
-    return [scorer for each in wanted.values() for scorer in each]
-
-
 class WholePrompt:
     """What is known of a prompt that is whole until all of its layers evict at once.
 
@@ -221,7 +209,7 @@ class WholePrompt:
         return self.positions.masked_fill(~visible, -1).amax(dim=1) + 1
 
     def check_room(
-        self, visible: Tensor, tokens: IntArray, looks: Wanted, limit: int | None
+        self, visible: Tensor, tokens: IntArray, later: Later, limit: int | None
     ) -> None:
         """Refuse a prompt whose second read does not fit the model's limit.
 
@@ -230,17 +218,15 @@ class WholePrompt:
         visible : Tensor of bool, (batch, n_tokens)
         tokens : ndarray of int64, (batch,)
             Of each row of the complete prompt, padding left out.
-        looks : mapping of int to sequence of Scorer
-            Of the layers that will evict.
+        later : Later
+            How the prompt is read again.
         limit : int or None
             Tokens that the model was made for.
         """
-        passes = repetitions(scorers_of(looks))
-        if limit is None or not passes:
+        if limit is None:
             return
         places = self.next_positions(visible) + torch.from_numpy(tokens - row_tokens(visible))
-        for later in passes:
-            check_context(later, places.tolist(), tokens.tolist(), limit)
+        check_context(later, places.tolist(), tokens.tolist(), limit)
 
     def held(self, decoder: nn.Module, layers: list[Any], visible: Tensor) -> HeldPrompt:
         """Return the complete prompt, (batch, n_tokens), in the layers of a cache."""
@@ -254,48 +240,45 @@ class WholePrompt:
 
 
 @torch.no_grad()
-def repeat_prompt(prompt: HeldPrompt, wanted: Wanted, *, sinks: int) -> LaterNotes:
-    """Make the repetitions that scorers ask for; the prompt is the same afterwards.
+def repeat_prompt(
+    prompt: HeldPrompt, scorer: Scorer, later: Later, layers: Collection[int], *, sinks: int
+) -> dict[int, Observed]:
+    """Repeat the prompt as a scorer asks; the prompt is the same afterwards.
 
     Parameters
     ----------
     prompt : HeldPrompt
-    wanted : mapping of int to sequence of Scorer
-        For each layer that is looked at: who looks.
+    scorer : Scorer
+        Sees the repetition.
+    later : Later
+        The scorer's.
+    layers : collection of int
+        Those that it sees.
     sinks : int
         First tokens of the prompt that are never evicted.
 
     Returns
     -------
-    LaterNotes
+    dict of int to Observed
+        What the scorer noted of each layer.
 
     Raises
     ------
     InputError
-        If a repetition goes beyond the tokens that the model was made for.
+        If the repetition goes beyond the tokens that the model was made for.
     """
-    notes: LaterNotes = {layer: {} for layer in wanted}
-    for later in repetitions(scorers_of(wanted)):
-        served = {
-            layer: tuple({one.later_key: one for one in each if one.later == later}.values())
-            for layer, each in wanted.items()
-        }
-        looks = {layer: each for layer, each in served.items() if each}
-        if (limit := context_limit(prompt.decoder)) is not None:
-            tokens = row_tokens(prompt.visible)
-            check_context(later, prompt.next_positions.tolist(), tokens.tolist(), limit)
-        noted: list[LaterNotes] = []
-        for rows, columns in (parts := prompt.parts()):
-            noted.append({layer: {} for layer in looks})
-            for again, step in _pieces(prompt, rows, columns, later, sinks):
-                shown = columns if step.shown is None else step.shown
-                handler = _repeating(looks, noted[-1], step, sinks)
-                with intercept_attention(prompt.decoder, handler):
-                    prompt.run(prompt.cache(rows, columns, shown), again, rows)
-        for layer, own in noted[0].items():
-            for key in own:
-                notes[layer][key] = _together([each[layer][key] for each in noted], parts)
-    return notes
+    if (limit := context_limit(prompt.decoder)) is not None:
+        tokens = row_tokens(prompt.visible)
+        check_context(later, prompt.next_positions.tolist(), tokens.tolist(), limit)
+    noted: list[dict[int, Observed]] = []
+    for rows, columns in (parts := prompt.parts()):
+        noted.append({})
+        for again, step in _pieces(prompt, rows, columns, later, sinks):
+            shown = columns if step.shown is None else step.shown
+            handler = _repeating(scorer, layers, noted[-1], step, sinks)
+            with intercept_attention(prompt.decoder, handler):
+                prompt.run(prompt.cache(rows, columns, shown), again, rows)
+    return {layer: _together([each[layer] for each in noted], parts) for layer in noted[0]}
 
 
 def check_context(later: Later, places: Sequence[int], n_tokens: Sequence[int], limit: int) -> None:
@@ -354,14 +337,19 @@ def _pieces(
     return pieces
 
 
-def _repeating(looks: Wanted, notes: LaterNotes, step: LaterStep, sinks: int) -> Any:
-    """Return a handler that shows scorers a layer's attention, and answers as the model does."""
+def _repeating(
+    scorer: Scorer,
+    layers: Collection[int],
+    notes: dict[int, Observed],
+    step: LaterStep,
+    sinks: int,
+) -> Any:
+    """Return a handler that shows a scorer a layer's attention, and answers as the model does."""
 
     def handler(states: AttentionStates, compute: Compute) -> Any:
-        for scorer in looks.get(states.layer, ()):
-            own = notes[states.layer]
-            before = replace(states, observed=own.get(scorer.later_key))
-            own[scorer.later_key] = scorer.observe_later(before, step, sinks=sinks)
+        if states.layer in layers:
+            before = replace(states, observed=notes.get(states.layer))
+            notes[states.layer] = scorer.observe_later(before, step, sinks=sinks)
         return compute(states.mask)
 
     return handler

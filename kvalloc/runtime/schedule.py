@@ -87,7 +87,7 @@ def schedule_of(
     in_chunks : bool
         Whether the prompt comes in several forwards.
     """
-    again, whole = bool(policy.later_scorers()), policy.holds and in_chunks
+    again, whole = policy.scorer.later is not None, policy.holds and in_chunks
     holds = again or whole or (profile.by_prompt and not options.by_layer)
     every = Settlement(tokens=options.decode_every, memory=options.memory)
     goes = profile.reduces or options.memory is not None

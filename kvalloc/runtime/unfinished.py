@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -120,15 +119,15 @@ class Unfinished:
         Of the prompt.
     latest : Queries
         Of what followed it, since anything was evicted.
-    later : dict of Observed
-        What scorers noted while the prompt was repeated, by their `later_key`: of all rows, and
-        with all columns of the prompt, padding included.
+    later : Observed or None
+        What the scorer noted while the prompt was repeated: of all rows, and with all columns of
+        the prompt, padding included.
     """
 
     observed: dict[Part, Observed] = field(default_factory=dict)
     prompt: Queries = field(default_factory=Queries)
     latest: Queries = field(default_factory=Queries)
-    later: dict[Hashable, Observed] = field(default_factory=dict)
+    later: Observed | None = None
 
     def select(self, rows: Tensor) -> None:
         """Let row i go on with the notes of row ``rows[i]``."""
@@ -141,7 +140,7 @@ class Unfinished:
             for to in places.get(row, ())
         }
         self.prompt, self.latest = self.prompt.rows(rows), self.latest.rows(rows)
-        self.later = {key: noted.rows(rows) for key, noted in self.later.items()}
+        self.later = self.later and self.later.rows(rows)
 
     def observed_of(self, part: Part, n_kv_heads: int) -> Observed | None:
         """What was noted of a piece, if need be cut from the notes of a larger one."""
@@ -154,16 +153,12 @@ class Unfinished:
                 return part_of(noted, (cut_row, cut_head), n_kv_heads)
         return None
 
-    def later_of(
-        self, part: Part, columns: slice | Tensor, n_kv_heads: int
-    ) -> dict[Hashable, Observed]:
+    def later_of(self, part: Part, columns: slice | Tensor, n_kv_heads: int) -> Observed | None:
         """What was noted of a piece while the prompt was repeated, cut to some columns."""
-        result = {}
-        for key, noted in self.later.items():
-            own = part_of(noted, part, n_kv_heads)
-            cut = None if own.columns is None else own.columns[..., columns]
-            result[key] = replace(own, columns=cut)
-        return result
+        if self.later is None:
+            return None
+        own = part_of(self.later, part, n_kv_heads)
+        return replace(own, columns=None if own.columns is None else own.columns[..., columns])
 
 
 def part_of(observed: Observed, part: Part, n_kv_heads: int) -> Observed:

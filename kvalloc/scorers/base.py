@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvalloc.errors import UnsupportedRequestError, option
@@ -151,16 +150,11 @@ class Scorer(Parameterized, ABC):
         """
         return self if self.later is None else None
 
-    @property
-    def later_key(self) -> Hashable:
-        """What `observe_later` depends on: scorers of equal keys share what one of them noted."""
-        return (self.name, *sorted(self.parameters().items()))
-
     def observe_later(self, states: AttentionStates, step: LaterStep, *, sinks: int) -> Observed:
         """Return what to remember of a piece of the prompt that is read again.
 
-        Only called where `later` is not None; `score` finds the last one returned under
-        `later_key` in ``states.later``.
+        Only called where `later` is not None; `score` finds the last one returned as
+        ``states.later``.
 
         Parameters
         ----------
@@ -189,10 +183,9 @@ class Scorer(Parameterized, ABC):
         UnsupportedRequestError
             If there were none.
         """
-        notes = (states.later or {}).get(self.later_key)
-        if notes is None:
+        if states.later is None:
             raise self._prompt_only()
-        return notes
+        return states.later
 
     def check_model(self, shape: ModelShape, *, allow_other_model: bool = False) -> None:
         """Refuse a model that the scorer was not made for; none by default.
@@ -225,8 +218,3 @@ class Scorer(Parameterized, ABC):
             f"the scorer {self.name} has the model read the prompt again, and here it is read "
             f"once; name it where a cache is made ({option('policy')}), or choose another scorer"
         )
-
-
-def repetitions(scorers: Iterable[Scorer]) -> list[Later]:
-    """Return the repetitions that these scorers need, each once."""
-    return list(dict.fromkeys(one.later for one in scorers if one.later is not None))

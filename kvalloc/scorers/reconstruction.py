@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -69,11 +68,6 @@ class Reconstruction(PooledScorer):
     def later(self) -> Later:
         """The repetition."""
         return Later(tokens=self.chunk, nearby=self.nearby)
-
-    @property
-    def later_key(self) -> Hashable:
-        """What is repeated; the votes of query heads are reduced afterwards."""
-        return (self.name, self.later)
 
     def observe_later(self, states: AttentionStates, step: LaterStep, *, sinks: int) -> Observed:
         """Return the largest weights so far, (batch, n_query_heads, n_prompt)."""

@@ -31,7 +31,7 @@ def after_a_later_pass(scorer, states, sinks):
     keys = torch.cat([states.keys, more.keys[:, :, n_tokens:]], dim=2)
     step = LaterStep(n_prompt=n_tokens, repeated=torch.arange(n_tokens))
     noted = scorer.observe_later(replace(more, keys=keys), step, sinks=sinks)
-    return replace(states, later={scorer.later_key: noted})
+    return replace(states, later=noted)
 
 
 @given(

@@ -152,10 +152,6 @@ class EvictionPolicy(Parameterized, ABC):
         """Return how many of a prompt's last queries `keep` sees; see `Scorer.query_rows`."""
         return self.scorer.query_rows(n_tokens)
 
-    def later_scorers(self) -> tuple[Scorer, ...]:
-        """Return the scorers that see a second read before `keep` chooses."""
-        return (self.scorer,) if self.scorer.later is not None else ()
-
     def again(self, *, rotates: bool) -> EvictionPolicy:
         """Return who chooses among what is kept and what followed.
 

@@ -168,7 +168,7 @@ def test_how_far_a_second_read_goes_is_how_far_it_runs(monkeypatch):
         found.clear()
         cache = make_cache(model, profile_of(model, "reconstruction"))
         run(model, tiny.prompt(tokens), cache)
-        (scorer,) = cache._prompt.plan.wanted[0]
+        scorer = cache._prompt.plan.policy.scorer
         assert scorer.later.furthest(tokens) == max(found)
 
 
