@@ -258,14 +258,10 @@ class Way:
             said += f"; {option('fitted', similar)} and {option('allow_other_model', True)} take it"
         return said
 
-    def _holding_bytes(self, read: Rows, queries: int | None = None) -> int:
-        """Return the bytes of the full cache and of stored queries of each row.
-
-        Defaults to the queries by which entries are chosen and to which values are fitted.
-        """
+    def _holding_bytes(self, read: Rows) -> int:
+        """Return the bytes of the full cache, and of queries that choose and that values fit."""
         shape, rows = self.setting.shape, matching_options(self.setting.share)["rows"]
-        if queries is None:
-            queries = min(max(rows, self.scorer.query_rows(read.tokens)), read.tokens)
+        queries = min(max(rows, self.scorer.query_rows(read.tokens)), read.tokens)
         each = len(shape.full_layers) * shape.n_query_heads * shape.head_dim * shape.dtype_bytes
         return plain_bytes(shape, read.columns, read.n_rows) + read.n_rows * queries * each
 
