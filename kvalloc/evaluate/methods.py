@@ -58,13 +58,6 @@ class Compressed:
     bytes_at_16_bits: int
     prefill_seconds: float
 
-    def exact_tokens(self, n_question: int) -> int:
-        """Return the number of tokens of the next answer that the full cache predicts.
-
-        That is the first one, if no question follows the prompt.
-        """
-        return 0 if n_question else 1
-
     def fork(self) -> Compressed:
         """Return a copy that can answer without changing this one."""
         # A copy instead of a crop: a sliding-window layer cannot take back what slid out.

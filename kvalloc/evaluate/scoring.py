@@ -302,14 +302,16 @@ class ReadTurn:
     logits : Tensor of float32, (n_predictions, vocabulary)
         Predictions of the continuation while it was read; without that of the first token where
         the prompt's own prefill made it.
-    exact_tokens : int
-        First tokens of the continuation that were predicted before anything was evicted.
     """
 
     answer: Answer
     continuation_ids: tuple[int, ...]
     logits: Tensor
-    exact_tokens: int
+
+    @property
+    def exact_tokens(self) -> int:
+        """Return the first tokens of the continuation that the prompt's own prefill predicted."""
+        return len(self.continuation_ids) - len(self.logits)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -392,15 +394,10 @@ def read_turns(
         else:
             continuation = answer.ids if yardstick is None else yardstick[number].continuation_ids
         n_predicted = len(continuation) - (0 if question else 1)
-        exact = min(compressed.exact_tokens(len(question)), len(continuation))
         logits = compressed.logits[None, :][:0]
         if question or len(continuation) > 1:
             logits = compressed.feed(question, continuation[:-1], last=n_predicted)
-        turns.append(
-            ReadTurn(
-                answer=answer, continuation_ids=continuation, logits=logits, exact_tokens=exact
-            )
-        )
+        turns.append(ReadTurn(answer=answer, continuation_ids=continuation, logits=logits))
         # The last token was predicted, not read; an end mark is for the next question to bring.
         unread = continuation[-1:]
         if unread and unread[0] in end_tokens(compressed.model, tokenizer):
@@ -424,11 +421,9 @@ def _outcome(
     for turn, read, right in zip(case.turns, turns, rights, strict=True):
         if not turn.measured:
             continue
-        # a prediction of the prompt's own prefill is not among the logits
-        first = read.exact_tokens - (len(read.continuation_ids) - len(read.logits))
         compared = None
-        if len(read.logits) > first:
-            compared = divergence(right.logits[first:], read.logits[first:])
+        if len(read.logits):
+            compared = divergence(right.logits, read.logits)
             agreed.append(compared.top1_agreement)
         kls.append((*[None] * read.exact_tokens, *(compared.kls if compared else ())))
         if read.answer.ids:
