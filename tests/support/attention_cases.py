@@ -54,20 +54,6 @@ def flat_of(stored: Stored, counts: IntArray) -> KeptEntries:
     )
 
 
-def kept_of(
-    keys: Tensor, values: Tensor, positions: Tensor, kept: Tensor, counts: IntArray
-) -> KeptEntries:
-    """Of dense ones, (batch, n_kv_heads, n, ...), those that are kept."""
-    places = kept.nonzero_static(size=int(counts.sum())).to(keys.device)
-    row, head, token = places.unbind(1)
-    return KeptEntries(
-        keys=keys[row, head, token],
-        values=values[row, head, token],
-        positions=positions[token],
-        lengths=counts,
-    )
-
-
 def even_of(keys: Tensor, values: Tensor) -> KeptLayer:
     """Of dense ones, (batch, n_kv_heads, n_entries, ...), as many of each head."""
     n_entries = keys.shape[2]
