@@ -25,14 +25,14 @@ from _common import Row, in_turns, parser_of, print_rows, ratio_of
 from transformers import DynamicCache
 
 import kvalloc
+from kvalloc.extensions.answering import answer
+from kvalloc.extensions.blend import CHECK_LAYER, DenseLayer, Documents
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.models.loading import load_model, shape_of
 from kvalloc.online.blends import DEFAULT_SHARE
 from kvalloc.prompts.chat import DocumentForm, encode
 from kvalloc.prompts.intervals import interval
 from kvalloc.prompts.tasks import find_tasks
-from kvalloc.runtime.answering import answer
-from kvalloc.runtime.documents import CHECK_LAYER, DenseLayer, Documents
 
 DOCUMENTS, TOKENS = 3, 500
 

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from kvalloc.allocation.decision import solve as solve
     from kvalloc.allocation.pool import solve_pool as solve_pool
     from kvalloc.errors import KVAllocError as KVAllocError
+    from kvalloc.extensions.making import make_cache as make_cache
+    from kvalloc.extensions.saved import load_cache as load_cache
+    from kvalloc.extensions.saved import save_cache as save_cache
     from kvalloc.formats.budget_profile import BudgetProfile as BudgetProfile
     from kvalloc.formats.budget_profile import Policy as Policy
     from kvalloc.formats.score_profile import ScoreProfile as ScoreProfile
@@ -34,8 +37,6 @@ if TYPE_CHECKING:
     from kvalloc.problem import Solver as Solver
     from kvalloc.problem import Termination as Termination
     from kvalloc.report.page import write_report as write_report
-    from kvalloc.runtime import load_cache as load_cache
-    from kvalloc.runtime import make_cache as make_cache
     from kvalloc.shape import ModelShape as ModelShape
 
 __version__ = "0.1.0.dev0"
@@ -44,6 +45,8 @@ _NAMES = {
     "kvalloc.allocation.decision": ("compare", "solve"),
     "kvalloc.allocation.pool": ("solve_pool",),
     "kvalloc.errors": ("KVAllocError",),
+    "kvalloc.extensions.making": ("make_cache",),
+    "kvalloc.extensions.saved": ("load_cache", "save_cache"),
     "kvalloc.formats.budget_profile": ("BudgetProfile", "Policy"),
     "kvalloc.formats.score_profile": ("ScoreProfile",),
     "kvalloc.formats.shipped_profiles": ("load_profile", "load_scores", "shipped_profiles"),
@@ -56,7 +59,6 @@ _NAMES = {
     "kvalloc.online.solving": ("solve_measured",),
     "kvalloc.problem": ("AllocationProblem", "Solution", "Solver", "Termination"),
     "kvalloc.report.page": ("write_report",),
-    "kvalloc.runtime": ("load_cache", "make_cache"),
     "kvalloc.shape": ("ModelShape",),
 }
 _WHERE = {name: module for module, names in _NAMES.items() for name in names}

@@ -295,8 +295,8 @@ class Conversation:
         import torch
         from transformers import TextStreamer
 
+        from kvalloc.extensions.answering import answer
         from kvalloc.models.quiet import quiet_transformers
-        from kvalloc.runtime.answering import answer
 
         ids, options = self.turn_ids(text), self.options
         self.check_room(len(ids))
@@ -338,7 +338,7 @@ class Conversation:
 
     def save(self) -> None:
         """Save what the cache holds where that was typed, and say so."""
-        from kvalloc.runtime.saving import save_cache
+        from kvalloc.extensions.saved import save_cache
 
         if (path := self.options.save_cache) is None:
             return

@@ -139,7 +139,7 @@ def _with_saved(path: Path, options: ChatOptions, questions: Sequence[str]) -> C
             "read the document again"
         )
     loaded = load(options.model, replace(options, dtype=dtype))
-    from kvalloc.runtime.loading import filled_cache
+    from kvalloc.extensions.saved import filled_cache
 
     start = time.perf_counter()
     cache = filled_cache(path, header, tensors, loaded.model, options.allow_other_model)

@@ -179,7 +179,7 @@ def _profiles(options: EvalOptions) -> dict[str, BudgetProfile]:
     """Load what is compared, by short names; refuse what no prompt could be read with."""
     from kvalloc.formats.shipped_profiles import load_profile
     from kvalloc.online.application import cache_maker
-    from kvalloc.runtime import CacheOptions
+    from kvalloc.runtime.options import CacheOptions
 
     widths = parse_numbers(() if options.plain_bits is None else options.plain_bits, "plain_bits")
     if applied := _applied(options):
@@ -236,9 +236,9 @@ def _methods(
         If a profile is of another model, before anything runs.
     """
     from kvalloc.evaluate.methods import AppliedMethod, CacheMethod, rounded_cache
+    from kvalloc.extensions.making import make_cache
     from kvalloc.interop.kvpress import peer_methods
     from kvalloc.online.application import apply
-    from kvalloc.runtime import make_cache
 
     methods: dict[str, Method] = {}
     for name, budgets in profiles.items():

@@ -82,10 +82,10 @@ class Reduction(FittedOptions, LoadOptions, ModelArgument):
         from kvalloc.models.loading import require_run_packages
 
         require_run_packages()
+        from kvalloc.extensions.lossless import verify_with
         from kvalloc.online.application import cache_maker
         from kvalloc.online.prompt_size import UNKNOWN, PromptSize
-        from kvalloc.runtime import CacheOptions
-        from kvalloc.runtime.lossless import verify_with
+        from kvalloc.runtime.options import CacheOptions
 
         names = ("policy", "decode_every", "allow_other_model", "fitted")
         options = CacheOptions(**{name: getattr(self, name) for name in names})

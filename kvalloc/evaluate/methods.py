@@ -176,9 +176,9 @@ def rounded_cache(model: PreTrainedModel, bits: int) -> CacheMethod:
     """
     import numpy as np
 
+    from kvalloc.extensions.making import make_cache
     from kvalloc.formats.budget_profile import BudgetProfile, Policy
     from kvalloc.models.loading import shape_of
-    from kvalloc.runtime import make_cache
 
     shape = shape_of(model)
     budgets = np.full((shape.n_layers, shape.n_kv_heads), ANY_CONTEXT, dtype=np.int64)

@@ -130,8 +130,8 @@ class SavedCacheHeader(FileRecord):
     prompt_tokens: int = Field(ge=1)
     """Tokens of the prompt."""
 
-    competed_tokens: tuple[Annotated[int, Field(ge=1)], ...]
-    """Tokens of each row when all that is kept of it last competed."""
+    ranked_tokens: tuple[Annotated[int, Field(ge=1)], ...]
+    """Tokens of each row when all that is kept of it was last ranked."""
 
     decode_every: int | None = Field(default=None, ge=1)
     """Tokens after which what followed competes; None for the default."""
@@ -179,7 +179,7 @@ class SavedCacheHeader(FileRecord):
         -------
         header : SavedCacheHeader
         tensors : dict of StoredTensor
-            Each in separate memory; see `kvalloc.runtime.saving` for their names.
+            Each in separate memory; see `kvalloc.extensions.saved` for their names.
 
         Raises
         ------
@@ -199,7 +199,7 @@ class SavedCacheHeader(FileRecord):
     @classmethod
     def expected(cls) -> str:
         """Return what such a file is, for messages."""
-        how = by_interface(python="by cache.save()", flags=f"with {option('save_cache')}")
+        how = by_interface(python="by kvalloc.save_cache()", flags=f"with {option('save_cache')}")
         return f"a cache written {how}"
 
     @classmethod
@@ -213,8 +213,8 @@ class SavedCacheHeader(FileRecord):
         sound = rows is None or len(rows) == self.batch
         expected = f"one for each of {self.batch} rows"
         require(sound, "row_profiles", len(rows or ()), expected)
-        sound = len(self.competed_tokens) == self.batch
-        require(sound, "competed_tokens", len(self.competed_tokens), expected)
+        sound = len(self.ranked_tokens) == self.batch
+        require(sound, "ranked_tokens", len(self.ranked_tokens), expected)
         sizes = all(row.budgets.shape == self.profile.budgets.shape for row in rows or ())
         require(sizes, "row_profiles", "of other sizes", "of the sizes of the profile")
         same, longer = self.profile, self.longer_profile
@@ -289,21 +289,26 @@ class _Contents:
             there = sliding_entries(profile.shape, seen) if kind == "sliding" else seen
             self._require(n_dense == there, name, found, f"all {there}")
             return
-        end = seen - n_dense
-        self._require(end >= 0, name, found, f"no more than the {seen} seen")
+        name = f"{index}.latest"
+        latest = self._take(name, "int64", (header.batch,))
+        tokens = np.full(header.batch, seen) if self._shown is None else self._shown.sum(axis=1)
+        sound = bool((latest >= 0).all() and (latest <= tokens).all())
+        sound &= int(latest.max()) <= n_dense
+        self._require(sound, name, latest.tolist(), f"up to {n_dense}, and to the tokens seen")
+        end = tokens - latest
         widths = profile.widths[index]
         for bits in np.unique(widths).tolist():
             prefix, own = f"{index}.bits_{bits}.", int((widths == bits).sum())
             self._check_segments(prefix, bits, own, end)
 
-    def _check_segments(self, prefix: str, bits: int, heads: int, end: int) -> None:
-        """Check the segments of rows and heads, back to back, of columns below ``end``."""
+    def _check_segments(self, prefix: str, bits: int, heads: int, end: IntArray) -> None:
+        """Check the segments of rows and heads, back to back, of tokens below a row's ``end``."""
         header, dim = self._header, self._header.profile.shape.head_dim
         name = f"{prefix}lengths"
         counts = self._take(name, "int64", (header.batch, heads)).reshape(-1)
-        low, high = int(counts.min()), int(counts.max())
-        sound = low >= 0 and high <= end
-        self._require(sound, name, f"from {low} to {high}", f"from 0 to {end}")
+        low, high, ends = int(counts.min()), int(counts.max()), end.repeat(heads)
+        sound = low >= 0 and bool((counts <= ends).all())
+        self._require(sound, name, f"from {low} to {high}", f"from 0 to {int(end.max())}")
         total, widths = int(counts.sum()), (dim, dim)
         dtypes = _stored_types(header.dtype) if bits == 16 else ("uint8",)
         if bits != 16:
@@ -313,20 +318,14 @@ class _Contents:
         self._take(f"{prefix}kept_keys", dtypes, (total, widths[0]))
         self._take(f"{prefix}kept_values", dtypes, (total, widths[1]))
         name = f"{prefix}kept_positions"
-        columns = self._take(name, "int32", (total,))
-        self._check_columns(name, columns, counts, heads, end)
-
-    def _check_columns(
-        self, name: str, columns: IntArray, counts: IntArray, heads: int, end: int
-    ) -> None:
-        """Check that columns rise in each segment, are below ``end``, and hold no padding."""
-        segments = np.arange(counts.size).repeat(counts)
-        rising = (columns[1:] > columns[:-1]) | (segments[1:] != segments[:-1])
-        sound = bool(rising.all() and (columns >= 0).all() and (columns < end).all())
-        expected = f"columns that rise in each head, from 0 and below {end}"
+        tokens, segments = (
+            self._take(name, "int32", (total,)),
+            np.arange(counts.size).repeat(counts),
+        )
+        rising = (tokens[1:] > tokens[:-1]) | (segments[1:] != segments[:-1])
+        sound = bool(rising.all() and (tokens >= 0).all() and (tokens < ends.repeat(counts)).all())
+        expected = f"tokens that rise in each head, from 0 and below {int(end.max())}"
         self._require(sound, name, "others", expected)
-        sound = self._shown is None or bool(self._shown[segments // heads, columns].all())
-        self._require(sound, name, "those of padding", "columns that are visible")
 
     def _take(
         self, name: str, dtype: str | tuple[str, ...], shape: tuple[int | None, ...]

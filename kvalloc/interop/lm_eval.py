@@ -79,9 +79,9 @@ class KVAllocLM(LM):  # type: ignore[misc]  # lm_eval has no types
         max_length: int | str | None = None,
         **ignored: Any,
     ) -> None:
+        from kvalloc.extensions.making import make_cache
         from kvalloc.formats.shipped_profiles import load_profile
         from kvalloc.models.loading import load_model, shape_of
-        from kvalloc.runtime import make_cache
 
         super().__init__()
         if int(after_tokens) < 0:

@@ -12,12 +12,13 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvalloc.errors import InputError
+from kvalloc.extensions.answering import answer
+from kvalloc.extensions.making import make_cache
 from kvalloc.measure.kl import divergence
 from kvalloc.measure.loss_probe import check_continues
 from kvalloc.measure.mini_prefill import evaluating
 from kvalloc.models.names import cache_keyword
 from kvalloc.models.structure import input_device
-from kvalloc.runtime import answer, make_cache
 
 if TYPE_CHECKING:
     from kvalloc.formats.budget_profile import BudgetProfile

@@ -13,10 +13,10 @@ import torch
 from transformers import DynamicCache
 
 from kvalloc.accounting.costs import plain_bytes
+from kvalloc.extensions.making import make_cache
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.models.loading import shape_of
 from kvalloc.models.names import cache_keyword
-from kvalloc.runtime.making import make_cache
 from kvalloc.units import duration
 
 DEVICES = {

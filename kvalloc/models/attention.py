@@ -86,7 +86,7 @@ class AttentionStates:
     gaps : bool
         Whether entries between those of the queries' own tokens are gone, so that the last keys
         are not theirs; the mask tells which keys each query sees.
-    behind : bool
+    displaced : bool
         Whether all queries stand behind the newest token: without a mask, each sees every key.
     positions : Tensor of int32, (batch, n_kv_heads, n_tokens), or None
         Position of each key, where some between them are gone; None where they are 0, 1, 2, ...
@@ -117,7 +117,7 @@ class AttentionStates:
     older: int = 0
     first_head: int = 0
     gaps: bool = False
-    behind: bool = False
+    displaced: bool = False
     positions: Tensor | None = None
     later: Observed | None = None
     absent: Tensor | None = None
@@ -133,7 +133,7 @@ class AttentionStates:
         mask = self.mask
         if mask is not None and mask.ndim == 4 and mask.shape[1] > 1:
             mask = mask[:, its]
-        found = self.shared[_HEAD, head] = replace(
+        head_states = self.shared[_HEAD, head] = replace(
             self,
             queries=self.queries[:, its],
             keys=self.keys[:, mine],
@@ -147,7 +147,7 @@ class AttentionStates:
             later=None,
             key_bits=None,
         )
-        return found
+        return head_states
 
     def unobserved(self) -> AttentionStates:
         """Return the states without the queries that `observed` counts already."""
@@ -344,13 +344,13 @@ class AttentionSwitch:
         self.renames = all(module.config is decoder.config for module in self._modules)
         self.rotations: Mapping[int, Rotation] = {}
         parts = frozenset((id(module), type(module)) for module in self._modules)
-        known, found = _probes.get(decoder, (None, None))
-        if found is None or known != parts or not found.tables <= self._module_ids:
-            found = probe(decoder, self._attention, self.intercepting)
-            if found.final:
-                _probes[decoder] = parts, found
-        check_heads(decoder, found.heads)
-        self.rotations = found.rotations
+        known, result = _probes.get(decoder, (None, None))
+        if result is None or known != parts or not result.tables <= self._module_ids:
+            result = probe(decoder, self._attention, self.intercepting)
+            if result.final:
+                _probes[decoder] = parts, result
+        check_heads(decoder, result.heads)
+        self.rotations = result.rotations
 
     def answer(self, handler: Handler, layer: int, *states: Any, **kwargs: Any) -> AttentionResult:
         """Return what a handler answers for one layer, without interception.
@@ -429,7 +429,7 @@ def rotary_frequencies(model: nn.Module) -> list[Tensor | str]:
 
 def rotates_halves(model: nn.Module) -> bool:
     """Whether every layer rotates halves of its queries, so that they can be put elsewhere."""
-    return not any(isinstance(own, str) for own in rotary_frequencies(model))
+    return not any(isinstance(one, str) for one in rotary_frequencies(model))
 
 
 def _check_goes_through_interface(model: nn.Module, decoder: nn.Module) -> None:

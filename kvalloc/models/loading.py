@@ -296,8 +296,10 @@ def _locate(source: str, dtype: str, notify: Callable[[str], None] | None) -> tu
             from kvalloc.formats.record import kind_of  # imports pydantic
 
             kind = kind_of(path)
-            found = f"a {kind}, and a model is wanted here" if kind else "not a .gguf file"
-            raise InputError(f"{source} is {found}; name a model folder, a .gguf file or 'demo'")
+            kind_text = f"a {kind}, and a model is wanted here" if kind else "not a .gguf file"
+            raise InputError(
+                f"{source} is {kind_text}; name a model folder, a .gguf file or 'demo'"
+            )
         folder = gguf.converted_folder(path, dtype, notify=notify)
         return str(folder), path.stem, True
     if _looks_like_path(source):
@@ -328,13 +330,16 @@ def _check_sizes(folder: Path) -> None:
     names = ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")
     sizes = [config.get(name) if isinstance(config, dict) else None for name in names]
     layers, hidden, inner, words = (one if isinstance(one, int) else 1 for one in sizes)
-    least = layers * hidden * inner + words * hidden
+    min_bytes = layers * hidden * inner + words * hidden
     files = [one for one in folder.glob("*") if one.suffix in (".safetensors", ".bin")]
-    there = sum(one.stat().st_size for one in files)
-    if files and (least > max(_FEW_NUMBERS, _MOST_A_BYTE * there) or layers > _MOST_LAYERS):
+    stored_bytes = sum(one.stat().st_size for one in files)
+    if files and (
+        min_bytes > max(_FEW_NUMBERS, _MOST_A_BYTE * stored_bytes) or layers > _MOST_LAYERS
+    ):
         raise UnsupportedModelError(
             f"the config of {folder} is of a model of {one_line(layers, 40)} layers and at least "
-            f"{one_line(least, 40)} numbers, and its weights have {there:,} bytes; check it"
+            f"{one_line(min_bytes, 40)} numbers, and its weights have {stored_bytes:,} "
+            "bytes; check it"
         )
 
 

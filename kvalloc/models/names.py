@@ -327,9 +327,9 @@ def own_parts(module: Any) -> Iterator[tuple[str, Any]]:
         return
     for adapter in module.active_adapters:
         for name in (*module.adapter_layer_names, *module.other_param_names):
-            own: Any = getattr(module, name, None)
-            if adapter not in module.merged_adapters and hasattr(own, "keys") and adapter in own:
-                yield f"{name}.{adapter}", own[adapter]
+            part: Any = getattr(module, name, None)
+            if adapter not in module.merged_adapters and hasattr(part, "keys") and adapter in part:
+                yield f"{name}.{adapter}", part[adapter]
 
 
 def packed_numbers(module: Any) -> Any:

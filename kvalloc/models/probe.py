@@ -131,20 +131,20 @@ def check_heads(decoder: Any, heads: Mapping[int, Heads]) -> None:
     UnsupportedModelError
         Names the first layer that differs.
     """
-    said = configured_heads(decoder)
-    layer = next((layer for layer in sorted(heads) if heads[layer] != said), None)
+    configured = configured_heads(decoder)
+    layer = next((layer for layer in sorted(heads) if heads[layer] != configured), None)
     if layer is None:
         return
-    found = heads[layer]
+    seen = heads[layer]
     way_out = (
         "kvalloc works on models with the same heads in every layer, and keys and values of one "
         "size"
     )
-    if {*heads.values()} == {Heads(said.queries, found.kv, found.key_dim, found.key_dim)}:
-        way_out = f"set its num_key_value_heads to {found.kv} and its head_dim to {found.key_dim}"
+    if {*heads.values()} == {Heads(configured.queries, seen.kv, seen.key_dim, seen.key_dim)}:
+        way_out = f"set its num_key_value_heads to {seen.kv} and its head_dim to {seen.key_dim}"
     raise UnsupportedModelError(
-        f"layer {layer} of {type(decoder).__name__} has {found.differences(said)}, but the config "
-        f"says {said.differences(found)}; {way_out}"
+        f"layer {layer} of {type(decoder).__name__} has {seen.differences(configured)}, but the "
+        f"config says {configured.differences(seen)}; {way_out}"
     )
 
 
@@ -183,7 +183,7 @@ class _Seen:
 
         def update(keys: Tensor, values: Tensor, layer: int, *args: Any, **kwargs: Any) -> Any:
             states = plain(keys, values, layer, *args, **kwargs)
-            self.stored[layer].append((states, [own.clone() for own in states]))
+            self.stored[layer].append((states, [copies.clone() for copies in states]))
             return states
 
         cache.update = update
@@ -194,19 +194,21 @@ class _Seen:
 
         A layer with sinks would compute something that depends on the position, too.
         """
-        layer, given = states.layer, (states.keys, states.values)
+        layer, states_given = states.layer, (states.keys, states.values)
         self.calls[layer] += 1
         self.queries[layer] = states.queries
-        returned, copies = self.stored[layer][-1] if layer in self.stored else (given, given)
+        returned, copies = (
+            self.stored[layer][-1] if layer in self.stored else (states_given, states_given)
+        )
         names = ("keys", "values")
-        pairs = zip(names, given, returned, copies, strict=True)
+        pairs = zip(names, states_given, returned, copies, strict=True)
         if self.fault is None and (wrong := [p for p in pairs if not _is_same(*p[1:])]):
             what, now, was, _ = wrong[0]
-            others = f"{_size(now)}, stored are {_size(was)}"
+            difference = f"{_size(now)}, stored are {_size(was)}"
             if now.shape == was.shape:
-                others = "of the same size, changed or copied after they were stored"
+                difference = "of the same size, changed or copied after they were stored"
             self.fault = f"layer {layer} of {self.kinds.get(layer)} attends to other {what} than "
-            self.fault += f"its cache returned: {others}"
+            self.fault += f"its cache returned: {difference}"
         n_query_heads, n_new = states.queries.shape[1:3]
         n_kv_heads, key_dim = returned[0].shape[1::2]
         self.heads[layer] = Heads(n_query_heads, n_kv_heads, key_dim, returned[1].shape[-1])
@@ -225,10 +227,10 @@ class _Seen:
                 return
 
 
-def _is_same(given: Tensor, returned: Tensor, copy: Tensor) -> bool:
+def _is_same(states: Tensor, returned: Tensor, copy: Tensor) -> bool:
     """Return whether attention is given what the cache returned, and nobody wrote to it."""
-    same = given is returned or given.is_set_to(returned)
-    return same and not float((given - copy).abs().nansum())
+    same = states is returned or states.is_set_to(returned)
+    return same and not float((states - copy).abs().nansum())
 
 
 def _size(states: Tensor) -> str:

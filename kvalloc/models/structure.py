@@ -82,7 +82,7 @@ class Heads(NamedTuple):
     key_dim: int
     value_dim: int
 
-    def differences(self, others: Heads) -> str:
+    def differences(self, theirs_heads: Heads) -> str:
         """Return in words what is not as in others."""
         words = (
             "{} query heads",
@@ -90,8 +90,8 @@ class Heads(NamedTuple):
             "keys of {} numbers",
             "values of {} numbers",
         )
-        pairs = zip(words, self, others, strict=True)
-        return " and ".join(word.format(own) for word, own, other in pairs if own != other)
+        pairs = zip(words, self, theirs_heads, strict=True)
+        return " and ".join(word.format(mine) for word, mine, other in pairs if mine != other)
 
 
 def configured_heads(model: Any) -> Heads:

@@ -148,8 +148,10 @@ def _parts(module: nn.Module) -> list[_Part]:
                 parts.append(_Part(value))
             elif isinstance(value, Tensor):
                 if value.is_meta and (around := [one for one in hooks if name.startswith(one)]):
-                    hook, own = hooks[around[-1]], f"{name}{key}"[len(around[-1]) :]
-                    parts.append(_Part((id(hook), own), partial(_offloaded, hook, own), hook))
+                    hook, name_below = hooks[around[-1]], f"{name}{key}"[len(around[-1]) :]
+                    parts.append(
+                        _Part((id(hook), name_below), partial(_offloaded, hook, name_below), hook)
+                    )
                 elif not (varies and "inv_freq" in key):
                     stamps = [_stamp(one) for one in _plain_tensors(value)]
                     parts.append(_Part(stamps, partial(_plain_tensors, value), value))
@@ -216,10 +218,10 @@ def _digests(parts: list[_Part]) -> _Digests:
             rounded = sampled if dtype is None or not wide else sampled.to(dtype)
             hasher.update(f"{tuple(value.shape)} {rounded.dtype}\n".encode())
             hasher.update(rounded.view(torch.uint8).numpy().data)
-    exact, *others = (hasher.hexdigest() for hasher in hashers.values())
+    exact, *more = (hasher.hexdigest() for hasher in hashers.values())
     if not loaded:
         return _Digests(exact, None)
-    return _Digests(exact, tuple(others) if plain else (exact,))
+    return _Digests(exact, tuple(more) if plain else (exact,))
 
 
 def _sampled(tensor: Tensor) -> Tensor:

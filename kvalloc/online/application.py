@@ -10,17 +10,23 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from kvalloc.accounting import IntArray
 from kvalloc.allocation.outlook import loss_outlook
 from kvalloc.allocation.request import RequestOptions
 from kvalloc.errors import (
     InputError,
     UnsupportedModelError,
     UnsupportedRequestError,
+    option,
     warn_user,
 )
+from kvalloc.extensions.assisted import check_assisted, is_assisted
+from kvalloc.extensions.lossless import check_lossless, generate_lossless, verify_with
+from kvalloc.extensions.making import extended
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.formats.shipped_profiles import load_profile
 from kvalloc.models.loading import check_not_loaded
@@ -47,24 +53,22 @@ from kvalloc.runtime.hooks import (
     serve,
     watch_calls,
 )
-from kvalloc.runtime.lossless import check_lossless, generate_lossless, verify_with
-from kvalloc.runtime.making import build_cache
+from kvalloc.runtime.making import Way, build_rows
 from kvalloc.runtime.options import CacheOptions
-from kvalloc.runtime.refusals import (
-    OWN_MAKES_NONE,
-    PAGED_MAKES_NONE,
-    check_generate,
-    is_assisted,
-    refuse,
-    setting,
-    warn_of_plain,
-)
+from kvalloc.runtime.refusals import check_generate, check_goes_on, setting
 from kvalloc.units import keywords_of, parse_bytes
 
 _LOG = logging.getLogger(__name__)
 
 _APPLIED = "_kvalloc_applied"
 
+OWN_MAKES_NONE = (
+    "the {} that was given to it keeps all entries; leave it out, or pass the cache of an earlier "
+    "call on"
+)
+PAGED_MAKES_NONE = (
+    "generate_batch() keeps all entries, in pages of its own; call generate(), with several rows"
+)
 WHOLE_TEXTS = (
     "a forward read a whole text and nothing followed it, so its logits are the full cache's: a "
     "reduced cache changes what comes after. Read the context, then pass its cache on with the "
@@ -152,8 +156,8 @@ def apply(
         fitted=fitted,
         across=across,
     )
-    given = {"profile": profile, "lossless": lossless, **vars(options), **keywords}
-    check_conflicts(given_names(given))
+    request = {"profile": profile, "lossless": lossless, **vars(options), **keywords}
+    check_conflicts(given_names(request))
     model = uncompiled(model)
     make = partial(cache_maker(profile, options, **keywords), model)
     applied = Applied(model, make, lossless=lossless)
@@ -197,7 +201,13 @@ def cache_maker(
             f"the profile is a {type(profile).__name__}, expected a BudgetProfile, its file, or "
             "the name of a shipped one"
         )
-    return lambda model, size: build_cache(model, profile, options, prompt_tokens=size.announced)
+
+    def make(model: Any, size: PromptSize) -> BudgetCache:
+        lengths = size.lengths if size.chunked else None
+        way = Way(profile=profile, options=options)
+        return build_rows(model, [way], prompt_tokens=size.announced, lengths=lengths)
+
+    return make
 
 
 class Applied:
@@ -251,14 +261,16 @@ class Applied:
         if lossless:
             verify_with(self._held, model)
         self._limited = self._held.options.memory is not None or self._held.profile.fits_a_peak
-        self._model, self._make = model, make
+        self._model = model
+        self._make: Callable[[PromptSize], BudgetCache] = lambda size: extended(make(size))
         self._said: weakref.WeakSet[Any] = weakref.WeakSet()  # caches of others in forwards
         self._read_tokens: int | None = None  # of the latest cache, if a forward made it
         self._warned_of_whole, self._lossless = False, lossless
         self._decoder = decoder_of(model)
         serve(self._decoder, self._read)
-        embeds = getattr(model, "base_model", model) is not self._decoder
-        self._watching = watch_calls(model) if embeds else None
+        # whether a model puts images between its tokens, so that these do not say what is read
+        self._embeds = getattr(model, "base_model", model) is not self._decoder
+        self._watching = watch_calls(model) if self._embeds else None
         self._before = {name: vars(model).get(name, _MISSING) for name in _REPLACED}
         model.generate = _reduced(self, generate)
         if self._limited and (paged := getattr(model, _PAGED, None)) is not None:
@@ -300,14 +312,15 @@ class Applied:
         if ids is None or self._lossless or not uses or other is not None:
             return None  # what is missing the model says itself
         # Where no mask says so, a forward takes nothing for padding.
-        size = _size(ids, _mask(None, arguments, ids), chunked=_is_chunked(self._model, {}))
+        mask, chunked = _mask(None, arguments, ids), _is_chunked(self._model, {})
+        size = _size(ids, mask, chunked=chunked, known=not self._embeds)
         try:
             cache = self._make(size)
             begun = begin(cache)
         except UnsupportedRequestError as error:
             if self._limited:
                 raise
-            warn_of_plain(error)
+            _warn_of_plain(error)
             return None
         last = self.last_cache
         unfollowed = last is not None and last.get_seq_length() == self._read_tokens
@@ -318,14 +331,15 @@ class Applied:
         self.last_cache, self._read_tokens = cache, size.tokens
         return begun
 
-    def _say_plain(self, other: Any, *, again: bool = False) -> None:
+    def _say_plain(self, other: Any, *, repeated: bool = False) -> None:
         """Warn that another cache is used, once for each; refuse it if the memory is limited."""
-        if isinstance(other, tuple | list) or (other in self._said and not again):
+        if isinstance(other, tuple | list) or (other in self._said and not repeated):
             return  # models refuse the first themselves
         why = PAGED_MAKES_NONE if is_paged(other) else OWN_MAKES_NONE.format(type(other).__name__)
-        refuse(plain_beyond_memory=self._limited and why)
+        if self._limited:
+            raise _beyond_memory(why)
         self._said.add(other)
-        warn_of_plain(why)
+        _warn_of_plain(why)
 
     def __enter__(self) -> Applied:
         if not self.active:
@@ -336,6 +350,14 @@ class Applied:
 
     def __exit__(self, *error: object) -> None:
         self.remove()
+
+
+def _beyond_memory(why: str) -> UnsupportedRequestError:
+    return UnsupportedRequestError(f"{option('memory')} would be exceeded by a plain cache: {why}")
+
+
+def _warn_of_plain(why: object) -> None:
+    warn_user(f"this forward makes a plain cache, and nothing is reduced: {why}")
 
 
 _MISSING = object()
@@ -368,7 +390,8 @@ def _refused(applied: Applied, paged: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(paged)
     def refused(*args: Any, **kwargs: Any) -> Any:
-        refuse(plain_beyond_memory=applied.active and PAGED_MAKES_NONE)
+        if applied.active:
+            raise _beyond_memory(PAGED_MAKES_NONE)
         return paged(*args, **kwargs)
 
     setattr(refused, _APPLIED, applied)
@@ -390,23 +413,21 @@ def _reduced(applied: Applied, generate: Callable[..., Any]) -> Callable[..., An
         assists = bool(setting(model, arguments, "is_assistant"))
         fresh = cache is None and not assists
         if fresh:
+            check_assisted(model, arguments)
             check_generate(model, arguments)
             if setting(model, arguments, "cache_implementation") == "dynamic":
                 kwargs["cache_implementation"] = None  # generate() takes a cache or its name
             chunked = _is_chunked(model, arguments)
             size = PromptSize(chunked=chunked)
             if ids is not None:
-                many = ("num_beams", "num_return_sequences")
-                copies = max(setting(model, arguments, name) or 1 for name in many)
+                counts = ("num_beams", "num_return_sequences")
+                copies = max(setting(model, arguments, name) or 1 for name in counts)
                 mask = _mask(model, arguments, ids).repeat_interleave(copies, dim=0)
                 ids = ids.repeat_interleave(copies, dim=0)
-                size = _size(ids, mask, chunked=chunked)
+                size = _size(ids, mask, chunked=chunked, known=not applied._embeds)
             cache = applied._make(size)
             if applied._lossless:
                 verify_with(cache, model)
-            if chunked and ids is not None:  # a chunk alone would not show the prompt
-                name = "inputs_embeds" if ids.ndim > 2 else "input_ids"
-                cache.decide({name: ids, "attention_mask": mask})
             applied.last_cache, applied._read_tokens = cache, None
         if isinstance(cache, BudgetCache) and ids is not None:
             _check_turn(cache, ids)
@@ -420,7 +441,7 @@ def _reduced(applied: Applied, generate: Callable[..., Any]) -> Callable[..., An
             kwargs = {**without_cache(kwargs), generation_argument(): cache}
         if not isinstance(cache, BudgetCache):
             if not assists:
-                applied._say_plain(cache, again=True)
+                applied._say_plain(cache, repeated=True)
             return generate(*args, **kwargs)
         seen = cache.get_seq_length()
         try:
@@ -459,8 +480,13 @@ def _check_turn(cache: BudgetCache, ids: Tensor) -> None:
     if before is not None and before.shape[0] == ids.shape[0]:
         shared = min(seen, tokens, before.shape[1])
         differs = (before[:, :shared] != ids[:, :shared].to(before.device)).any(dim=0).nonzero()
-        refuse(other_tokens=len(differs) > 0 and (int(differs[0]), seen))
-    refuse(turn_of_nothing=tokens <= seen and (tokens, seen))
+        if len(differs):
+            raise InputError(
+                f"token {int(differs[0])} of these is not the one that the cache has read there: "
+                f"its {seen} tokens are another text, such as one whose chat template rewrote "
+                "earlier turns; begin with a new cache, or pass the text as it was read"
+            )
+    check_goes_on(tokens, seen)
 
 
 def _is_chunked(model: Any, arguments: Mapping[str, Any]) -> bool:
@@ -468,18 +494,21 @@ def _is_chunked(model: Any, arguments: Mapping[str, Any]) -> bool:
     return setting(model, arguments, "prefill_chunk_size") is not None
 
 
-def _size(ids: Tensor, mask: Tensor, *, chunked: bool) -> PromptSize:
-    """Return what is known of a prompt to whoever makes its cache."""
-    lengths = tuple(mask.sum(dim=1).tolist())
-    return PromptSize(tokens=int(ids.shape[1]), lengths=lengths, chunked=chunked)
+def _size(ids: Tensor, mask: Tensor, *, chunked: bool, known: bool) -> PromptSize:
+    """Return what is known of a prompt to whoever makes its cache; its ids where they say it."""
+    lengths, rows = tuple(mask.sum(dim=1).tolist()), tuple[IntArray, ...]()
+    if ids.ndim == 2 and known:
+        pairs = zip(ids.cpu().numpy(), mask.cpu().numpy(), strict=True)
+        rows = tuple(row[shown].astype(np.int64) for row, shown in pairs)
+    return PromptSize(tokens=int(ids.shape[1]), lengths=lengths, chunked=chunked, rows=rows)
 
 
 def _mask(model: Any, arguments: Mapping[str, Any], ids: Tensor) -> Tensor:
     """Return what is no padding of a prompt, (rows, tokens), as ``generate()`` will see it."""
-    given = shown_columns(arguments.get("attention_mask"))
+    shown = shown_columns(arguments.get("attention_mask"))
     pad = setting(model, arguments, "pad_token_id")
-    if isinstance(given, Tensor) and given.shape == ids.shape[:2]:
-        return given.bool()
+    if isinstance(shown, Tensor) and shown.shape == ids.shape[:2]:
+        return shown.bool()
     ends = setting(model, arguments, "eos_token_id")
     if ids.ndim > 2 or pad is None or pad in (ends if isinstance(ends, list) else [ends]):
         return ids.new_ones(ids.shape[:2], dtype=torch.bool)

@@ -21,17 +21,18 @@ import torch
 from torch import Tensor
 
 from kvalloc.errors import InputError, UnsupportedModelError, by_interface, option
+from kvalloc.extensions.blend import Documents
+from kvalloc.extensions.making import extended
+from kvalloc.extensions.saved import fill_rows, filled_cache
 from kvalloc.formats.saved_cache import SavedCacheHeader
 from kvalloc.models.attention import rotary_frequencies
 from kvalloc.models.loading import shape_of
 from kvalloc.models.names import base_implementation
-from kvalloc.models.structure import context_limit, decoder_of, text_config
+from kvalloc.models.structure import context_limit, text_config
 from kvalloc.runtime.cache import BudgetCache
-from kvalloc.runtime.documents import Documents
-from kvalloc.runtime.loading import filled_cache
 from kvalloc.runtime.making import build_cache
 from kvalloc.runtime.options import CacheOptions
-from kvalloc.runtime.refusals import refuse
+from kvalloc.runtime.refusals import check_owner
 from kvalloc.units import parse_share
 
 DEFAULT_SHARE = 0.15
@@ -91,7 +92,7 @@ def blend(
     Examples
     --------
     >>> cache = kvalloc.blend(model, ["a.kv", "b.kv"], question=ids)  # doctest: +SKIP
-    >>> list(kvalloc.runtime.answer(model, cache, ids))  # doctest: +SKIP
+    >>> list(answer(model, cache, ids))  # doctest: +SKIP
     """
     frequencies = _frequencies(model)
     if not documents:
@@ -99,14 +100,17 @@ def blend(
     share = _share(recompute, question)
     pairs = [_loaded(model, one, allow_other_model) for one in documents]
     names, caches = [name for name, _ in pairs], [cache for _, cache in pairs]
-    front, asked = _ids(before), _ids(() if question is None else question)
-    refuse(asked_nothing=share > 0 and not len(asked))
-    _check_together(model, names, caches, len(front) + len(asked))
+    front, question_ids = _ids(before), _ids(() if question is None else question)
+    if share and not len(question_ids):
+        raise InputError("the question has no tokens; ask something")
+    _check_joinable(model, names, caches, len(front) + len(question_ids))
     if len(caches) == 1 and not len(front) and not share:
         return copy.deepcopy(caches[0]) if caches[0] is documents[0] else caches[0]
     stated = [None] * len(caches) if ids is None else ids
-    read = [_ids_of(*pair, own, needed=share > 0) for pair, own in zip(pairs, stated, strict=True)]
-    joined = Documents.joined(model, caches, [front, *read, asked], frequencies)
+    read = [
+        _ids_of(*pair, tokens, needed=share > 0) for pair, tokens in zip(pairs, stated, strict=True)
+    ]
+    joined = Documents.joined(model, caches, [front, *read, question_ids], frequencies)
     if share:
         joined.recompute(_chosen(joined, share))
     else:
@@ -129,28 +133,30 @@ def _cache_of(documents: Documents, like: BudgetCache, allow_other_model: bool) 
         decode_every=like.options.decode_every,
         memory=like.options.memory,
     )
-    found = build_cache(documents.model, profile, options)
+    cache = build_cache(documents.model, profile, options)
     for index, layer in enumerate(documents.layers):
-        layer.fill(found.layers[index], n_tokens, profile.widths[index])
-    visible = torch.ones(1, n_tokens, dtype=torch.bool, device="cpu")
-    found.arrival.resume(visible, n_tokens, competed=np.array([n_tokens]))
+        layer.fill(cache.layers[index], n_tokens, profile.widths[index])
+    fill_rows(cache, n_tokens, n_tokens, None, (n_tokens,))
     ids = documents.ids[:n_tokens]
-    found.read_ids = ids[None] if bool((ids >= 0).all()) else None
-    return found
+    cache.read_ids = ids[None] if bool((ids >= 0).all()) else None
+    return extended(cache)
 
 
-def _check_together(
-    model: Any, names: Sequence[str], caches: Sequence[BudgetCache], others: int
+def _check_joinable(
+    model: Any, names: Sequence[str], caches: Sequence[BudgetCache], beside_documents: int
 ) -> None:
     """Refuse documents that cannot stand behind each other, in front of so many other tokens."""
     widths = [cache.row_profiles[0].widths for cache in caches]
-    for name, own in zip(names, widths, strict=True):
-        if not np.array_equal(own, widths[0]):
+    for name, widths_of in zip(names, widths, strict=True):
+        if not np.array_equal(widths_of, widths[0]):
             raise InputError(
                 f"{name} stores its heads at other widths than {names[0]}; reduce all of them with "
                 f"one profile ({option('profile')}): widths by a budget depend on the length"
             )
-    n_tokens, limit = others + sum(cache.get_seq_length() for cache in caches), context_limit(model)
+    n_tokens, limit = (
+        beside_documents + sum(cache.get_seq_length() for cache in caches),
+        context_limit(model),
+    )
     if limit is not None and n_tokens >= limit:
         raise InputError(
             f"the documents and the question are {n_tokens:,} tokens, and the model was made for "
@@ -173,8 +179,8 @@ def _share(recompute: float | str | None, question: object) -> float:
 
 def _frequencies(model: Any) -> list[Tensor]:
     """Return the RoPE inverse frequencies of all layers, where keys can be turned by them."""
-    shape, found = shape_of(model), rotary_frequencies(model)
-    reasons = [own for own in found if isinstance(own, str)]
+    shape, frequencies = shape_of(model), rotary_frequencies(model)
+    reasons = [one for one in frequencies if isinstance(one, str)]
     attention = base_implementation(text_config(model))
     if attention not in ("sdpa", "eager"):
         raise UnsupportedModelError(
@@ -191,7 +197,7 @@ def _frequencies(model: Any) -> list[Tensor]:
             f"documents of {shape.model_id} cannot be put elsewhere: {reasons[0]}; read them "
             "together"
         )
-    return [own for own in found if not isinstance(own, str)]
+    return [one for one in frequencies if not isinstance(one, str)]
 
 
 def _loaded(
@@ -199,7 +205,7 @@ def _loaded(
 ) -> tuple[str, BudgetCache]:
     """Return a document's name and cache, checked to be one whole text of this model."""
     if isinstance(document, BudgetCache):
-        name, held = repr(document), document
+        name, cache = repr(document), document
         _check_finished(model, document)
     elif not isinstance(document, str | Path):
         raise InputError(
@@ -216,29 +222,29 @@ def _loaded(
                 f"{name} begins with the model's chat form, which would stand amid the text; read "
                 f"the document {chat}"
             )
-        held = filled_cache(document, header, tensors, model, allow_other_model)
-    if held.batch != 1:
-        raise InputError(f"{name} holds {held.batch} texts at once; save a cache of each")
-    return name, held
+        cache = filled_cache(document, header, tensors, model, allow_other_model)
+    if cache.batch != 1:
+        raise InputError(f"{name} holds {cache.batch} texts at once; save a cache of each")
+    return name, cache
 
 
-def _check_finished(model: Any, held: BudgetCache) -> None:
+def _check_finished(model: Any, cache: BudgetCache) -> None:
     """Refuse a cache that is of another model, or is no whole document yet."""
-    refuse(asked_by_other=held.decoder() is not decoder_of(model) and type(model).__name__)
-    state = held.interrupted
-    if not held.prompt_complete:
+    check_owner(model, cache)
+    state = cache.interrupted
+    if not cache.prompt_complete:
         state = "it holds no complete prompt; let the model read it"
     if state is not None:
-        raise InputError(f"{held!r} is no finished document: {state}")
+        raise InputError(f"{cache!r} is no finished document: {state}")
 
 
 def _ids_of(
-    name: str, held: BudgetCache, stated: Tensor | Sequence[int] | None, *, needed: bool
+    name: str, cache: BudgetCache, stated: Tensor | Sequence[int] | None, *, needed: bool
 ) -> Tensor:
     """Return the tokens of a document; -1 for each where they are not needed and not known."""
-    n_tokens = held.get_seq_length()
-    if stated is None and held.read_ids is not None:
-        stated = held.read_ids[0, :n_tokens]
+    n_tokens = cache.get_seq_length()
+    if stated is None and cache.read_ids is not None:
+        stated = cache.read_ids[0, :n_tokens]
     if stated is None and not needed:
         stated = torch.full((n_tokens,), -1, device="cpu")
     if stated is None:
@@ -246,10 +252,10 @@ def _ids_of(
             f"{name} does not say which tokens it holds, and some are to be computed anew; give "
             "ids=, or recompute=0"
         )
-    found = _ids(stated)
-    if len(found) != n_tokens:
-        raise InputError(f"{name} holds {n_tokens:,} tokens, and {len(found):,} are given for it")
-    return found
+    ids = _ids(stated)
+    if len(ids) != n_tokens:
+        raise InputError(f"{name} holds {n_tokens:,} tokens, and {len(ids):,} are given for it")
+    return ids
 
 
 def _ids(tokens: Tensor | Sequence[int]) -> Tensor:

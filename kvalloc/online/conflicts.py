@@ -23,19 +23,19 @@ class Conflict(NamedTuple):
 
     Attributes
     ----------
-    given : tuple of str
+    options : tuple of str
         Options, any of which is refused.
     message : str
         With ``{0}`` for the one that is given, and ``{1}`` for the other.
-    beside : tuple of str
+    excluded : tuple of str
         Others beside any of which it is refused.
     without : tuple of str
         Others without all of which it is refused.
     """
 
-    given: tuple[str, ...]
+    options: tuple[str, ...]
     message: str
-    beside: tuple[str, ...] = ()
+    excluded: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
 
 
@@ -49,29 +49,29 @@ CONFLICTS = (
         (*TARGET, *DECIDING, "profile", *KEEPING, "fitted"),
         "{0} says how a document is reduced, and the one in {1} was reduced when it was saved; "
         "leave it out",
-        beside=("cache", "document"),
+        excluded=("cache", "document"),
     ),
     Conflict(
         ("lossless",),
         "{0} needs the full cache beside the reduced one, which is all that {1} holds; leave out "
         "either",
-        beside=("cache", "document", "save_cache"),
+        excluded=("cache", "document", "save_cache"),
     ),
     Conflict(
         ("prompt", "prompt_file"),
         "{1} holds the document already; ask about it with {option[question]} instead of giving "
         "{0}",
-        beside=("cache", "document"),
+        excluded=("cache", "document"),
     ),
     Conflict(
         ("save_cache",),
         "{1} is a saved cache already; leave out {0}",
-        beside=("cache", "document"),
+        excluded=("cache", "document"),
     ),
     Conflict(
         ("document",),
         "{1} is one saved document and {0} puts several together; name each with {0}",
-        beside=("cache",),
+        excluded=("cache",),
     ),
     Conflict(
         ("recompute",),
@@ -81,7 +81,7 @@ CONFLICTS = (
     Conflict(
         ("prompt",),
         "{0} and {1} are two prompts at once; give one of them",
-        beside=("prompt_file",),
+        excluded=("prompt_file",),
     ),
     Conflict(
         ("seed",),
@@ -91,25 +91,25 @@ CONFLICTS = (
     Conflict(
         ("metric",), "{0} is for {1}; every task has a metric of its own", without=("prompts",)
     ),
-    Conflict(("fitted",), _FITTED, beside=(*DECIDING, "profile", "policy")),
+    Conflict(("fitted",), _FITTED, excluded=(*DECIDING, "profile", "policy")),
     Conflict(("fitted",), _FITTED, without=("budget", "target_loss", "memory")),
     Conflict(
         ("across",),
         "{0} shares a budget among the rows of a batch by what was fitted to the model; it goes "
         "with {option[budget=20%]} and nothing else that decides",
-        beside=(*sorted({*TARGET} - {"budget"}), *DECIDING, "profile", "policy"),
+        excluded=(*sorted({*TARGET} - {"budget"}), *DECIDING, "profile", "policy"),
         without=("budget",),
     ),
     Conflict(
         ("target_loss",),
         "{0} is solved from what 'kvalloc fit' measured; leave out {1}, or decide once with "
         "'kvalloc solve' and apply the profile",
-        beside=(*DECIDING, "policy"),
+        excluded=(*DECIDING, "policy"),
     ),
     Conflict(
         (*TARGET, *DECIDING),
         "{0} decides for each prompt and {1} was decided before; give one of them",
-        beside=("profile",),
+        excluded=("profile",),
     ),
     Conflict(
         ("allow_other_model",),
@@ -131,12 +131,12 @@ def given_names(options: Mapping[str, object]) -> set[str]:
     return {name for name, value in options.items() if value is not None and value is not False}
 
 
-def check_conflicts(given: Collection[str]) -> None:
+def check_conflicts(set_options: Collection[str]) -> None:
     """Refuse options that exclude each other.
 
     Parameters
     ----------
-    given : collection of str
+    set_options : collection of str
         Names of the options that were given, as keywords or as they stand in flags.
 
     Raises
@@ -145,9 +145,9 @@ def check_conflicts(given: Collection[str]) -> None:
         For the first conflict of the table.
     """
     for conflict in CONFLICTS:
-        first = next((name for name in conflict.given if name in given), None)
-        other = next((name for name in conflict.beside if name in given), None)
-        if conflict.without and not any(name in given for name in conflict.without):
+        first = next((name for name in conflict.options if name in set_options), None)
+        other = next((name for name in conflict.excluded if name in set_options), None)
+        if conflict.without and not any(name in set_options for name in conflict.without):
             other = conflict.without[0]
         if first is not None and other is not None:
             names = option(first), option(other)

@@ -27,7 +27,8 @@ from kvalloc.online.prompt_size import UNKNOWN, PromptSize
 from kvalloc.online.solved import grid_length, share_for_loss, shares_of_rows
 from kvalloc.online.ways import Decided, Early, Rows, Setting, Way, Whole, chosen_way
 from kvalloc.runtime.cache import BudgetCache
-from kvalloc.runtime.making import build_cache
+from kvalloc.runtime.making import Way as RowWay
+from kvalloc.runtime.making import build_cache, build_rows
 from kvalloc.runtime.options import CacheOptions
 from kvalloc.shape import ModelShape
 from kvalloc.units import bytes_text, parse_share, size
@@ -62,13 +63,15 @@ class Default:
     share: float | None = None
     target_loss: float | None = None
     options: CacheOptions = CacheOptions()
-    alone: bool = False
+    memory_only: bool = False
     """Whether the memory says the share, of which a growing conversation gets less and less."""
 
     @staticmethod
-    def applies(**given: object) -> bool:
+    def applies(**options: object) -> bool:
         """Return whether a budget, a loss or a memory is given, and nothing else but a file."""
-        named = {name for name, value in given.items() if value is not None and value is not False}
+        named = {
+            name for name, value in options.items() if value is not None and value is not False
+        }
         one = bool(named & _TARGETS) and not {"budget", "target_loss"} <= named
         return one and named <= _TARGETS | {"fitted"}
 
@@ -78,9 +81,9 @@ class Default:
         budget: Any = None,
         options: CacheOptions | None = None,
         target_loss: float | None = None,
-        **others: Any,
+        **more: Any,
     ) -> Default:
-        """Read the share or loss that the user wrote; ``others`` are unset, or in the options.
+        """Read the share or loss that the user wrote; ``more`` are unset, or in the options.
 
         Raises
         ------
@@ -114,7 +117,7 @@ class Default:
             return replace(self, share=share, target_loss=None).cache(model, size)
         if self.share is None:
             share = self._largest_share(shape_of(model), size)
-            return replace(self, share=share, alone=True).cache(model, size)
+            return replace(self, share=share, memory_only=True).cache(model, size)
         setting, tokens = self.setting(shape_of(model), rotates=rotates_halves(model)), size.tokens
 
         def way_of(setting: Setting, length: int | None) -> Way:
@@ -131,7 +134,7 @@ class Default:
             settings = _settings_of_rows(setting, lengths)
         ways = [way_of(*each) for each in zip(settings, lengths, strict=True)]
         groups = self._that_fit(tokens, lengths, ways, chunked=size.chunked)
-        caches = []
+        of_row = dict[int, RowWay]()
         for way, rows in groups.items():
             alike = [lengths[row] for row in rows]
             profile = way.profile(max(alike))
@@ -144,24 +147,27 @@ class Default:
             if way.other_weights:
                 _LOG.warning("%s", way.other_weights)
             text = one_line(text, DETAIL)
-            memory = self.options.memory if self.alone else None
-            profile = _asked(profile, share, text, memory)
+            memory = self.options.memory if self.memory_only else None
+            profile = _requested(profile, share, text, memory)
             part = self.options.memory and self.options.memory * len(rows) // len(lengths)
             options = replace(self.options, by_layer=way.by_layer, memory=part)
-            longer = way.longer()
-            if longer is not None:  # of the same request
-                longer = _asked(longer, share, text, memory)
+            longer_profile = way.longer_profile()
+            if longer_profile is not None:  # of the same request
+                longer_profile = _requested(longer_profile, share, text, memory)
             within = partial(_profile_within, way.setting, text, memory)
-            cache = build_cache(
-                model,
-                profile,
-                options,
-                prompt_tokens=size.announced,
-                longer=longer,
-                within=within if self.alone else None,
+            kept = RowWay(
+                profile=profile,
+                options=options,
+                longer_profile=longer_profile,
+                within=within if self.memory_only else None,
             )
-            caches.append((rows, cache))
-        return caches[0][1] if len(caches) == 1 else BudgetCache.joined(caches)
+            of_row |= dict.fromkeys(rows, kept)
+        return build_rows(
+            model,
+            [of_row[row] for row in range(len(lengths))],
+            prompt_tokens=size.announced,
+            lengths=size.lengths,
+        )
 
     def _largest_share(self, shape: ModelShape, size: PromptSize) -> float:
         """Return the largest share of a prompt whose peak fits in the memory."""
@@ -172,14 +178,14 @@ class Default:
         read, whole = Rows(longest, rows, columns, size.chunked), rows * full_bytes(shape, longest)
         # decided budgets fill their share, and values are fitted in float32
         wide = replace(shape, dtype_bytes=max(shape.dtype_bytes, 4))
-        beside = reading_bytes(wide, columns, rows) - reading_bytes(shape, columns, rows)
+        extra = reading_bytes(wide, columns, rows) - reading_bytes(shape, columns, rows)
 
         def unfilled(part: int) -> float:  # below 0: too short for the share, and kept whole
             early = Early(setting=replace(setting, share=part / _PARTS))
             return part / _PARTS - early.profile(longest).share_at(longest) + 1e-9
 
         def over(part: int, *, decided: bool) -> bool:
-            needs = unfilled(part) * whole + beside if decided else 0
+            needs = unfilled(part) * whole + extra if decided else 0
             early = Early(setting=replace(setting, share=part / _PARTS))
             return unfilled(part) >= 0 and early.peak_bytes(read) + needs > memory
 
@@ -251,7 +257,7 @@ class Default:
         if min(needs) > memory:
             n_rows = len(lengths)
             in_rows = f" in {n_rows} rows" if n_rows > 1 else ""
-            smaller = "or" if self.alone else "a smaller budget or"
+            smaller = "or" if self.memory_only else "a smaller budget or"
             full = max(needs[0], plain_bytes(ways[0].setting.shape, tokens, n_rows))
             raise InputError(
                 f"{option('memory', bytes_text(memory))} is {size(memory)}, but a prompt of "
@@ -269,10 +275,12 @@ def _profile_within(
     way = chosen_way(replace(setting, share=share), tokens)
     if not isinstance(way, Decided | Whole):
         way = Early(setting=way.setting)
-    return _asked(way.profile(tokens), share, text, memory)
+    return _requested(way.profile(tokens), share, text, memory)
 
 
-def _asked(profile: BudgetProfile, share: float, text: str, memory: int | None) -> BudgetProfile:
+def _requested(
+    profile: BudgetProfile, share: float, text: str, memory: int | None
+) -> BudgetProfile:
     """Return a profile by which a cache keeps a share, of a memory if one is asked for alone."""
     requested = {**profile.requested, "value": share}
     if memory is not None:

@@ -116,17 +116,19 @@ def fit(
     none_failed(engine.run(check, {0: None}, lambda steps: None))
     output = _output(output, fitted_file(facts.shape))
     context, seed = options.get("context", 1024), options.get("seed", 0)
-    second, losses, others = _samples(tokenizer, texts, context, options.get("samples"), seed)
+    second, losses, other_samples = _samples(
+        tokenizer, texts, context, options.get("samples"), seed
+    )
     record = {
         **facts.record(),
         **options,
         "context": context,
         "seed": seed,
-        "text_digest": [one.digest() for one in (second, losses, others)],
+        "text_digest": [one.digest() for one in (second, losses, other_samples)],
     }
     layers = len(facts.shape.full_layers)
     each = (2 * layers, layers * (2 + len(WIDTHS)), layers * (1 + len(ERROR_SHARES)))
-    prompts = [len(one.samples) for one in (second, losses, others)]
+    prompts = [len(one.samples) for one in (second, losses, other_samples)]
     begun, unsaid = perf_counter(), [] if resume else [notify]  # what is resumed takes less
 
     def stage(number: int) -> Callable[[int, int], None]:
@@ -164,7 +166,7 @@ def fit(
         parameters = {**scores.scorer_parameters, "file": ""}  # which is a part of this one
         fitted = FittedModel.of(surrogate, scores.replace(scorer_parameters=parameters))
         fitted.save(file)
-        errors = _errors(engine, str(file), others, kept.stage("error"), stage(2))
+        errors = _errors(engine, str(file), other_samples, kept.stage("error"), stage(2))
         fitted = fitted.with_errors(errors)
         fitted.save(output)
         kept.finish()
@@ -180,7 +182,7 @@ def _check_rotation(layers: Sequence[int], model: Any, item: None, advance: Adva
 
 def _samples(
     tokenizer: Any,
-    given: Iterable[str | Document | Prompt] | None,
+    inputs: Iterable[str | Document | Prompt] | None,
     context: int,
     count: int | None,
     seed: int,
@@ -203,19 +205,19 @@ def _samples(
             seed=seed,
         )
 
-    if given is None:
+    if inputs is None:
         count, lengths = count or EACH_KIND * len(KINDS), (short, short // 2)
         how: dict[str, Any] = {"kinds": LOSS_KINDS, "question": "both"}
         made = partial(calibration_prompts, tokenizer)
         # shorter prompts have room for fewer different ones; in each form and kind the same number
         n_others = max(ERROR_PROMPTS * short // LOSS_CONTEXT // 8, 1) * 8
-        others = made(n_others, lengths, seed=ERROR_SEED, **how)
+        other_samples = made(n_others, lengths, seed=ERROR_SEED, **how)
         return (
             choose(made(count, context, seed=seed), context, seed, count),
             choose(made(count, lengths, seed=seed, **how), short, seed, count),
-            choose(others, short, seed, n_others),
+            choose(other_samples, short, seed, n_others),
         )
-    texts = [given] if isinstance(given, str) else list(given)
+    texts = [inputs] if isinstance(inputs, str) else list(inputs)
     second = choose(texts, context, seed, count)
     count = len(second.samples)
     measured = choose(texts, short, seed, min(count, MAX_LOSS_PROMPTS))
@@ -225,18 +227,18 @@ def _samples(
     return second, measured, replace(drawn, samples=tuple(unused))
 
 
-def _output(output: str | Path | None, found: Path) -> Path:
+def _output(output: str | Path | None, default: Path) -> Path:
     """Return the file to write; make the cache folder where none is named."""
     if output is not None:
         return Path(output)
     try:
-        found.parent.mkdir(parents=True, exist_ok=True)
+        default.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(
-            f"cannot make the folder {found.parent} ({error.strerror}); set KVALLOC_CACHE to one "
+            f"cannot make the folder {default.parent} ({error.strerror}); set KVALLOC_CACHE to one "
             f"that can be written to, or name the file with {option('output')}"
         ) from error
-    return found
+    return default
 
 
 def _errors(
@@ -260,7 +262,9 @@ def _errors(
     }
     errors = []
     for place, (share, profile) in enumerate(profiles.items() if losses else ()):
-        measured = loss_summary(samples, {index: own[place] for index, own in losses.items()})
+        measured = loss_summary(
+            samples, {index: sample_losses[place] for index, sample_losses in losses.items()}
+        )
         predicted = profile.predicted_loss or 0.0
         if min(measured["loss"], predicted) > 0:
             ends = measured["interval"]

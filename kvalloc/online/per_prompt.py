@@ -6,9 +6,9 @@ same solvers as everywhere decide, then the prompt is prefilled with eviction.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Self, Unpack
 
 import numpy as np
@@ -19,14 +19,15 @@ from kvalloc.accounting.costs import full_bytes
 from kvalloc.allocation.decision import decide
 from kvalloc.allocation.formulation import pose
 from kvalloc.allocation.request import Request, RequestOptions
-from kvalloc.errors import InfeasibleError, InputError, option
+from kvalloc.errors import InfeasibleError, InputError, UnsupportedRequestError, option
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.measure.profiling import prompt_scores
 from kvalloc.models.loading import shape_of
+from kvalloc.models.structure import decoder_of
 from kvalloc.online.prompt_size import UNKNOWN, PromptSize
 from kvalloc.problem.registry import get_solver
 from kvalloc.runtime.cache import BudgetCache
-from kvalloc.runtime.making import build_cache
+from kvalloc.runtime.making import Way, build_cache, build_rows
 from kvalloc.runtime.options import CacheOptions
 from kvalloc.scorers import Scorer, get_scorer
 from kvalloc.shape import ModelShape
@@ -99,16 +100,20 @@ class PromptTarget:
         cls, *, options: CacheOptions | None = None, **keywords: Unpack[PromptOptions]
     ) -> Self:
         """Return the target that keywords make; see `PromptOptions`."""
-        given: dict[str, Any] = {key: value for key, value in keywords.items() if value is not None}
-        scorer = get_scorer(given.pop("scorer", "xkv"))
-        decided_by = {name: given.pop(name) for name in ("solver", "sinks") if name in given}
-        for name in given:
+        options_set: dict[str, Any] = {
+            key: value for key, value in keywords.items() if value is not None
+        }
+        scorer = get_scorer(options_set.pop("scorer", "xkv"))
+        decided_by = {
+            name: options_set.pop(name) for name in ("solver", "sinks") if name in options_set
+        }
+        for name in options_set:
             if name in NOT_OF_A_PROMPT:
                 raise InputError(
                     f"{option(name)} cannot be asked of each prompt; leave it out, or decide once "
                     "with 'kvalloc solve' and apply the profile"
                 )
-        request = Request.parse(**given)
+        request = Request.parse(**options_set)
         return cls(request=request, scorer=scorer, options=options or CacheOptions(), **decided_by)
 
     def cache(self, model: Any, size: PromptSize = UNKNOWN) -> BudgetCache:
@@ -140,8 +145,28 @@ class PromptTarget:
         """
         undecided = self.options.with_policy(self._undecided(shape_of(model)))
         options = replace(self.options, policy=None)  # it is the profile's now
-        decide = partial(self._decided_rows, undecided, size.tokens or 0)
-        return build_cache(model, undecided, options, prompt_tokens=size.announced, decide=decide)
+        if not size.tokens:  # none has come: checked, and nothing more
+            return build_cache(model, undecided, options)
+        if not size.rows:
+            raise UnsupportedRequestError(
+                "budgets of a prompt's own are decided from its token ids, but the decoder got "
+                "embeddings: inputs_embeds, or those of a model that puts images between its "
+                f"tokens; name {option('budget', '20%')} alone, or use a stored profile"
+            )
+        begun = time.perf_counter()
+        decided = self._decided_rows(undecided, size.tokens, decoder_of(model), size.rows)
+        seconds = time.perf_counter() - begun
+        same = {
+            id(profile): Way(profile=profile, options=options, once=True) for profile in decided
+        }
+        cache = build_rows(
+            model,
+            [same[id(profile)] for profile in decided],
+            prompt_tokens=size.announced,
+            lengths=[row.size for row in size.rows],
+        )
+        cache.decision_seconds = seconds
+        return cache
 
     def _undecided(self, shape: ModelShape) -> BudgetProfile:
         """Return the profile until a prompt has come: sinks and window, and everything is kept."""

@@ -22,7 +22,7 @@ from kvalloc.online.default import Default
 from kvalloc.online.solved import grid_length, share_for_loss
 from kvalloc.online.ways import Decided, Rows, Setting
 from kvalloc.runtime.options import CacheOptions
-from kvalloc.runtime.schedule import default_interval
+from kvalloc.runtime.plan import default_interval
 from kvalloc.runtime.tail import room_for
 from kvalloc.shape import ModelShape
 from kvalloc.units import bytes_text, parse_bytes, size
@@ -140,12 +140,12 @@ def plan_batch(
     default = Default.parse(target_loss=target_loss, options=options)
     setting = default.setting(shape)
     file = setting.require_file("losses are predicted from")
-    least = share_for_loss(file, target_loss, grid_length(prompt))
-    ways = list(_ways(setting, least, prompt))
+    min_share = share_for_loss(file, target_loss, grid_length(prompt))
+    ways = list(_ways(setting, min_share, prompt))
     if not ways:
         known = [way.predicted_loss for way in _ways(setting, LARGE, prompt)]
-        least = math.ceil(1e6 * min(known, default=0.0)) / 1e6
-        way_out = f"{least:.15g} is possible" if known else "give a longer prompt"
+        min_share = math.ceil(1e6 * min(known, default=0.0)) / 1e6
+        way_out = f"{min_share:.15g} is possible" if known else "give a longer prompt"
         raise InputError(
             f"no share of a cache of {prompt:,} tokens is predicted to lose no more than "
             f"{option('target_loss', f'{target_loss:g}')}; {way_out}"
@@ -162,7 +162,7 @@ def plan_batch(
         times = device_steps(model, times)
     if times is None:
         tokens = min(prompt + answer // 2, max(1, room // plain_bytes(shape, 1)))
-        times = measure_steps(model, _measured(setting, least, prompt), tokens)
+        times = measure_steps(model, _measured(setting, min_share, prompt), tokens)
     planned = [one.planned(room, times) for one in loads if one.peak_bytes <= room]
     planned.sort(key=lambda one: -one.tokens_per_second)
     plain = Load.of_plain(shape, prompt, answer)
@@ -192,9 +192,9 @@ def _check(model: Any, prompt: int, answer: int, times: StepTimes | str | None) 
         )
 
 
-def _ways(setting: Setting, least: float, prompt: int) -> Iterator[Decided]:
+def _ways(setting: Setting, min_share: float, prompt: int) -> Iterator[Decided]:
     """Yield how a prompt is served at shares from the least one on."""
-    share = least
+    share = min_share
     while share < 1:
         one = replace(setting, share=share)
         if (length := one.solved_tokens(prompt)) is not None:
@@ -202,11 +202,13 @@ def _ways(setting: Setting, least: float, prompt: int) -> Iterator[Decided]:
         share = round(max(STEP * share, share + 0.001), 3)
 
 
-def _measured(setting: Setting, least: float, prompt: int) -> tuple[BudgetProfile, BudgetProfile]:
+def _measured(
+    setting: Setting, min_share: float, prompt: int
+) -> tuple[BudgetProfile, BudgetProfile]:
     """Return budgets at two shares for prompts of two lengths, both read in seconds."""
     tokens = min(prompt, MEASURED_TOKENS)
-    long = [way.profile(tokens) for way in _ways(setting, least, tokens)]
-    short = [way.profile(tokens) for way in _ways(setting, least, tokens // 2)] or long
+    long = [way.profile(tokens) for way in _ways(setting, min_share, tokens)]
+    short = [way.profile(tokens) for way in _ways(setting, min_share, tokens // 2)] or long
     return short[0], long[min(2, len(long) - 1)]
 
 
@@ -244,9 +246,9 @@ class Load:
         peak, parts = way.peak_bytes(Rows(prompt, 1, prompt)), []
         seen, end = prompt, prompt + answer
         while seen < end:
-            due, own = default_interval(seen), profile.head_bytes_at(seen)
-            filled = profile.filled_bytes_at(seen) - int(own[list(shape.full_layers)].sum())
-            kept = int(own.sum()) + max(filled, 0)
+            due, head_bytes = default_interval(seen), profile.head_bytes_at(seen)
+            filled = profile.filled_bytes_at(seen) - int(head_bytes[list(shape.full_layers)].sum())
+            kept = int(head_bytes.sum()) + max(filled, 0)
             followed = min(due, end - seen)
             parts.append((followed, seen, kept, followed * token // 2))
             peak = max(peak, kept + room_for(followed, due) * token)
@@ -273,9 +275,9 @@ class Load:
 
     def planned(self, memory: int, times: StepTimes) -> PlannedBatch:
         """Return the rows that give the most tokens a second within a memory."""
-        most = memory // self.peak_bytes
+        max_rows = memory // self.peak_bytes
         # between two rows that were measured the time is a line, so the best is at its ends
-        choices = [*(rows for rows in times.rows if rows < most), most]
+        choices = [*(rows for rows in times.rows if rows < max_rows), max_rows]
         speed, rows = max((self.tokens_per_second(rows, times), rows) for rows in choices)
         return PlannedBatch(
             rows=rows,

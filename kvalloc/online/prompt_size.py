@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvalloc.accounting import IntArray
+
 
 @dataclass(frozen=True, kw_only=True)
 class PromptSize:
@@ -17,11 +19,14 @@ class PromptSize:
         Tokens of each row, without padding; empty for a single row without any.
     chunked : bool
         Whether it comes in several forwards.
+    rows : tuple of ndarray of int64, (n_tokens,)
+        Token ids of each row, without padding; empty where they are not known.
     """
 
     tokens: int | None = None
     lengths: tuple[int, ...] = ()
     chunked: bool = False
+    rows: tuple[IntArray, ...] = ()
 
     @property
     def announced(self) -> int | None:

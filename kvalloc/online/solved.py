@@ -21,7 +21,7 @@ SINKS, WINDOW = 4, 8
 WIDTHS = (8, 5, 4, 3)
 """Widths at which entries are stored, beside 16 bits."""
 
-MATCHED, MATCHED_BY_FEW, EVERY = 64, 128, 2
+MATCHED, MATCHED_BY_FEW, STEP = 64, 128, 2
 """Number of latest tokens to whose queries values are fitted, and where few entries stay: there
 twice as many take little longer. Where many stay every second of them is taken, which loses no
 more, in half the time."""
@@ -40,7 +40,7 @@ def matching_options(share: float) -> dict[str, int]:
     """Return the parameters of `attention_matching` at a share."""
     few = share < FEW_BELOW
     rows = MATCHED_BY_FEW if few else MATCHED
-    return {"rows": rows, "every": 1 if few else EVERY}
+    return {"rows": rows, "every": 1 if few else STEP}
 
 
 def grid_length(tokens: int) -> int:
@@ -153,15 +153,15 @@ def shares_of_rows(file: str, share: float, lengths: tuple[int, ...]) -> tuple[f
         CacheCosts(shape=scores.shape, context_tokens=tokens, batch=1, page_tokens=1)
         for tokens in lengths
     ]
-    beside = [one.sliding_bytes + one.reading_bytes for one in costs]  # a pool holds the peaks
+    extra = [one.sliding_bytes + one.reading_bytes for one in costs]  # a pool holds the peaks
     request = {"level": "head", "objective": "loss", "bits": WIDTHS}
     pool = solve_pool(
         [(scores, {**request, "context": tokens}, 1.0) for tokens in lengths],
-        memory=sum(beside) + sum(bytes_in_share(share, one.full) for one in costs),
+        memory=sum(extra) + sum(bytes_in_share(share, one.full) for one in costs),
         solver="lagrangian",
     )
     granted = [Request.read(member).target.value for member in pool]
-    parts = zip(granted, beside, costs, strict=True)
-    shares = np.array([(part - held) / one.full for part, held, one in parts])
+    parts = zip(granted, extra, costs, strict=True)
+    shares = np.array([(part - stored) / one.full for part, stored, one in parts])
     same = np.equal.outer(lengths, lengths)  # rows of one length, such as beams, are kept alike
     return tuple(np.minimum((same * shares).sum(axis=1) / same.sum(axis=1), 1.0).tolist())

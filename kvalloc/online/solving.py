@@ -125,7 +125,7 @@ def solve_measured(
             read = {"text": samples.description, "text_digest": samples.digest()}
             return loss_summary(samples, losses) | read
 
-        decided = _meet(request, lambda wanted: solve(scores, request=wanted, **how), measure)
+        decided = _meet(request, lambda target: solve(scores, request=target, **how), measure)
         if kept is not None:
             decided.save(kept.output)
             kept.finish()
@@ -175,11 +175,11 @@ def _meet(
         decided, summary = best
         stated = MeasuredLoss(target=target, tries=tuple(tries), **summary)
         return decided.replace(measured_loss=stated)
-    least = min(one.loss for one in tries)
+    min_loss = min(one.loss for one in tries)
     raise InfeasibleError(
         f"a measured loss of {target:g} nats per token was not reached in {len(tries)} tries; the "
-        f"best lost {least:.15g}: ask for that, or allow more tokens",
-        nearest=least,
+        f"best lost {min_loss:.15g}: ask for that, or allow more tokens",
+        nearest=min_loss,
     )
 
 
@@ -193,13 +193,13 @@ def _samples(
             prompts = calibration_prompts(tokenizer, PROMPTS, scores.context_tokens, seed=SEED)
         except InputError as error:
             raise InputError(f"{error}; {way_out}") from error
-    given = [prompts] if isinstance(prompts, str) else list(prompts)
+    texts = [prompts] if isinstance(prompts, str) else list(prompts)
     samples = choose_samples(
-        given,
+        texts,
         tokenizer,
         context_tokens=scores.context_tokens,
         least_tokens=scores.protected_tokens + 1,
-        samples=None if all(isinstance(one, Prompt) for one in given) else PROMPTS,
+        samples=None if all(isinstance(one, Prompt) for one in texts) else PROMPTS,
         sampling_ratio=1.0,
     )
     if samples.digest() == scores.text_digest:

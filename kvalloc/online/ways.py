@@ -49,7 +49,7 @@ PIECE, NEARBY = 256, 0
 """Tokens of the prompt that are read again at once, and how many around them are seen meanwhile:
 to see more takes longer and loses no less."""
 
-LONGER = 256
+LONGER_TOKENS = 256
 """Tokens for which a conversation is solved that begins with less than half of them: sinks and
 windows are most of a short text's budgets (SmolLM2-135M at 20%, 36 tokens and then turns of 250:
 4.5 and 3.1 of reading all again, and 7.2 and 4.6 where the short text's budgets go on)."""
@@ -112,8 +112,8 @@ class Setting:
 
     def entries(self, tokens: int) -> int:
         """Return the number of entries that each head keeps of a row."""
-        least, share = SINKS + WINDOW, self.share
-        return entries_in_share(share, tokens, self.bits, self.shape, least=least)
+        protected, share = SINKS + WINDOW, self.share
+        return entries_in_share(share, tokens, self.bits, self.shape, least=protected)
 
     def solved_tokens(self, tokens: int) -> int | None:
         """Return the length at which the curves of the fitted file are solved for a prompt.
@@ -227,7 +227,7 @@ class Way:
             return plain_bytes(self.setting.shape, columns, rows)
         return profile.peak_bytes_at(tokens, rows, columns=columns, chunked=chunked)
 
-    def longer(self) -> BudgetProfile | None:
+    def longer_profile(self) -> BudgetProfile | None:
         """Return the budgets by which a conversation goes once it is longer, if they differ."""
         return None
 
@@ -253,10 +253,10 @@ class Way:
         similar = file or fitted_of_same_sizes(shape)
         if of_these or similar is None:
             return ""
-        said = f"{similar} was fitted to other weights of the same sizes, or another form of these"
+        text = f"{similar} was fitted to other weights of the same sizes, or another form of these"
         if file is None:
-            said += f"; {option('fitted', similar)} and {option('allow_other_model', True)} take it"
-        return said
+            text += f"; {option('fitted', similar)} and {option('allow_other_model', True)} take it"
+        return text
 
     def _holding_bytes(self, read: Rows) -> int:
         """Return the bytes of the full cache, and of queries that choose and that values fit."""
@@ -314,17 +314,17 @@ class Decided(Way):
 
     def profile(self, tokens: int | None) -> BudgetProfile:
         """Return the budgets that are solved; see `Way.profile`."""
-        own = self.setting
-        solved = solve_share(str(own.file), own.share, self.solved_tokens)
+        setting = self.setting
+        solved = solve_share(str(setting.file), setting.share, self.solved_tokens)
         assert solved is not None  # or nothing is served so
         return solved
 
-    def longer(self) -> BudgetProfile | None:
+    def longer_profile(self) -> BudgetProfile | None:
         """Return the budgets of a text of `LONGER` tokens, where the prompt is far shorter."""
-        own = self.setting
-        if 2 * self.solved_tokens > LONGER:
+        setting = self.setting
+        if 2 * self.solved_tokens > LONGER_TOKENS:
             return None
-        return solve_share(str(own.file), own.share, LONGER)
+        return solve_share(str(setting.file), setting.share, LONGER_TOKENS)
 
     @property
     def brief(self) -> str:
@@ -375,9 +375,9 @@ class Twice(Way):
         """Return it, with what is read again and what one layer shows of the prompt."""
         tokens, rows, columns, _ = read
         shown = min(SHOWN_FIRST + PIECE, tokens)
-        again = plain_bytes(self.setting.shape, min(CARRIED_TOKENS + PIECE, tokens), rows)
+        second_read = plain_bytes(self.setting.shape, min(CARRIED_TOKENS + PIECE, tokens), rows)
         one_layer = reading_bytes(self.setting.shape, columns, rows)
-        return self._holding_bytes(read) + one_layer * shown // columns + again
+        return self._holding_bytes(read) + one_layer * shown // columns + second_read
 
     def advice(self, tokens: int) -> str:
         """Return what spares the second read; see `Way.advice`."""
@@ -408,5 +408,5 @@ def chosen_way(
         return Decided(setting=setting, solved_tokens=solved)
     if setting.entries(tokens) == tokens:
         return Whole.of(setting, tokens)
-    again = tokens + min(PIECE, tokens) + CARRIED_TOKENS
-    return (Early if limit is not None and again > limit else Twice)(setting=setting)
+    second_read = tokens + min(PIECE, tokens) + CARRIED_TOKENS
+    return (Early if limit is not None and second_read > limit else Twice)(setting=setting)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,24 +17,106 @@ from transformers import Cache
 from kvalloc.accounting import IntArray
 from kvalloc.accounting.costs import full_bytes
 from kvalloc.accounting.stored import bytes_at_16_bits, layer_tensors, storages
-from kvalloc.errors import UnsupportedRequestError, one_line
+from kvalloc.errors import (
+    InputError,
+    ModelMismatchError,
+    UnsupportedModelError,
+    UnsupportedRequestError,
+    one_line,
+    option,
+)
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.models.attention import AttentionStates, Compute
-from kvalloc.models.names import can_take_back
 from kvalloc.models.structure import context_limit
-from kvalloc.runtime import conversation, hooks, refusals
-from kvalloc.runtime.arrival import Arrival, row_tokens
-from kvalloc.runtime.attention.masks import shown_columns
-from kvalloc.runtime.drafts import part, unread
-from kvalloc.runtime.layer import BudgetLayer
+from kvalloc.runtime import hooks, plan, refusals
+from kvalloc.runtime.attention.backends import attend
+from kvalloc.runtime.attention.call import AttentionCall
+from kvalloc.runtime.checks import Checks
+from kvalloc.runtime.door import Batch, Door, shown
+from kvalloc.runtime.evict import Eviction
+from kvalloc.runtime.extension import Extension
+from kvalloc.runtime.kept import WORK_BYTES
+from kvalloc.runtime.notes import Notes, of_row
 from kvalloc.runtime.options import CacheOptions
-from kvalloc.runtime.prompt import Prompt
-from kvalloc.runtime.saving import save_cache
-from kvalloc.runtime.verifier import Verifier
+from kvalloc.runtime.pieces import part
+from kvalloc.runtime.rows import Method, Row, alike
+from kvalloc.runtime.second_read import HeldPrompt, check_context, read_again
+from kvalloc.runtime.store import Store
+from kvalloc.runtime.tail import rows_of
+from kvalloc.scorers import Scorer
 from kvalloc.units import share_text
 
-_BY_ROW = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
-"""Arguments of a forward that are of rows."""
+HALF_WAY = (
+    "a forward with this cache failed half-way, so its layers disagree; call cache.reset() and "
+    "start with the prompt again"
+)
+TURN_BROKEN_OFF = (
+    "an answer broke off after {:,} tokens of its turn, and what was evicted meanwhile, or slid "
+    "out of a window, cannot come back; call cache.reset() and start with the prompt again, or go "
+    "on from a copy.deepcopy(cache) made before; to end an answer early, use stopping_criteria"
+)
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """The forward that runs.
+
+    Attributes
+    ----------
+    batch : Batch
+    every : int
+        Tokens between two evictions, for which layers get room.
+    planned : dict of int to list of (Eviction, ndarray)
+        What goes of each layer once it has attended.
+    observing : list of Eviction
+        Rows whose policies note what they want of a chunk after which nothing goes of a layer.
+    noted : int
+        Latest queries of each row that are kept of it; 0 for none.
+    """
+
+    batch: Batch
+    every: int
+    planned: dict[int, list[tuple[Eviction, IntArray]]]
+    observing: list[Eviction]
+    noted: int
+
+
+class _Read:
+    """What is known of a prompt that the model is to read again.
+
+    Attributes
+    ----------
+    positions : Tensor of int64, (rows, n_columns)
+        On the host.
+    tokens : Tensor of int64, (rows, n_columns), or (rows, n_columns, hidden_size)
+        Its tokens or embeddings.
+    """
+
+    def __init__(self) -> None:
+        self.positions = self.tokens = torch.empty(0, 0, dtype=torch.long, device="cpu")
+
+    def add(self, arguments: Mapping[str, Any], batch: Batch) -> None:
+        """Note a forward of the prompt; one that has failed may come again."""
+        seen, end = batch.seen, batch.seen + batch.new
+        read = refusals.new_tokens(arguments).detach()
+        if seen and self.tokens.ndim != read.ndim:
+            raise UnsupportedRequestError(
+                "a scorer has the model repeat a prompt, but its chunks came as token ids and as "
+                "inputs_embeds; send all in one form, or choose another scorer"
+            )
+        self.tokens = torch.cat([self.tokens[:, :seen], read], dim=1) if seen else read
+        positions = arguments.get("position_ids")
+        if not isinstance(positions, Tensor):
+            positions = torch.arange(seen, end, device="cpu")[None]
+        positions = positions.cpu()  # (n_axes, rows, n) where a model has several axes
+        positions = positions.reshape(-1, *positions.shape[-2:]).amax(dim=0).expand(batch.rows, -1)
+        before = self.positions[:, :seen]
+        self.positions = torch.cat([before, positions], dim=1) if seen else positions
+
+    def next_position(self, row: int, columns: Any) -> int:
+        """Return the position of what follows a row."""
+        own = self.positions[row, columns]
+        return int(own.max()) + 1 if len(own) else 0
 
 
 class BudgetCache(Cache, hooks.HookedCache):
@@ -43,13 +124,20 @@ class BudgetCache(Cache, hooks.HookedCache):
 
     While the prompt runs, each full-attention layer first attends to all it holds, then the
     policy ranks the entries and only the budget stays: sinks, window and, for each row and KV
-    head, its own best. What is evicted is freed before the next layer runs. Where a prompt is read
-    twice, or all layers share its budgets, all of them evict at once when it is complete; until
-    then the cache is a full one. Tokens that follow, turns and answers, any number at a time, are
-    added; every so many (``decode_every``) and at the end of a turn they compete with what is kept
-    for the budgets of all tokens seen. Positions stay true: `get_seq_length` is the number of
-    tokens seen. Make one with `kvalloc.make_cache`; budgets, entries and masks belong to this
-    object and not to the model, so any number of caches can be interleaved.
+    head, its own best. What is evicted is freed before the next layer runs. Where a policy has to
+    see the whole prompt, all layers evict at its end. Tokens that follow, turns and answers, any
+    number at a time, are added; every so many (``decode_every``) and at the end of a turn they
+    compete with what is kept for the budgets of all tokens seen. Positions stay true:
+    `get_seq_length` is the number of tokens seen. Make one with `kvalloc.make_cache`; budgets,
+    entries and masks belong to this object and not to the model, so any number of caches can be
+    interleaved.
+
+    Attributes
+    ----------
+    rows : list of Row
+        The texts of its batch; none before the first forward.
+    extensions : list of Extension
+        What listens to it.
 
     Notes
     -----
@@ -60,200 +148,109 @@ class BudgetCache(Cache, hooks.HookedCache):
     """
 
     layers: list[Any]  # each with keys: `make_layers` refuses others
-    _ahead = False  # while pieces of a forward run, all but the last
-    verifier: Verifier | None = None  # see `kvalloc.runtime.lossless`
     read_ids: Tensor | None = None  # the first tokens that it has seen, as far as they are known
+    decision_seconds: float | None = None  # what deciding its budgets took, if they were
+    verifier: Any = None  # what verifies its answers, if anything does
 
-    def __init__(self, prompts: Sequence[Prompt], rows: Sequence[Sequence[int]] = ()) -> None:
-        super().__init__(layers=prompts[0].layers)
-        self.decoder = prompts[0].plan.decoder
-        self._before: list[BudgetCache] = []  # copies from before what drafts made due
-        self._states: list[tuple[Tensor, Tensor]] = []  # of the layer that runs, by group
-        self._regroup(prompts, rows)
-        if (decoder := self.decoder()) is not None:
-            hooks.retain(self, decoder)
+    def __init__(
+        self,
+        decoder: nn.Module,
+        layers: list[Any],
+        methods: Sequence[Method],
+        announced: int | None = None,
+        lengths: tuple[int, ...] | None = None,
+    ) -> None:
+        super().__init__(layers=layers)
+        self.decoder, self._name = weakref.ref(decoder), type(decoder).__name__
+        self.methods = tuple(methods)
+        self.door = Door(announced, lengths)
+        self.extensions: list[Extension] = []
+        self._spent = False  # whether its budgets were decided from a prompt that is gone
+        self._forget()
+        hooks.retain(self, decoder)
 
-    @classmethod
-    def joined(cls, caches: Sequence[tuple[Sequence[int], BudgetCache]]) -> BudgetCache:
-        """Return a cache for a batch whose rows are kept in different ways.
-
-        The model reads all rows in one forward. As long as nothing of a layer has gone, its
-        attention is that of the whole batch; then it is computed group by group.
-
-        Parameters
-        ----------
-        caches : sequence of (sequence of int, BudgetCache)
-            Rows of the batch, each in one group, and what keeps them: empty caches of one model.
-        """
-        return cls([own._prompt for _, own in caches], [rows for rows, _ in caches])
-
-    def _regroup(self, prompts: Sequence[Prompt], rows: Sequence[Sequence[int]]) -> None:
-        """Note which rows are kept alike, and by whom."""
-        self._prompts, self.layers = list(prompts), prompts[0].layers
-        self._places = [torch.tensor(own, device="cpu") for own in rows] if len(prompts) > 1 else []
-        self._order = torch.cat(self._places).argsort() if self._places else None
-
-    @property
-    def _prompt(self) -> Prompt:
-        """That of the first group, for what is the same in all."""
-        return self._prompts[0]
-
-    @property
-    def groups(self) -> Sequence[tuple[Any, Prompt]]:
-        """Rows that are kept alike, as what picks them, and their prompt."""
-        every: Sequence[Any] = self._places or [slice(None)]
-        return [*zip(every, self._prompts, strict=True)]
-
-    def _in_order(self, several: Sequence[Any]) -> Any:
-        """Return what is known of the rows of each prompt as that of the batch."""
-        if self._order is None:
-            return several[0]
-        order = self._order[: sum(len(own) for own in several)]  # all, or none that are stored
-        if isinstance(several[0], Tensor):
-            return torch.cat([*several])[order.to(several[0].device)]
-        if isinstance(several[0], np.ndarray):
-            return np.concatenate(several)[order.numpy()]
-        rows = [own for of_group in several for own in of_group]
-        return [rows[place] for place in order.tolist()]
-
-    def _of(self, arguments: Mapping[str, Any], place: Any) -> Mapping[str, Any]:
-        """Return the arguments of a forward for the rows of one group."""
-        if self._order is None:
-            return arguments
-        own, batch = dict(arguments), len(self._order)
-        for name in _BY_ROW:
-            given = own.get(name)
-            if name == "position_ids" and isinstance(given, Tensor) and given.shape[-2] == batch:
-                own[name] = given[..., place, :]  # in front are the axes of an image's positions
-            elif isinstance(given, Tensor) and len(given) == batch:
-                own[name] = given[place]
-        return own
+    def _forget(self) -> None:
+        self.rows: list[Row] = []
+        self._running: _Running | None = None
+        self._read = _Read()
+        self._broken: str | None = None
+        self._in_pieces = False  # while pieces of a forward run, all but the last
+        self._checks = Checks()
 
     def __repr__(self) -> str:
         """Model, tokens and share; layers each by itself would fill screens."""
         stored = self.share_text if self.batch else "empty"
         state = "" if self.interrupted is None else ", interrupted"
         return (
-            f"BudgetCache({self._prompt.plan.name}, rows={self.batch}, "
+            f"BudgetCache({self._name}, rows={self.batch}, "
             f"tokens={self.get_seq_length()}, {stored}{state})"
         )
 
-    # The prompt
+    # Its rows
+
+    @property
+    def stores(self) -> dict[int, Store]:
+        """Its layers of full attention, by their number."""
+        return {i: layer for i, layer in enumerate(self.layers) if isinstance(layer, Store)}
 
     @property
     def profile(self) -> BudgetProfile:
-        """Whose budgets hold: decided ones, where all rows have the same.
-
-        Where rows are kept in different ways, that of the first of these; its detail tells of all.
-        """
-        first, *others = (prompt.profile for prompt in self._prompts)
-        details = one_line("; ".join(own.detail for own in (first, *others)), 100)
-        return first.replace(detail=details) if others else first
+        """Whose budgets hold, of the first row; its detail tells of all ways of keeping them."""
+        first = self.rows[0].profile if self.rows else self.methods[0].profile
+        details = dict.fromkeys(method.profile.detail for method in self.methods)
+        if len(details) < 2:
+            return first
+        return first.replace(detail=one_line("; ".join(details), 100))
 
     @property
     def row_profiles(self) -> tuple[BudgetProfile, ...]:
-        """Whose budgets each row keeps, ``(batch,)``: its own, where they are decided by prompt."""
-        return tuple(self._in_order([prompt.row_profiles for prompt in self._prompts]))
-
-    @property
-    def longer_profile(self) -> BudgetProfile | None:
-        """By whose budgets the conversation will go once it is longer; None where it goes on."""
-        prompt = self._prompt
-        return prompt.plan.longer if prompt.profile is prompt.plan.profile else None
-
-    @property
-    def decision_seconds(self) -> float | None:
-        """What deciding budgets took; None where nothing was decided."""
-        return self._prompt.decision_seconds
+        """Whose budgets each row keeps, ``(batch,)``."""
+        return tuple(row.profile for row in self.rows)
 
     @property
     def options(self) -> CacheOptions:
         """How it keeps its budgets, as it was asked."""
-        return self._prompt.plan.options
-
-    @property
-    def arrival(self) -> Arrival:
-        """What has come: tokens, padding, whose budgets."""
-        return self._prompt.arrival
+        return self.methods[0].options
 
     @property
     def prompt_complete(self) -> bool:
         """Whether the whole prompt has been seen, so that all that comes now follows it."""
-        return self.arrival.complete
+        return self.door.complete
 
     @property
     def interrupted(self) -> str | None:
         """Why only `reset` helps: a forward failed half-way; None if none did."""
-        reasons = (prompt.interrupted for prompt in self._prompts)
-        return next((reason for reason in reasons if reason is not None), None)
+        return self._broken or (None if self._running is None else HALF_WAY)
 
     @property
     def reduced(self) -> bool:
         """Whether any entry has been evicted, padding included."""
-        return any(prompt.reduced for prompt in self._prompts)
-
-    def end_turn(self) -> None:
-        """Keep no more than the budget of all tokens seen: a turn has been read and answered.
-
-        What followed the latest eviction competes with what was kept. `kvalloc.apply` does so
-        after each ``generate()``; without it, it happens every so many tokens.
-
-        Raises
-        ------
-        UnsupportedRequestError
-            If the cache is interrupted.
-        """
-        if self.interrupted is not None:
-            raise UnsupportedRequestError(self.interrupted)
-        for prompt in self._prompts:
-            conversation.settle(prompt)
-
-    def decide(self, inputs: Mapping[str, Any]) -> None:
-        """Show a prompt of announced length that comes in chunks, before its first one.
-
-        Its budgets are decided then, where that is asked for, and the lengths of its rows are
-        known. By itself the cache decides in the first forward, which has to be the whole prompt.
-
-        Parameters
-        ----------
-        inputs : mapping
-            ``input_ids`` (batch, n_tokens) and, where there is padding, ``attention_mask``.
-
-        Raises
-        ------
-        UnsupportedRequestError
-            If a prompt has been seen already, or it is not given as token ids.
-        KVAllocError
-            As the decider does.
-        """
-        for place, prompt in self.groups:
-            prompt.decide(self._of(inputs, place))
-
-    # What it stores
+        return any(store.kept is not None for store in self.stores.values())
 
     @property
     def batch(self) -> int:
         """Rows that are stored; 0 before the first forward."""
-        return sum(prompt.batch for prompt in self._prompts)
+        return next(iter(self.stores.values())).rows
+
+    # What it stores
 
     @property
     def retained_bytes(self) -> int:
         """Bytes allocated now: every storage once and in full, positions too."""
-        return sum(int(storage.nbytes()) for storage, _, _ in storages(self._tensors()))
+        return sum(int(storage.nbytes()) for storage, _, _ in storages(self.tensors()))
 
     @property
     def share(self) -> float:
         """Share of a cache at 16 bits a number of all tokens seen that is stored.
 
-        Positions of kept entries count, sliding layers do not; 0 before the first
-        forward.
+        Positions of kept entries count, sliding layers do not; 0 before the first forward.
         """
         if not self.batch:
             return 0.0
-        shape = self._prompt.profile.shape
-        tokens = sum(int(prompt.arrival.visible.sum()) for prompt in self._prompts)
+        shape = self.methods[0].profile.shape
+        tokens = sum(row.seen for row in self.rows)
         whole = shape.bytes_per_entry * shape.n_kv_heads * len(shape.full_layers)
-        return sum(bytes_at_16_bits(own.layers) for own in self._prompts) / max(1, tokens * whole)
+        return bytes_at_16_bits(self.layers) / max(1, tokens * whole)
 
     @property
     def share_text(self) -> str:
@@ -269,16 +266,15 @@ class BudgetCache(Cache, hooks.HookedCache):
         """
         if not self.batch:
             return 0
-        shape = replace(self._prompt.profile.shape, dtype_bytes=self.layers[0].keys.dtype.itemsize)
-        tokens = [n for own in self._prompts for n in row_tokens(own.arrival.visible).tolist()]
+        shape = self.methods[0].profile.shape
+        shape = replace(shape, dtype_bytes=self.layers[0].keys.dtype.itemsize)
         slid_out: int = sum(
             tensor.untyped_storage().nbytes() - tensor.nbytes
-            for prompt in self._prompts
-            for layer in prompt.layers
-            if not isinstance(layer, BudgetLayer)
+            for layer in self.layers
+            if not isinstance(layer, Store)
             for tensor in layer_tensors(layer)
         )
-        return sum(full_bytes(shape, own) for own in tokens if own) + slid_out
+        return sum(full_bytes(shape, row.seen) for row in self.rows if row.seen) + slid_out
 
     @property
     def kept_tokens(self) -> IntArray:
@@ -289,13 +285,22 @@ class BudgetCache(Cache, hooks.HookedCache):
     @property
     def kept_tokens_by_row(self) -> IntArray:
         """Entries stored now, ``(batch, n_layers, n_kv_heads)``."""
-        counts: IntArray = self._in_order([prompt.stored_counts() for prompt in self._prompts])
+        heads = self.methods[0].profile.shape.n_kv_heads
+        counts: IntArray = np.zeros((self.batch, len(self.layers), heads), dtype=np.int64)
+        tokens = self._tokens
+        for index, layer in enumerate(self.layers if self.batch else ()):
+            own = layer.counts(tokens) if isinstance(layer, Store) else layer.keys.shape[-2]
+            counts[:, index] = own
         return counts
 
-    def _tensors(self) -> Iterator[Tensor]:
+    @property
+    def _tokens(self) -> IntArray:
+        """Tokens that each row has seen, (rows,)."""
+        return np.array([row.seen for row in self.rows], dtype=np.int64)
+
+    def tensors(self) -> Iterator[Tensor]:
         """All K and V tensors."""
-        layers = (layer for prompt in self._prompts for layer in prompt.layers)
-        return (tensor for layer in layers for tensor in layer_tensors(layer))
+        return (tensor for layer in self.layers for tensor in layer_tensors(layer))
 
     def kept_indices(self, layer: int) -> Tensor:
         """Original positions of the prompt's entries that a layer keeps.
@@ -320,20 +325,30 @@ class BudgetCache(Cache, hooks.HookedCache):
         InputError
             If the layer is a sliding one, or no prompt has been seen.
         """
-        refusals.refuse(
-            kept_by_sliding=not isinstance(self.layers[layer], BudgetLayer) and (layer,),
-            kept_of_nothing=not self.batch or self.arrival.prompt_tokens is None,
-        )
-        indices = [
-            prompt.layers[layer].kept_positions(prompt.arrival.prompt_tokens)
-            for prompt in self._prompts
-        ]
-        most = max(int(own.shape[-1]) for own in indices)
-        pad = nn.functional.pad
-        found: Tensor = self._in_order(
-            [pad(own, (0, most - own.shape[-1]), value=-1) for own in indices]
-        )
-        return found
+        store = self.layers[layer]
+        if not isinstance(store, Store):
+            raise InputError(f"layer {layer} is a sliding-window layer: it keeps the last tokens")
+        if not self.batch or self.door.prompt_columns is None:
+            raise InputError("the cache has seen no prompt yet; run the model with it first")
+        prompt = min(self.door.prompt_columns, store.seen)
+        found, heads = [], int(store.keys.shape[1])
+        for row, seen in enumerate(self._tokens.tolist()):
+            latest = 0 if store.tail is None else seen - int(store.tail.lengths[row])
+            # after the prompt, where decoding evicts as well
+            end = max(self.door.count(row, prompt), latest)
+            new = torch.arange(latest, end, dtype=torch.int32, device=store.keys.device)
+            if store.kept is None:
+                kept = [new] * heads
+            else:
+                _, _, positions = store.kept.padded(np.array([row]))
+                lengths = store.kept.lengths[row].tolist()
+                kept = [
+                    torch.cat([own[:length], new])
+                    for own, length in zip(positions[0], lengths, strict=True)
+                ]
+            found += [self.door.in_columns(row, own) for own in kept]
+        padded = nn.utils.rnn.pad_sequence(found, batch_first=True, padding_value=-1)
+        return padded.view(len(self.rows), heads, -1).int()
 
     # What the hooks call
 
@@ -342,7 +357,7 @@ class BudgetCache(Cache, hooks.HookedCache):
     ) -> tuple[list[Any], Mapping[str, Any]]:
         """Run the pieces of a forward, all but the last.
 
-        It is cut where it has drafts, and where the memory does not take it whole.
+        It is cut where the memory does not take it whole, and where extensions ask for it.
 
         Returns
         -------
@@ -351,45 +366,47 @@ class BudgetCache(Cache, hooks.HookedCache):
         mapping
             Arguments of the last piece.
         """
-        prompt, outputs = self._prompt, list[Any]()
-        if self._ahead:
+        outputs = list[Any]()
+        if self._in_pieces:
             return outputs, arguments
+        for one in self.extensions:
+            arguments = one.begin(self, arguments)
         seen = self.get_seq_length()
-        if prompt.given is not None:
-            arguments = unread(arguments, seen)
-            self._take()
         end = seen + refusals.new_tokens_shape(arguments)[1]
-        cuts = sorted({one for own in self._prompts for one in conversation.cuts(own, end)})
-        mask = arguments.get("attention_mask")
-        refusals.refuse(mask_in_pieces=bool(cuts) and shown_columns(mask) is not mask)
-        self._ahead = True
+        columns = {column for one in self.extensions for column in one.cuts(self, end)}
+        columns.update(self.cuts(seen, end))
+        _, ready = shown(arguments)
+        if columns and ready:
+            raise UnsupportedRequestError(
+                "a forward with an attention mask that is not causal, given or made by the model "
+                f"around its images, cannot be read in pieces; leave out {option('memory')}, or "
+                "tokens that may be taken back"
+            )
+        self._in_pieces = True
         try:
-            for column in cuts:
+            for column in sorted(columns):
                 new = column - self.get_seq_length()
                 outputs.append(decoder(**part(arguments, slice(new), column)))
                 arguments = part(arguments, slice(new, None))
-                if prompt.given is not None and column > prompt.given:
-                    shared = {id(tensor): tensor for tensor in self._tensors()}
-                    self._before.append(copy.deepcopy(self, {**shared, id(self._before): []}))
-                for own in self._prompts:
-                    conversation.catch_up(own)
+                for one in self.extensions:
+                    one.read(self)
+                self.catch_up()
         finally:
-            self._ahead = False
+            self._in_pieces = False
         return outputs, arguments
 
-    def _take(self) -> None:
-        """Nothing that is there is taken back any more: let go of what was kept for that."""
-        self._before = []
-        for prompt in self._prompts:
-            conversation.catch_up(prompt)
-            for layer in prompt.layers:
-                if getattr(layer, "record_past", False):
-                    layer.crop(0)
+    def cuts(self, seen: int, end: int) -> Iterator[int]:
+        """Yield the columns where a forward is cut since the memory does not take it whole."""
+        if self.door.complete and (free := self._free_tokens()) is not None and end - seen > free:
+            row = self.rows[0]
+            start = seen - (row.seen - row.evicted_at)
+            columns = plan.cuts(row, self.memory_of(row), start, end)
+            yield from (column for column in columns if column > seen)
 
     def begin_forward(
         self, decoder: nn.Module, arguments: Mapping[str, Any]
     ) -> Mapping[str, Any] | None:
-        """Check a forward before anything of it runs, and prepare the layers for it.
+        """Check a forward before anything of it runs, and plan what goes of it.
 
         Returns
         -------
@@ -397,62 +414,562 @@ class BudgetCache(Cache, hooks.HookedCache):
             Arguments to change: the mask of known padding where the caller gave none, for the
             layers that are transformers' own and may still store some.
         """
-        names = self._prompt.plan.name, type(decoder).__name__
-        refusals.refuse(given_to_other=self.decoder() is not decoder and names)
+        if self.decoder() is not decoder:
+            raise ModelMismatchError(
+                f"this cache was made for another {self._name} object than the "
+                f"{type(decoder).__name__} that it was given to; make one with "
+                "kvalloc.make_cache(model, profile) for this model"
+            )
         if self.interrupted is not None:
             raise UnsupportedRequestError(self.interrupted)
-        rows = self.batch if self._order is None else len(self._order)
-        masks = refusals.check_forward(decoder, arguments, rows)
-        seen, limit = self.get_seq_length(), context_limit(decoder)
-        _, new = refusals.new_tokens_shape(arguments)
-        beyond = seen > 0 and new > 1 and limit is not None and seen + new > limit
-        refusals.refuse(
-            turn_of_nothing=not new and (seen, seen),
-            turn_beyond=beyond and (seen, new, limit),
-        )
-        hides, mask = False, arguments.get("attention_mask")
-        ready_made = shown_columns(mask) is not mask
-        refusals.refuse(ready_made=self.reduced and ready_made)
-        if ready_made:  # nothing was evicted, so it fits
-            columns = None if self.prompt_complete else shown_columns(mask)
-            arguments = {**arguments, "attention_mask": columns}
-        with ExitStack() as begun:
-            for place, prompt in self.groups:
-                hides |= prompt.begin(self._of(arguments, place), masks)
-                begun.callback(prompt.end, completed=False)
-            begun.pop_all()
-        if ready_made or not hides:
+        refusals.check_forward(decoder, arguments, self.batch)
+        seen, shape = self.get_seq_length(), refusals.new_tokens_shape(arguments)
+        self._check_turn(decoder, seen, shape[1])
+        columns, ready = shown(arguments)
+        if ready and self.reduced:
+            raise UnsupportedRequestError(
+                "an attention mask that is not causal, given or made by the model around its "
+                "images, does not fit layers that keep different entries; pass a 2-D "
+                "attention_mask or none, and images in the first prompt alone"
+            )
+        columns = None if ready and self.door.complete else columns
+        may_change = self.door.complete and not self.reduced
+        batch = self.door.enter(shape, seen, columns, may_change=may_change)
+        try:
+            if not batch.follows:
+                running = self._begin_prompt(batch, arguments)
+            else:
+                running = _Running(batch, self._every(), {}, [], self._noted(batch))
+        except BaseException:
+            self.door.abandon()
+            raise
+        for layer, store in self.stores.items():
+            store.fresh = layer in running.planned
+        self._running = running
+        if (
+            ready
+            or not batch.hides
+            or all(isinstance(layer, Store) and layer.kept is not None for layer in self.layers)
+        ):
             return None
-        forwards = (prompt.forward for prompt in self._prompts)
-        visible = self._in_order([own.step.visible for own in forwards if own is not None])
-        return {"attention_mask": visible.to(self.layers[0].device, torch.long)}
+        assert self.door.visible is not None
+        return {"attention_mask": self.door.visible.to(self.layers[0].device, torch.long)}
+
+    def _check_turn(self, decoder: nn.Module, seen: int, new: int) -> None:
+        refusals.check_goes_on(seen + new, seen)
+        limit = context_limit(decoder)
+        if seen and new > 1 and limit is not None and seen + new > limit:
+            raise InputError(
+                f"{seen} tokens in the cache and {new} that follow are beyond the {limit} tokens "
+                "that the model was made for; shorten the turn or begin a new conversation"
+            )
 
     def attend(self, states: AttentionStates, compute: Compute) -> Any:
-        """Run one layer's attention with the mask that fits it; evict what is not to stay."""
-        if self._order is None:
-            return self._prompt.attend(states, compute)
-        together = None if self._is_split(states.layer) else compute(states.mask)[0]
-        outputs = []
-        for (place, prompt), (keys, values) in zip(self.groups, self._states, strict=True):
-            own = replace(states, queries=states.queries[place], keys=keys, values=values)
-            if together is None:
-                assert prompt.forward is not None
-                own = replace(own, mask=prompt.forward.mask(own))
-            own_rows = partial(_attention, compute, own, place, together)
-            outputs.append(prompt.attend(own, own_rows)[0])
-        self._states = []
-        return self._in_order(outputs), None
+        """Run one layer's attention over all that it holds; evict what is not to stay."""
+        store = self.layers[states.layer]
+        if not isinstance(store, Store):
+            output = compute(states.mask)
+            _free_slid_out(store, states)
+            return output
+        running = self._running
+        assert running is not None
+        batch, queries = running.batch, states.queries
+        if store.kept is None or store.tail is None:
+            output = compute(states.mask)
+            if running.noted or running.planned or running.observing:
+                queries = batch.aligned(queries)
+        else:
+            queries = batch.aligned(queries)
+            output = self._answer(store, replace(states, queries=queries), compute, batch)
+        self._attended(store, states, queries.detach(), running)
+        return output
 
-    def _is_split(self, layer: int) -> bool:
-        """Whether any group has evicted something of a layer, so that they differ."""
-        return any(getattr(own.layers[layer], "reduced", False) for own in self._prompts)
+    def _answer(self, store: Store, states: AttentionStates, compute: Compute, batch: Batch) -> Any:
+        assert store.kept is not None
+        assert store.tail is not None
+        if batch.new == 1:
+            for one in self.extensions:
+                if (found := one.answer(self, store, states, compute)) is not None:
+                    return found
+        starts = batch.starts(store.tail.starts, states.queries.device)
+        return batch.in_columns(attend(AttentionCall.of(states, starts), store.kept)), None
+
+    def _attended(
+        self, store: Store, states: AttentionStates, queries: Tensor, running: _Running
+    ) -> None:
+        """A layer has attended to all that it holds: note what is needed, evict what has to go."""
+        layer, batch = states.layer, running.batch
+        if store.template is None:
+            store.template = _without_tokens(states)
+        if not batch.follows:
+            # a second look, at a model whose probe failed (`kvalloc.models.probe`)
+            pairs = (states.keys, store.keys), (states.values, store.values)
+            if not all(given is own or given.is_set_to(own) for given, own in pairs):
+                raise UnsupportedModelError(
+                    f"layer {layer} attends to other keys or values than its cache returned, so "
+                    "nothing can be evicted or rounded; use this model with its full cache"
+                )
+        if running.noted:
+            store.notes.queries.add(queries, batch.lengths, running.noted)
+        with self._checks.collected():  # the host reads once a forward what it has to know
+            for eviction, targets in running.planned.get(layer, ()):
+                with torch.autocast(store.keys.device.type, enabled=False):
+                    self._evict(eviction, {layer: targets})
+            planned = running.planned.get(layer, ())
+            gone = np.array([row for eviction, _ in planned for row in eviction.rows], dtype=int)
+            for eviction in running.observing:
+                if (rest := eviction.without(gone)) is not None:
+                    rest.observe(layer, store)
 
     def end_forward(self, *, completed: bool) -> None:
         """Clean up after a forward; after a failed one, find out what it left."""
-        self._states = []
-        with ExitStack() as stack:  # whatever fails in one
-            for prompt in self._prompts:
-                stack.callback(_end, prompt, completed=completed)
+        running, self._running = self._running, None
+        if running is None:  # it was interrupted, and `reset` has tidied up before this
+            return
+        batch = running.batch
+        if not completed:
+            self._failed(batch)
+            return
+        with self._half_way():
+            pass  # what was noted in its layers
+        tokens = self.door.tokens(batch)
+        self.door.commit(batch)
+        pairs = zip(self.rows, tokens.tolist(), strict=True)
+        self.rows = [replace(row, seen=seen) for row, seen in pairs]
+        if batch.completes:
+            self._end_prompt()
+        elif batch.follows and not any(one.holds for one in self.extensions):
+            self.catch_up()
+
+    def _failed(self, batch: Batch) -> None:
+        """Find out what a forward that failed has left: a turn that broke off was not read."""
+        self._checks = Checks()
+        self.door.abandon()
+        for store in self.stores.values():
+            store.fresh = False
+            if batch.follows and store.seen > batch.seen:
+                store.take_back(store.seen - batch.seen, batch.lengths)
+        if {layer.get_seq_length() for layer in self.layers} != {batch.seen}:
+            self._broken = HALF_WAY
+        elif not batch.seen:
+            self.rows = []
+
+    @contextmanager
+    def _half_way(self) -> Iterator[None]:
+        """What fails inside leaves layers that disagree; what was noted to be checked is read."""
+        self._broken = HALF_WAY
+        with self._checks.collected():
+            yield
+        self._checks.read()
+        self._broken = None
+
+    # A prompt
+
+    def _new_rows(self, batch: Batch) -> list[Row]:
+        if self._spent:
+            raise UnsupportedRequestError(
+                "the budgets of this cache were decided from another prompt; make a new cache"
+            )
+        times, rest = divmod(batch.rows, len(self.methods))
+        if rest or not times:
+            raise UnsupportedRequestError(
+                f"the budgets were decided for {len(self.methods)} rows, but this input has "
+                f"{batch.rows}; call cache.reset() and decide for these rows"
+            )
+        prompts = self.door.prompt_tokens(batch)
+        rows = [method for method in self.methods for _ in range(times)]
+        return [
+            Row(
+                method=method,
+                profile=method.profile,
+                holds=method.holds(in_chunks=not batch.completes),
+                prompt=prompt,
+            )
+            for method, prompt in zip(rows, prompts.tolist(), strict=True)
+        ]
+
+    def _begin_prompt(self, batch: Batch, arguments: Mapping[str, Any]) -> _Running:
+        """Plan what goes of each layer once it has read a forward of the prompt."""
+        rows = self.rows if batch.seen else self._new_rows(batch)
+        for row in rows if not batch.seen else ():
+            _check_chunks(row, batch)
+        held = np.array([row.holds for row in rows])
+        now = self.door.tokens(batch)
+        prompts = self.door.prompt_tokens(batch)
+        rows = [replace(row, prompt=n) for row, n in zip(rows, prompts.tolist(), strict=True)]
+        if again := [row for row in rows if row.holds and row.method.policy.scorer.later]:
+            self._read.add(arguments, batch)
+            self._check_room(again, batch, rows)
+        latest = [_wanted(row.method.policy, row.prompt, whole=row.holds) for row in rows]
+        running = _Running(batch, self._every(), {}, [], max(latest, default=0))
+        there, width = self._there(batch), batch.seen + batch.new
+        for group in alike(rows, np.flatnonzero(~held)):
+            first = rows[group[0]]
+            method, policy = first.method, first.method.policy
+            if (batch.seen or not batch.completes) and policy.combines:
+                raise UnsupportedRequestError(
+                    f"the policy {policy.name} merges entries, for which it has to see the whole "
+                    "prompt; send it in one piece, or choose another policy"
+                )
+            widths = first.widths if batch.completes else method.halves()
+            rounded = frozenset(widths if batch.completes else ())
+            every = self._eviction(
+                rows,
+                group,
+                policy,
+                tokens=now[group],
+                prompt=prompts[group],
+                unobserved=batch.lengths[group],
+                widths=widths,
+                remember=not batch.completes or method.goes_on_observing,
+                more=not batch.completes,
+                latest=running.noted,
+            )
+            goes = [
+                plan.prompt_targets(
+                    rows[row],
+                    int(prompts[row]),
+                    there[row],
+                    padded=int(now[row]) < width,
+                    rounded=rounded,
+                )
+                for row in group.tolist()
+            ]
+            for layer in {layer for own in goes for layer in own}:
+                some = np.array([layer in own for own in goes])
+                one = every.without(group[~some])
+                assert one is not None
+                targets = np.stack([own[layer] for own in goes if layer in own])
+                for listener in self.extensions:
+                    listener.planned({layer: targets})
+                running.planned.setdefault(layer, []).append((one, targets))
+            if every.remember:
+                running.observing.append(every)
+            if policy.observes:
+                running.noted = max(running.noted, batch.new)
+        for row in (row for row in rows if row.holds and self.extensions):
+            n = np.full_like(row.profile.budgets, row.prompt)
+            goal = plan.prompt_targets(row, row.prompt, n, padded=False, rounded=frozenset())
+            for listener in self.extensions:
+                listener.planned({layer: own[None] for layer, own in goal.items()})
+        self.rows = rows
+        if not running.planned and not running.observing and not held.any():
+            running.noted = 0
+        return running
+
+    def _there(self, batch: Batch) -> IntArray:
+        """Return the entries of each row, layer and head once a forward has been read."""
+        heads = self.methods[0].profile.shape.n_kv_heads
+        new = np.zeros((batch.rows, len(self.layers), heads), dtype=np.int64)
+        new += batch.lengths[:, None, None]
+        return new + self.kept_tokens_by_row if batch.seen else new
+
+    def _check_room(self, again: Sequence[Row], batch: Batch, rows: Sequence[Row]) -> None:
+        """Refuse a prompt that does not fit the model's limit with its second read."""
+        decoder = self.decoder()
+        limit = None if decoder is None else context_limit(decoder)
+        for row in again if limit is not None else ():
+            number = next(i for i, own in enumerate(rows) if own is row)
+            columns = self.door.columns(number)
+            left = row.prompt - int(self.door.tokens(batch)[number])
+            place = self._read.next_position(number, columns) + left
+            if (later := row.method.policy.scorer.later) is not None:
+                check_context(later, [place], row.prompt, int(limit or 0))
+
+    def _eviction(
+        self, rows: Sequence[Row], among: IntArray, policy: Any, **event: Any
+    ) -> Eviction:
+        own = rows[among[0]].profile.policy
+        return Eviction(
+            rows=among,
+            policy=policy,
+            sinks=own.sinks,
+            window=own.window,
+            door=self.door,
+            **event,
+        )
+
+    def _evict(self, eviction: Eviction, targets: Mapping[int, IntArray]) -> None:
+        """Evict in these layers; in all together, where their heads compete."""
+        stores, rows = self.stores, [self.rows[row] for row in eviction.rows]
+        if targets and rows[0].profile.by_prompt:
+            profiles = [row.profile for row in rows]
+            targets = eviction.hand_out(stores, targets, profiles)
+        for one in self.extensions:
+            one.planned(targets)
+        for layer, own in targets.items():
+            eviction.evict(layer, stores[layer], own)
+
+    @torch.no_grad()
+    def _end_prompt(self) -> None:
+        """The prompt is complete: what has been held is read again, where that is asked for."""
+        held, tokens = np.array([row.holds for row in self.rows]), self._tokens
+        for group in alike(self.rows, np.flatnonzero(held)):
+            method = self.rows[group[0]].method
+            padded = tokens < self.get_seq_length()
+            there = self.kept_tokens_by_row
+            goes = {
+                row: found
+                for row in group.tolist()
+                if (
+                    found := plan.prompt_targets(
+                        self.rows[row],
+                        int(tokens[row]),
+                        there[row],
+                        padded=bool(padded[row]),
+                        rounded=frozenset(self.rows[row].widths),
+                    )
+                )
+            }
+            if not goes:
+                continue
+            some = np.array([*goes])
+            layers = sorted({layer for found in goes.values() for layer in found})
+            with self._half_way():
+                if method.policy.scorer.later is not None:
+                    self._read_again(some, method.policy.scorer, layers)
+                eviction = self._eviction(
+                    self.rows,
+                    some,
+                    method.policy,
+                    tokens=tokens[some],
+                    prompt=tokens[some],
+                    widths=self.rows[some[0]].widths,
+                    remember=method.goes_on_observing,
+                    whole=True,
+                )
+                targets = {
+                    layer: np.stack([goes[row].get(layer, there[row, layer]) for row in goes])
+                    for layer in layers
+                }
+                with torch.autocast(self.layers[0].keys.device.type, enabled=False):
+                    self._evict(eviction, targets)
+        self._read = _Read()
+        for store in self.stores.values():
+            notes = store.notes
+            store.notes = Notes(observed=notes.observed)
+        self.rows = [plan.evicted(row, ranked=True) for row in self.rows]
+
+    def _read_again(self, rows: IntArray, scorer: Scorer, layers: Sequence[int]) -> None:
+        """Let the model read the prompts of rows once more; the scorer notes what it sees."""
+        decoder = self.decoder()
+        assert decoder is not None, "it has just read the prompt"
+        sinks = self.rows[rows[0]].profile.policy.sinks
+        alike_rows: dict[Any, list[int]] = {}
+        for row in rows.tolist():
+            columns = self.door.columns(row)
+            key = (
+                (columns.start, columns.stop)
+                if isinstance(columns, slice)
+                else columns.numpy().tobytes()
+            )
+            alike_rows.setdefault(key, []).append(row)
+        stores = self.stores
+        for each in alike_rows.values():
+            group = np.array(each)
+            columns = self.door.columns(each[0])
+            held = []
+            for index, layer in enumerate(self.layers):
+                if index in stores:
+                    found = layer.candidates(group, self.door.columns)
+                    held.append((found.keys, found.values, False))
+                    continue
+                slid = self.get_seq_length() - int(layer.keys.shape[2])
+                every = torch.arange(self.get_seq_length(), device="cpu")[columns] - slid
+                at = every[every >= 0].to(layer.keys.device)
+                keys, values = (rows_of(own, group)[:, :, at] for own in (layer.keys, layer.values))
+                held.append((keys, values, True))
+            prompt = HeldPrompt(
+                decoder=decoder,
+                layers=held,
+                next_positions=torch.tensor(
+                    [self._read.next_position(row, columns) for row in each], device="cpu"
+                ),
+                read=rows_of(self._read.tokens, group)[:, columns],
+            )
+            assert scorer.later is not None
+            noted = read_again(prompt, scorer, scorer.later, layers, sinks=sinks)
+            for index, own in noted.items():
+                for place, row in enumerate(each):
+                    stores[index].notes.later[row] = of_row(own, place)
+
+    # What follows a prompt
+
+    def memory_of(self, row: Row) -> int | None:
+        """Return the bytes that a row may take."""
+        memory = row.method.options.memory
+        return None if memory is None else memory // self._sharing(row)
+
+    def _sharing(self, row: Row) -> int:
+        """Return among how many rows a row's method divides its memory."""
+        return sum(own.method is row.method for own in self.rows)
+
+    def _free_tokens(self) -> int | None:
+        """Return how many more tokens the memory has room for; None without one."""
+        memory = [own for row in self.rows if (own := self.memory_of(row)) is not None]
+        if not memory or len(memory) < len(self.rows):
+            return None
+        each = plan.token_bytes(self.methods[0].profile) * len(self.rows)
+        free: int = sum(memory) - self.retained_bytes
+        return free // each
+
+    def _every(self) -> int:
+        """Return the tokens between two evictions for which a layer has room, at most."""
+        rows = [row for row in self.rows if row.method.goes_on]
+        if not rows:
+            return plan.MIN_INTERVAL
+        every = min(plan.interval(row, self.memory_of(row), row.evicted_at) for row in rows)
+        if (free := self._free_tokens()) is None or not self.door.complete:
+            return every
+        tail = next(iter(self.stores.values())).tail
+        return max(min(every, (0 if tail is None else tail.tokens) + free), 1)
+
+    def _noted(self, batch: Batch) -> int:
+        """Return how many latest queries are kept of a forward that follows the prompt."""
+        end, wanted = batch.seen + batch.new, 0
+        for row in self.rows:
+            after = row.method.after
+            if not row.method.goes_on:
+                continue
+            back = after.observes or any(one.holds for one in self.extensions)
+            wanted = max(wanted, end if back else after.query_rows(end))
+        return wanted
+
+    def catch_up(self) -> None:
+        """Go back to the budgets of the rows of which enough has followed."""
+        if not self.door.complete:
+            return
+        full = self._is_full()
+        due = [
+            number
+            for number, row in enumerate(self.rows)
+            if row.method.goes_on
+            and row.seen > row.evicted_at
+            and (
+                full
+                or row.seen - row.evicted_at
+                >= plan.interval(row, self.memory_of(row), row.evicted_at)
+            )
+        ]
+        self._settle(np.array(due, dtype=np.int64))
+
+    def _is_full(self) -> bool:
+        """Return whether the memory has no room for one more token."""
+        tail = next(iter(self.stores.values())).tail
+        if all(row.method.options.memory is None for row in self.rows):
+            return False
+        free = None if tail is not None and tail.has_room else self._free_tokens()
+        return free is not None and free < 1
+
+    def end_turn(self) -> None:
+        """Keep no more than the budget of all tokens seen: a turn has been read and answered.
+
+        What followed the latest eviction competes with what was kept. `kvalloc.apply` does so
+        after each ``generate()``; without it, it happens every so many tokens.
+
+        Raises
+        ------
+        UnsupportedRequestError
+            If the cache is interrupted.
+        """
+        if self.interrupted is not None:
+            raise UnsupportedRequestError(self.interrupted)
+        if self.door.complete:
+            due = [
+                number
+                for number, row in enumerate(self.rows)
+                if row.method.goes_on and row.seen > row.evicted_at
+            ]
+            self._settle(np.array(due, dtype=np.int64))
+
+    @torch.no_grad()
+    def _settle(self, due: IntArray) -> None:
+        """Go back to the budgets of all tokens that these rows have seen."""
+        stores = self.stores
+        if not len(due):
+            return
+        full, tokens = [*stores], self._tokens
+        counts = np.stack([store.counts(tokens) for store in stores.values()], axis=1)
+        latest = np.stack([store.latest(tokens) for store in stores.values()], axis=1)[:, :, None]
+        goals: dict[int, tuple[Row, bool, IntArray, IntArray]] = {}
+        for number in due.tolist():
+            row, new, kept = self.rows[number], latest[number], (counts - latest)[number]
+            left = self._left(row)
+            profile = plan.grown(row, left)
+            changed = profile is not row.profile
+            row = replace(row, profile=profile)
+            room = plan.turn_budgets(row, left)[full]
+            alone = not changed and plan.new_alone(row, room, kept, new)
+            there = np.broadcast_to(new, kept.shape) if alone else kept + new
+            least = profile.policy.window if alone else profile.policy.protected_tokens
+            shared = profile.by_prompt
+            targets = plan.turn_targets(
+                room - kept if alone else room, there, protected=least, shared=shared
+            )
+            padded = [store.kept is None and row.seen < store.seen for store in stores.values()]
+            anew = [
+                shared
+                or layer in row.widths
+                or changed
+                or (targets[i] < there[i]).any()
+                or padded[i]
+                for i, layer in enumerate(full)
+            ]
+            goals[number] = row, alone, targets, np.array(anew)
+            self.rows[number] = row
+        groups = [
+            np.array([number for number in group.tolist() if goals[number][1] == alone])
+            for group in alike(self.rows, due)
+            for alone in (False, True)
+        ]
+        with self._half_way():
+            for group in groups:
+                if len(group):
+                    self._settle_alike(group, goals, full)
+        for store in stores.values():
+            store.notes.queries.forget(due)
+        for number, (row, alone, _, _) in goals.items():
+            self.rows[number] = plan.evicted(row, ranked=not alone)
+
+    def _settle_alike(self, group: IntArray, goals: Mapping[int, Any], full: list[int]) -> None:
+        """Evict in rows of one method, in which what was kept stays, or in none."""
+        row, alone, _, _ = goals[int(group[0])]
+        targets: dict[bytes, tuple[list[int], dict[int, list[IntArray]]]] = {}
+        for number in group.tolist():
+            _, _, own, anew = goals[number]
+            numbers, by_layer = targets.setdefault(anew.tobytes(), ([], {}))
+            numbers.append(number)
+            for place in np.flatnonzero(anew).tolist():
+                by_layer.setdefault(full[place], []).append(own[place])
+        for numbers, by_layer in targets.values():
+            some = np.array(numbers)
+            eviction = self._eviction(
+                self.rows,
+                some,
+                row.method.after,
+                tokens=self._tokens[some],
+                prompt=self._tokens[some],
+                widths=row.widths,
+                remember=row.method.goes_on_observing,
+                behind=alone,
+            )
+            with torch.autocast(self.layers[0].keys.device.type, enabled=False):
+                self._evict(eviction, {i: np.stack(own) for i, own in by_layer.items()})
+
+    def _left(self, row: Row) -> int | None:
+        """Return the bytes that the memory leaves for a row's entries.
+
+        Beside them stand sliding layers, what follows, and lists of tiles.
+        """
+        if (memory := self.memory_of(row)) is None:
+            return None
+        slid = (layer for layer in self.layers if not isinstance(layer, Store))
+        taken: int = sum(own.nbytes for layer in slid for own in layer_tensors(layer))
+        taken = -(-taken // len(self.rows))
+        if self.layers[0].keys.is_cuda:  # where a kernel reads by lists
+            taken += WORK_BYTES * row.profile.budgets.size
+        tokens = plan.interval(row, memory, row.seen)
+        return memory - taken - tokens * plan.token_bytes(row.profile)
 
     # What transformers calls
 
@@ -466,44 +983,33 @@ class BudgetCache(Cache, hooks.HookedCache):
         ModelMismatchError
             If the caller is not a forward of the cache's own model.
         """
-        refusals.refuse(outside_forward=self._prompt.forward is None and self._prompt.plan.name)
-        if self._order is None:
-            alone = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-            return alone[0], alone[1]
-        self._states = [
-            own.layers[layer_idx].update(key_states[place], value_states[place], *args, **kwargs)
-            for place, own in self.groups
-        ]
-        if self._is_split(layer_idx) or self._states[0][0].shape[2] == key_states.shape[2]:
-            return key_states, value_states
-        keys, values = zip(*self._states, strict=True)
-        return self._in_order(keys), self._in_order(values)
-
-    def save(self, path: str | Path) -> None:
-        """Write the cache to a file, from which `kvalloc.load_cache` brings it back.
-
-        Parameters
-        ----------
-        path : str or Path
-            Usually ``*.safetensors``: keys, values and positions as they are stored, and a JSON
-            header with the budget profile and digests of profile, model and tensors.
-
-        Raises
-        ------
-        UnsupportedRequestError
-            If no complete prompt is stored.
-        InputError
-            If the folder does not exist or is read-only.
-        """
-        groups = len(self._prompts)
-        refusals.refuse(saved_in_groups=groups > 1 and groups)
-        save_cache(self, path)
+        running = self._running
+        if running is None:
+            raise ModelMismatchError(
+                f"this cache works only inside a forward of the {self._name} object that it was "
+                "made for, and not after a reset within one; make one with "
+                "kvalloc.make_cache(model, profile) for the model at hand"
+            )
+        for one in self.extensions:
+            one.appended(layer_idx, key_states, value_states)
+        if isinstance(store := self.layers[layer_idx], Store):
+            return store.update(key_states, value_states, running.batch, every=running.every)
+        found = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return found[0], found[1]
 
     def reset(self) -> None:
         """Forget prompt and tokens, and free their storage; the next forward is a new prompt."""
         self.read_ids = None
-        for prompt in self._prompts:
-            prompt.reset()
+        self._spent |= bool(self.rows) and any(method.once for method in self.methods)
+        for layer in self.layers:
+            if not isinstance(layer, Store):
+                layer.keys = layer.values = None
+                layer.is_initialized = False
+            layer.reset()
+        self.door.forget()
+        for one in self.extensions:
+            one.reset()
+        self._forget()
 
     def take_back(self, seen: int) -> None:
         """Forget all that followed so many tokens: a turn that broke off was not read.
@@ -516,8 +1022,7 @@ class BudgetCache(Cache, hooks.HookedCache):
             try:
                 self.crop(-more)
             except UnsupportedRequestError:
-                for prompt in self._prompts:
-                    prompt.broke_off(more)
+                self._broken = TURN_BROKEN_OFF.format(more)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove tokens from the end, at most back to the end of the compressed prompt.
@@ -536,74 +1041,77 @@ class BudgetCache(Cache, hooks.HookedCache):
         seen = self.get_seq_length()
         end = min(tokens_to_remove if tokens_to_remove > 0 else seen + tokens_to_remove, seen)
         end = max(end, 0)
-        before = next((one for one in self._before if one.get_seq_length() > end), None)
-        checked = self if before is None else before
-        for prompt in checked._prompts:
-            prompt.check_crop(prompt.n_seen - end)
-        if before is not None:
-            self._regroup(before._prompts, [place.tolist() for place in before._places])
-            self._before, self._states = [], []
+        for one in self.extensions:
+            one.crop(self, end)
+        seen = self.get_seq_length()
+        gone = np.array([row.seen - self.door.count(i, end) for i, row in enumerate(self.rows)])
+        self._check_crop(seen - end, gone)
         if seen and not end:
             return self.reset()
-        if remove := self.get_seq_length() - end:
-            for prompt in self._prompts:
-                prompt.crop(remove)
-        if self._prompt.given is not None:
-            self._take()
+        if remove := seen - end:
+            for layer in self.layers:
+                if isinstance(layer, Store):
+                    layer.take_back(remove, gone)
+                else:
+                    layer.crop(-remove)  # not every layer of transformers' own knows what to keep
+            self.door.crop(end)
+            self.rows = [
+                replace(row, seen=row.seen - n, evicted_at=min(row.evicted_at, row.seen - n))
+                for row, n in zip(self.rows, gone.tolist(), strict=True)
+            ]
+        for one in self.extensions:
+            one.cropped(self)
         if self.read_ids is not None:
             self.read_ids = self.read_ids[:, :end]
 
-    def activate_past_recording(self, given: int | None = None) -> None:
-        """From now on each forward may end in drafts, and a `crop` follows that takes some back.
+    def _check_crop(self, remove: int, gone: IntArray) -> None:
+        """Refuse to take so many columns back where that cannot be right."""
+        if self.get_seq_length() and not self.door.complete:
+            raise UnsupportedRequestError(
+                "cannot crop before the prompt is complete; reset the cache and start again"
+            )
+        if self.interrupted is not None:
+            raise UnsupportedRequestError(self.interrupted)
+        for layer in self.layers if remove > 0 else ():
+            if isinstance(layer, Store):
+                if layer.tail is not None and (gone > layer.tail.lengths).any():
+                    followed = int(layer.tail.lengths.min())
+                    raise UnsupportedRequestError(
+                        f"cannot crop {remove} tokens: {followed} have followed the latest "
+                        "eviction, and what went there cannot come back; crop a "
+                        "copy.deepcopy(cache) that was made before, or read the text anew"
+                    )
+            elif not getattr(layer, "record_past", False) and (
+                layer.get_seq_length() >= layer.sliding_window
+            ):
+                raise UnsupportedRequestError(
+                    "cannot crop: a sliding-window layer has already dropped the tokens that "
+                    "would come back into its window; make a new cache"
+                )
 
-        Assisted generation says so. What is evicted and rounded is then what it would be if the
-        tokens that stay had come one at a time.
+    def activate_past_recording(self, given: int | None = None) -> None:
+        """From now on each forward may end in tokens some of which a `crop` takes back.
 
         Parameters
         ----------
         given : int, optional
-            Columns that are no drafts, where the next forward holds both; by default the prompt
-            that was announced, or what the cache has seen.
+            Columns that are not taken back, where the next forward holds both; by default the
+            prompt that was announced, or what the cache has seen.
 
         Raises
         ------
         UnsupportedRequestError
-            If the cache is empty and no prompt was announced, or it leaves entries unread at each
-            decoded token.
+            If nothing that listens to the cache can do so.
         """
-        prompt, seen = self._prompt, self.get_seq_length()
-        columns = given or max(prompt.given or 0, self.arrival.announced or 0, seen)
-        refusals.refuse(
-            drafts_unannounced=not columns,
-            drafts_slide_out=not all(map(can_take_back, self.layers)),
-            drafts_read_all=prompt.reader is not None and prompt.plan.policy.name,
-        )
-        self.draft_from(columns)
+        served = [one.record(self, given) for one in self.extensions]
+        if not any(served):
+            raise UnsupportedRequestError(
+                "this cache takes nothing back; make it with kvalloc.make_cache"
+            )
 
-    # Drafts of its own, see `kvalloc.runtime.lossless`
-
-    @property
-    def leaves_unread(self) -> bool:
-        """Whether decoded tokens read only a part of what is stored."""
-        return self._prompt.reader is not None
-
-    def draft_from(self, column: int | None) -> None:
-        """Say from which column on tokens may be drafts; None: none is."""
-        for prompt in self._prompts:
-            prompt.given = column
-
-    @contextmanager
-    def drafting(self) -> Iterator[None]:
-        """All that comes inside is drafts: nothing goes before `crop` has said which stay."""
-        self._ahead = True
-        try:
-            yield
-        finally:
-            self._ahead = False
-
-    def room_for_drafts(self, longest: int) -> int:
-        """Return the number of drafts, at least 1, before what followed has to compete."""
-        return min(conversation.room_for_drafts(own, longest) for own in self._prompts)
+    def adopt(self, other: BudgetCache) -> None:
+        """Hold what another cache of the same model holds, which is not used any more."""
+        self.layers, self.rows, self.door = other.layers, other.rows, other.door
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let row i continue what row ``beam_idx[i]`` holds (beam search)."""
@@ -627,70 +1135,89 @@ class BudgetCache(Cache, hooks.HookedCache):
         rows = refusals.selected_rows(indices, self.batch)
         if (ids := self.read_ids) is not None:
             self.read_ids = ids[rows.to(ids.device)] if len(ids) == self.batch else None
-        if not self._places:
-            self._prompt.select(rows)
-            return
-        prompts, now = [], []
-        for place, prompt in zip(self._places, self._prompts, strict=True):
-            was = place.tolist()
-            if own := [row for row, old in enumerate(rows.tolist()) if old in was]:
-                prompt.select(
-                    torch.tensor([was.index(int(rows[row])) for row in own], device="cpu")
-                )
-                prompts.append(prompt)
-                now.append(own)
-        if prompts:
-            self._regroup(prompts, now)
+        for layer in self.layers:
+            layer.batch_select_indices(rows)
+        self.door.select(rows)
+        self.rows = [self.rows[row] for row in rows.tolist()]
+        for one in self.extensions:
+            one.selected(rows)
 
     # What it cannot do
 
     def __reduce_ex__(self, protocol: object) -> Any:
         """Refuse, always, to be pickled, or copied by half (`copy.copy`)."""
-        refusals.refuse(pickled=True)
+        raise UnsupportedRequestError(
+            "a reduced cache belongs to the model that filled it, which does not go into a "
+            "pickle; write it with kvalloc.save_cache and read it with kvalloc.load_cache, or use "
+            "copy.deepcopy for another one in memory"
+        )
 
     def offload(self, layer_idx: int, only_non_sliding: bool = True) -> None:
         """Refuse, always: evicted layers are small, and their masks are made on their device."""
-        refusals.refuse(offloaded=True)
+        raise UnsupportedRequestError(refusals.OFFLOADED)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BudgetCache:
         """A cache that goes on from here on its own, e.g. one prompt for several questions."""
         clone = type(self).__new__(type(self))
         memo[id(self)] = clone
-        for prompt in self._prompts:  # a layer's attention holds weights of the model
-            attention = (layer.attention for layer in prompt.budget_layers)
-            for shared in (prompt.profile, *prompt.row_profiles, *attention):
-                memo[id(shared)] = shared
-        for tensor in self._tensors():
+        shared = [*self.rows, *self.methods, self.decoder]
+        shared += [store.template for store in self.stores.values()]  # holds weights of the model
+        for one in shared:
+            memo[id(one)] = one
+        for tensor in self.tensors():
             if tensor.requires_grad:  # torch copies no tensor with a history
                 memo[id(tensor)] = copy.deepcopy(tensor.detach(), memo)
+        for store in self.stores.values():
+            if store.tail is not None:  # views of it
+                memo[id(store.keys)] = memo[id(store.values)] = None
         memo[id(self.number)] = clone.number
+        memo[id(self._running)] = None
         clone.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items()})
-        for prompt in clone._prompts:
-            prompt.forked()
+        for store in clone.stores.values():
+            if store.tail is not None:
+                store.keys, store.values = store.tail.states
+        if self._running is not None:  # no hook and no ``with`` will end it
+            clone._running, clone._broken = None, HALF_WAY
         if (decoder := self.decoder()) is not None:
             hooks.retain(clone, decoder)
         return clone
 
 
-def _end(prompt: Prompt, *, completed: bool) -> None:
-    """End a forward; go back to the budgets, unless what was read may be taken back."""
-    running = prompt.forward is not None
-    prompt.end(completed=completed)
-    if running and completed and prompt.given is None:
-        conversation.catch_up(prompt)
+def _wanted(policy: Any, tokens: int, *, whole: bool) -> int:
+    """Return how many of a prompt's latest queries a policy is to see."""
+    if whole and policy.observes:
+        return tokens
+    return int(policy.query_rows(tokens))
 
 
-def _attention(
-    compute: Compute,
-    own: AttentionStates,
-    place: Tensor,
-    together: Tensor | None,
-    mask: Any,
-    keys: Tensor | None = None,
-    values: Tensor | None = None,
-) -> Any:
-    """Return what the model's own attention gives the rows of one group."""
-    if together is not None:
-        return together[place], None
-    keys, values = own.keys if keys is None else keys, own.values if values is None else values
-    return compute(mask, keys, values, place)
+def _check_chunks(row: Row, batch: Batch) -> None:
+    """Refuse a prompt in chunks where the memory was decided for one in one piece."""
+    if not batch.completes and row.widths and row.method.profile.fits_a_peak:
+        raise UnsupportedRequestError(
+            f"these budgets were decided for {option('memory')} at its peak, and of a prompt in "
+            "chunks nothing is rounded before the last one; send it in one piece, or solve again "
+            f"without {option('bits')}"
+        )
+
+
+def _without_tokens(states: AttentionStates) -> AttentionStates:
+    """Return what of a layer's attention is the same in all forwards of a prompt."""
+    queries, keys, values = (  # a view would keep them all alive
+        own[:1, :, :0].detach().clone() for own in (states.queries, states.keys, states.values)
+    )
+    return replace(states, queries=queries, keys=keys, values=values, mask=None)
+
+
+def _free_slid_out(layer: Any, states: AttentionStates) -> None:
+    """Give back the storage of prompt tokens that have left a sliding window.
+
+    transformers keeps a view of the last tokens, whose storage is the whole prompt's. After one
+    decoded token it has one entry more than the view, and to free that would copy the whole window
+    for each token; it goes with the next one.
+    """
+    if states.queries.shape[2] == 1:
+        return
+    for name in ("keys", "values"):
+        view: Tensor = getattr(layer, name)
+        if view.untyped_storage().nbytes() > view.nbytes:
+            setattr(layer, name, view.clone(memory_format=torch.contiguous_format))

@@ -9,9 +9,9 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-Noted = list[tuple[Tensor, Callable[[], None]]]
+Pending = list[tuple[Tensor, Callable[[], None]]]
 
-_noted: ContextVar[Noted | None] = ContextVar("kvalloc_checks", default=None)
+_pending: ContextVar[Pending | None] = ContextVar("kvalloc_checks", default=None)
 
 
 def ensure(holds: Tensor, fail: Callable[[], None]) -> None:
@@ -23,9 +23,9 @@ def ensure(holds: Tensor, fail: Callable[[], None]) -> None:
     fail : callable
         Raises, if it does not; may read what it says from the device.
     """
-    noted = _noted.get()
-    if noted is not None:
-        noted.append((holds, fail))
+    pending = _pending.get()
+    if pending is not None:
+        pending.append((holds, fail))
     elif not bool(holds):
         fail()
 
@@ -34,27 +34,27 @@ class Checks:
     """What has been noted and not yet read: a host that reads waits for the device."""
 
     def __init__(self) -> None:
-        self._noted: Noted = []
+        self._noted: Pending = []
 
     @contextmanager
-    def noted(self) -> Iterator[None]:
+    def collected(self) -> Iterator[None]:
         """Note what `ensure` is given inside instead of reading it."""
-        token = _noted.set(self._noted)
+        token = _pending.set(self._noted)
         try:
             yield
         finally:
-            _noted.reset(token)
+            _pending.reset(token)
 
     def read(self) -> None:
         """Fail as the first condition wants that does not hold, if any does not; forget them."""
-        noted, self._noted = self._noted, []
-        flags = [holds for holds, _ in noted]
-        for holds, (_, fail) in zip(_values(flags) if flags else [], noted, strict=True):
+        pending, self._noted = self._noted, []
+        flags = [holds for holds, _ in pending]
+        for holds, (_, fail) in zip(_values(flags) if flags else [], pending, strict=True):
             if not holds:
                 fail()
 
 
 def _values(flags: list[Tensor]) -> list[bool]:
     """Read flags from the device at once."""
-    values: list[bool] = torch.stack([own.to(flags[0].device) for own in flags]).tolist()
+    values: list[bool] = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()
     return values

@@ -37,11 +37,16 @@ from kvalloc.models.attention import (
     Compute,
 )
 from kvalloc.models.structure import decoder_of
-from kvalloc.runtime import refusals
 from kvalloc.runtime.attention.masks import stored_mask, with_columns
-from kvalloc.runtime.drafts import joined
+from kvalloc.runtime.pieces import joined
 
-_numbers = itertools.count()
+UNCOMPILED = (
+    "with a kvalloc cache a graph holds one token that follows a complete prompt, without "
+    "gradients; all else runs uncompiled: leave out fullgraph=True, or read the prompt with the "
+    "model that is not compiled"
+)
+
+_counter = itertools.count()
 _caches: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
@@ -57,7 +62,7 @@ class HookedCache:
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Give every cache, a copy too, a number."""
         cache = super().__new__(cls)
-        number = next(_numbers)
+        number = next(_counter)
         cache.number = torch.full((1, 1, 1, 1), number, device="cpu")
         _caches[number] = cache
         return cache
@@ -254,8 +259,8 @@ class _PlainState:
     def __call__(self) -> dict[str, Any]:
         module = self._module()
         assert module is not None
-        own: Any = type(module)
-        state = {**own.__getstate__(module)}
+        kind: Any = type(module)
+        state = {**kind.__getstate__(module)}
         del state["__getstate__"]
         for change in self.changes:
             change(state)
@@ -285,8 +290,8 @@ def give_to_copies(module: nn.Module, change: Callable[[dict[str, Any]], None]) 
 
 def _without_hooks(state: dict[str, Any]) -> None:
     hooks = dict(names.forward_hooks(state))
-    own = (_before, _after, _note_call)
-    ours = {k for each in hooks.values() for k, hook in each.items() if hook in own}
+    set_here = (_before, _after, _note_call)
+    ours = {k for each in hooks.values() for k, hook in each.items() if hook in set_here}
     for name, each in hooks.items():
         state[name] = type(each)((k, value) for k, value in each.items() if k not in ours)
     entry = state.pop(_INSTALLED, None)
@@ -343,7 +348,7 @@ def _given_above(decoder: nn.Module, other: Any) -> tuple[Any, bool]:
     """Return a cache that a model was given and did not pass on to its decoder, and who called.
 
     Methods of modules are asked for their arguments, from the decoder up to the first caller that
-    is none: guidance and drafts run a model beside another with caches of their own. The cache is
+    is none: guidance, for one, runs a model beside another with a cache of its own. The cache is
     None if there is none; the second part is whether kvalloc is the caller.
 
     Raises
@@ -355,22 +360,31 @@ def _given_above(decoder: nn.Module, other: Any) -> tuple[Any, bool]:
     while frame is not None:
         name, code = frame.f_globals.get("__name__", ""), frame.f_code
         # to read variables of a function keeps their values alive until it returns
-        own = frame.f_locals if code.co_varnames[:1] == ("self",) else {}
-        owner = own.get("self")
+        names_above = frame.f_locals if code.co_varnames[:1] == ("self",) else {}
+        owner = names_above.get("self")
         ours = name.startswith("kvalloc.") and name != __name__
         if ours or not isinstance(owner, nn.Module | None):
             return None, ours
         flags = (inspect.CO_VARARGS, inspect.CO_VARKEYWORDS)
         n_named = code.co_argcount + code.co_kwonlyargcount
         n_named += sum(bool(code.co_flags & flag) for flag in flags)
-        among = [own.get(one) for one in code.co_varnames[:n_named]] if owner is not None else []
+        among = (
+            [names_above.get(one) for one in code.co_varnames[:n_named]]
+            if owner is not None
+            else []
+        )
         among += [two for one in among if isinstance(one, dict) for two in one.values()]
         among += [two for one in among if isinstance(one, tuple) for two in one]
         cache: Any = next((one for one in among if isinstance(one, HookedCache)), None)
         if cache is not None and cache.decoder() is decoder:
-            seen, found = cache.get_seq_length(), "none" if other is None else type(other).__name__
-            lost = other is not None or seen > 0
-            refusals.refuse(given_up=lost and (seen, type(owner).__name__, found))
+            seen, kind = cache.get_seq_length(), "none" if other is None else type(other).__name__
+            if other is not None or seen:
+                raise UnsupportedRequestError(
+                    f"a kvalloc cache with {seen} tokens was given to {type(owner).__name__}, but "
+                    f"its layers got {kind}: the model, a wrapper or transformers gave it up, as "
+                    "Phi-3 does where a text passes its original context; begin a new cache for a "
+                    "text of that length"
+                )
             return cache, False
         frame = frame.f_back
     return None, False
@@ -504,8 +518,8 @@ def _attend_token(
     cache, decoder = _cache_of(number)
     entry: _Installed = vars(decoder)[_INSTALLED]
     forward = entry.open_forwards[threading.get_ident()]
-    given = {"scaling": scaling, "softcap": softcap, "sliding_window": sliding_window}
-    named = {name: one for name, one in given.items() if one is not None}
+    options = {"scaling": scaling, "softcap": softcap, "sliding_window": sliding_window}
+    named = {name: one for name, one in options.items() if one is not None}
     query = query.clone()  # a cache may note it, and a compiler gives its storage to others
     try:
         keys, values = cache.update(key, value, layer)
@@ -602,7 +616,7 @@ def _before_traced(
     entry = _installed(module)
     if cache is None:
         if entry is not None and entry.serving:
-            names.break_graph(refusals.UNCOMPILED)
+            names.break_graph(UNCOMPILED)
         return None
     if entry is None:
         return None
@@ -623,7 +637,7 @@ def _before_traced(
         or kwargs.get("output_attentions")
         or isinstance(kwargs.get("attention_mask"), dict)
     ):
-        names.break_graph(refusals.UNCOMPILED)
+        names.break_graph(UNCOMPILED)
     tokens, seen = torch.ops.kvalloc.begin(cache.number, tokens, kwargs.get("attention_mask"))
     names.set_implementation(module.config, _ATTENTION)
     changed = {

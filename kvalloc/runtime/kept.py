@@ -1,22 +1,37 @@
-"""Entries of KV heads that keep different numbers of them, stored without padding."""
+"""What a layer keeps of its rows: entries of segments of any length, flat and without padding.
+
+A segment is one KV head of one row; that of row b and head h has the number ``b * n_kv_heads + h``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from math import nan
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvalloc.accounting import IntArray
-from kvalloc.accounting.costs import KEY_BLOCK_TOKENS
+from kvalloc.accounting.costs import KEY_BLOCK_TOKENS, WIDTHS, turns
+from kvalloc.errors import UnsupportedRequestError
+from kvalloc.runtime.checks import ensure
+from kvalloc.runtime.codes import encode_keys, encode_values, key_numbers, value_numbers
+from kvalloc.runtime.quantization import fits_float16, magnitudes, rotated
 from kvalloc.shape import HALF_BYTES
 
 SHORTEST_TILE = 16
 """Entries that are worth a program: as few as tensor cores multiply."""
+
+STEPS, STEP_BLOCKS = 8, 64
+"""A layer is rounded in so many steps, since that takes several times the bytes of its numbers, but
+none is of fewer blocks of keys: at 2,048 tokens steps of 8 take an eighth more of an eviction's
+time (SmolLM2-135M)."""
+
+NO_COLUMN = torch.iinfo(torch.int32).max
+"""Where a place of no entry stands: behind all tokens, so that none sees it."""
 
 FLOAT16_END = 65520.0
 """Numbers from here on are infinite in float16."""
@@ -24,18 +39,26 @@ FLOAT16_END = 65520.0
 LEAST_NUMBER, LEAST_CHANNEL = 2.0**-14, 2.0**-20
 """Below 2**-14 float16 loses digits, and has fewer than bfloat16 from 2**-17 on."""
 
+WORK_BYTES = 20
+"""Bytes of a segment in `Work`."""
 
-def halved(*numbers: Tensor, lengths: IntArray) -> list[Tensor]:
+
+def on_device(array: IntArray, device: torch.device) -> Tensor:
+    """Return a tensor of numbers, without a wait for the device."""
+    return torch.from_numpy(array).to(device, non_blocking=device.type == "cuda")
+
+
+def halved(*tensors: Tensor, lengths: IntArray) -> list[Tensor]:
     """Return numbers at 16 bits: each in float16, or in bfloat16 where float16 does not hold them.
 
     That is if any would overflow, or if all of a segment are so small that they lose digits.
     Numbers that take no more are returned as they are. Elsewhere the host asks the device once.
     """
-    if all(own.itemsize <= HALF_BYTES for own in numbers) or not lengths.any():
-        return [own if own.itemsize <= HALF_BYTES else own.half() for own in numbers]
-    fits = torch.stack([_fits_float16(segment_max(own.abs(), lengths)) for own in numbers])
-    pairs = zip(numbers, fits.tolist(), strict=True)
-    return [own.half() if fit else own.bfloat16() for own, fit in pairs]
+    if all(tensor.itemsize <= HALF_BYTES for tensor in tensors) or not lengths.any():
+        return [tensor if tensor.itemsize <= HALF_BYTES else tensor.half() for tensor in tensors]
+    fits = torch.stack([_fits_float16(segment_max(tensor.abs(), lengths)) for tensor in tensors])
+    pairs = zip(tensors, fits.tolist(), strict=True)
+    return [tensor.half() if fit else tensor.bfloat16() for tensor, fit in pairs]
 
 
 def _fits_float16(channels: Tensor) -> Tensor:
@@ -49,33 +72,15 @@ def _fits_float16(channels: Tensor) -> Tensor:
     return fits & ~((channels > 0) & (channels < LEAST_CHANNEL)).any()
 
 
-def segment_max(numbers: Tensor, lengths: IntArray) -> Tensor:
+def segment_max(values: Tensor, lengths: IntArray) -> Tensor:
     """Return the largest of each segment that has rows, of so many rows each, by column."""
     counts = lengths[lengths > 0]
-    if numbers.is_cpu:  # several times as fast there
-        return torch.stack([own.amax(dim=0) for own in torch.split(numbers, counts.tolist())])
-    lengths_there = on_device(counts, numbers.device)
-    return torch.segment_reduce(numbers, "max", lengths=lengths_there, unsafe=True)
-
-
-def on_device(numbers: IntArray, device: torch.device) -> Tensor:
-    """Return a tensor of numbers, without a wait for the device."""
-    return torch.from_numpy(numbers).to(device, non_blocking=device.type == "cuda")
-
-
-def parted(
-    own: Tensor, counts: IntArray, lengths: IntArray
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Return the first so many of each segment of a tensor, and the rest of each, as views.
-
-    Parameters
-    ----------
-    own : Tensor, (n, ...)
-    counts, lengths : ndarray of int64, (n_segments,)
-        How many are the first of each segment, and how many it has.
-    """
-    pieces = torch.split(own, np.stack([counts, lengths - counts], axis=1).ravel().tolist())
-    return pieces[::2], pieces[1::2]
+    if values.is_cpu:  # several times as fast there
+        return torch.stack(
+            [segment.amax(dim=0) for segment in torch.split(values, counts.tolist())]
+        )
+    lengths_there = on_device(counts, values.device)
+    return torch.segment_reduce(values, "max", lengths=lengths_there, unsafe=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,10 +129,10 @@ class Spans:
 
     def key_blocks(self) -> tuple[IntArray, IntArray]:
         """Return the first entry of each block of keys and the one after its last, (n_blocks,)."""
-        own = np.repeat(np.arange(len(self.blocks)), self.blocks)
-        place = np.arange(len(own)) - self.first_scales[own]  # of each block in its segment
-        starts = self.starts[own] + place * KEY_BLOCK_TOKENS
-        return starts, np.minimum(starts + KEY_BLOCK_TOKENS, self.ends[own])
+        segment = np.repeat(np.arange(len(self.blocks)), self.blocks)
+        place = np.arange(len(segment)) - self.first_scales[segment]  # of each block in its segment
+        starts = self.starts[segment] + place * KEY_BLOCK_TOKENS
+        return starts, np.minimum(starts + KEY_BLOCK_TOKENS, self.ends[segment])
 
     def block_places(self) -> Tensor:
         """Return the entries of each block of keys, (n_blocks, 64); a short one repeats its end."""
@@ -136,13 +141,19 @@ class Spans:
         return on_device(places, self.device)
 
 
-@dataclass(frozen=True, kw_only=True)
-class KeptEntries:
-    """Kept entries of one layer's heads of one width, as every backend of attention reads them.
+def _gathered(firsts: IntArray, counts: IntArray, device: torch.device) -> Tensor:
+    """Return the numbers of so many entries from each first one on."""
+    ends = np.cumsum(counts)
+    places = np.repeat(firsts - (ends - counts), counts) + np.arange(int(counts.sum()))
+    return on_device(places, device)
 
-    Flat: a segment a row and KV head, that of row b and head h number ``b * n_kv_heads + h``, back
-    to back and in position order. Equal budgets are the case of equal lengths; nothing is padded.
-    Keys and values are in storage of their own, not one entry larger.
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Part:
+    """Kept entries of one width, as every backend of attention reads them.
+
+    Segment by segment, back to back and in the order of their positions. Keys and values are in
+    storage of their own, not one entry larger.
 
     Attributes
     ----------
@@ -150,64 +161,284 @@ class KeptEntries:
         Contiguous. Numbers of the model's type, or `halved`; at fewer bits packed rows of uint8,
         of values with the row's own scales and minima behind.
     positions : Tensor of int32, (n_entries,)
-        Where in the row's columns each entry stood.
-    lengths : ndarray of int64, (batch, n_kv_heads)
-        Entries of each segment.
+        Which token of its row each entry is.
+    segments : ndarray of int64, (n_segments,)
+        Their numbers, increasing.
+    lengths : ndarray of int64, (n_segments,)
+        Entries of each.
     bits : int
         Of `kvalloc.accounting.costs.WIDTHS`.
     key_scales : Tensor of float16 or bfloat16, (n_key_blocks, 2, head_dim), or None
         Those of one segment after those of another; None at 16 bits. Those of values have its type.
-    heads : tuple of int, or None
-        Which KV heads of the layer these are; None for all.
     """
 
     keys: Tensor
     values: Tensor
     positions: Tensor
+    segments: IntArray
     lengths: IntArray
     bits: int = 16
     key_scales: Tensor | None = None
-    heads: tuple[int, ...] | None = None
 
     @cached_property
     def spans(self) -> Spans:
         """Where each segment is."""
-        return Spans(self.lengths.reshape(-1), self.keys.device)
-
-    def halved(self) -> KeptEntries:
-        """Return the same with its numbers at 16 bits."""
-        keys, values = halved(self.keys, self.values, lengths=self.spans.lengths)
-        return replace(self, keys=keys, values=values)
+        return Spans(self.lengths, self.keys.device)
 
     @property
-    def segment_numbers(self) -> IntArray:
-        """Number of each segment, (batch, n_kv_heads)."""
-        return np.arange(self.lengths.size).reshape(self.lengths.shape)
+    def kind(self) -> tuple[object, ...]:
+        """What entries have in common that one part holds."""
+        scales = None if self.key_scales is None else self.key_scales.dtype
+        return -self.bits, str(self.keys.dtype), str(self.values.dtype), str(scales)
 
-    def segments(self, numbers: IntArray) -> KeptEntries:
-        """Return a copy of the segments of these numbers, ``(n_rows, n_heads)``."""
-        spans = self.spans
+    def tensors(self) -> list[Tensor]:
+        """Return all that is stored."""
+        stored = (self.keys, self.values, self.key_scales, self.positions)
+        return [one for one in stored if one is not None]
 
-        def copied(own: Tensor, firsts: IntArray, counts: IntArray) -> Tensor:
-            pairs = zip(firsts[numbers.ravel()], counts[numbers.ravel()], strict=True)
-            return torch.cat([own[first : first + count] for first, count in pairs])
+    def taken(self, places: IntArray) -> Part:
+        """Return a copy of the segments at these places, in this order; itself if they are all."""
+        if np.array_equal(places, np.arange(len(self.segments))):
+            return self
+        spans, device = self.spans, self.keys.device
+        lengths = self.lengths[places]
+        index = _gathered(spans.starts[places], lengths, device)
+        scales = self.key_scales
+        if scales is not None:
+            scales = scales[_gathered(spans.first_scales[places], spans.blocks[places], device)]
+        return replace(
+            self,
+            keys=self.keys[index],
+            values=self.values[index],
+            positions=self.positions[index],
+            key_scales=scales,
+            segments=self.segments[places],
+            lengths=lengths,
+        )
 
-        found: dict[str, Any] = {}
-        for name in ("keys", "values", "positions"):
-            found[name] = copied(getattr(self, name), spans.starts, spans.lengths)
-        if self.key_scales is not None:
-            found["key_scales"] = copied(self.key_scales, spans.first_scales, spans.blocks)
-        return replace(self, **found, lengths=spans.lengths[numbers])
+    def unpacked(self, like: tuple[Tensor, Tensor]) -> Part:
+        """Return the numbers that entries stand for, of the types of ``like``."""
+        keys, values, scales = self.keys, self.values, self.key_scales
+        if scales is not None:
+            starts, ends = self.spans.key_blocks()
+            each = on_device(np.repeat(np.arange(len(starts)), ends - starts), keys.device)
+            keys = key_numbers(keys, scales[each], self.bits)
+            dim = int(like[1].shape[-1])
+            values = value_numbers(values, self.bits, dim, scales.dtype)
+            values = rotated(values) if turns(self.bits, dim) else values
+        keys, values = keys.to(like[0].dtype), values.to(like[1].dtype)
+        return replace(self, keys=keys, values=values, key_scales=None, bits=16)
 
-    def of_rows(self, rows: IntArray) -> KeptEntries:
-        """Return a copy of these rows, (n_rows,), in this order; one may come more than once."""
-        return self.segments(self.segment_numbers[rows])
 
-    def of_heads(self, heads: Sequence[int]) -> KeptEntries:
-        """Return the KV heads at these places: a copy, or the same entries if these are all."""
-        every = list(heads) == list(range(self.lengths.shape[1]))
-        found = self if every else self.segments(self.segment_numbers[:, list(heads)])
-        return replace(found, heads=tuple(heads))
+def joined(several: Sequence[Part]) -> tuple[Part, ...]:
+    """Return parts of which one holds all that is of its kind, the widest first."""
+    by_kind: dict[tuple[object, ...], list[Part]] = {}
+    for one in several:
+        if len(one.segments):
+            by_kind.setdefault(one.kind, []).append(one)
+    parts = []
+    for same in by_kind.values():
+        first = same[0]
+        if len(same) > 1:
+            keys, values, positions = (
+                torch.cat([getattr(one, name) for one in same])
+                for name in ("keys", "values", "positions")
+            )
+            scales = [one.key_scales for one in same if one.key_scales is not None]
+            segments, lengths = (
+                np.concatenate([getattr(one, name) for one in same])
+                for name in ("segments", "lengths")
+            )
+            whole = replace(
+                first,
+                keys=keys,
+                values=values,
+                positions=positions,
+                key_scales=torch.cat(scales) if scales else None,
+                segments=segments,
+                lengths=lengths,
+            )
+            first = whole.taken(segments.argsort())
+        parts.append(first)
+    return tuple(sorted(parts, key=lambda part: -part.bits))
+
+
+# At fewer bits
+
+
+def pack(
+    part: Part,
+    bits: int,
+    before: Sequence[Part] = (),
+    kind: torch.dtype = torch.float16,
+    n_steps: int = 1,
+) -> Part:
+    """Return numbers of the model's type at so many bits, rounded in as many steps.
+
+    Scales are float16, or bfloat16 if `fits_float16` says so.
+
+    The first block of each segment keeps the key scales that it had ``before``, where they cover
+    what is in it now. It holds the sinks, which stay for ever and are attended to most: what they
+    lose each time that they are rounded by other scales adds up.
+    """
+    if bits == 16:
+        keys, values = halved(part.keys, part.values, lengths=part.lengths)
+        return replace(part, keys=keys, values=values)
+    keys, key_scales, key_exact = _packed_segments(part, bits, n_steps, before, kind)
+    steps = [encode_values(values, bits, kind) for values in part.values.chunk(n_steps)]
+    values, value_exact = (torch.cat(tensors) for tensors in zip(*steps, strict=True))
+    if len(values):
+        spans, width = part.spans, WIDTHS[bits]
+        of_keys = segment_max(magnitudes(key_exact, width.keys, 1), spans.blocks)
+        of_values = segment_max(magnitudes(value_exact, width.values), spans.lengths)
+        fits = fits_float16(of_keys, width.keys) & fits_float16(of_values, width.values)
+        if not _fits(fits, kind, key_exact, value_exact):
+            return pack(part, bits, before, torch.bfloat16, n_steps)
+    return replace(part, keys=keys, values=values, key_scales=key_scales, bits=bits)
+
+
+def _fits(fits: Tensor, kind: torch.dtype, *exact: Tensor) -> bool:
+    """Return whether scales hold what they stand for, on a GPU always: the host does not wait.
+
+    Raises
+    ------
+    UnsupportedRequestError
+        If numbers are not finite, or on a GPU if they do not fit.
+    """
+    if kind == torch.bfloat16:
+        fits = torch.stack([one.isfinite().all() for one in exact]).all()
+    elif fits.is_cpu:
+        return bool(fits)
+    ensure(fits, _refuse_scales)
+    return True
+
+
+def _refuse_scales() -> None:
+    raise UnsupportedRequestError(
+        "keys or values of this text are infinite or NaN, or on a GPU too large or too small for "
+        "float16 scales, so they cannot be rounded; use a profile at 16 bits and a bfloat16 model"
+    )
+
+
+def _packed_segments(
+    fresh: Part, bits: int, n_steps: int, before: Sequence[Part], kind: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return keys, their scales and exact scales of all segments; see `pack`."""
+    spans = fresh.spans
+    places = spans.block_places()
+    known: Tensor | None = None
+    for part in before:
+        if part.bits != bits or part.key_scales is None or part.key_scales.dtype != kind:
+            continue
+        _, new_places, old_places = np.intersect1d(
+            fresh.segments, part.segments, return_indices=True
+        )
+        both = (fresh.lengths[new_places] > 0) & (part.lengths[old_places] > 0)
+        if not both.any():
+            continue
+        if known is None:
+            shape = (len(places), 2, fresh.keys.shape[1])
+            known = fresh.keys.new_full(shape, nan, dtype=kind)
+        first, old = (
+            on_device(source.first_scales[index[both]], spans.device)
+            for source, index in ((spans, new_places), (part.spans, old_places))
+        )
+        known[first] = part.key_scales[old]
+    steps = places.chunk(n_steps)
+    scales = [None] * len(steps) if known is None else known.chunk(n_steps)
+    pairs = zip(steps, scales, strict=True)
+    blocks = [encode_keys(fresh.keys[source], bits, scale, kind) for source, scale in pairs]
+    keys, key_scales, exact = (torch.cat(source) for source in zip(*blocks, strict=True))
+    return _without_ends(keys, spans), key_scales, exact
+
+
+def _without_ends(keys: Tensor, spans: Spans) -> Tensor:
+    """Return rows of full blocks without those that repeat the end of a segment."""
+    if int(spans.blocks.sum()) * KEY_BLOCK_TOKENS == int(spans.lengths.sum()):
+        return keys
+    return keys[_gathered(spans.first_scales[:-1] * KEY_BLOCK_TOKENS, spans.lengths, keys.device)]
+
+
+def packed(part: Part, widths: IntArray, before: Sequence[Part] = ()) -> list[Part]:
+    """Return numbers of the model's type, each segment at its width, (n_segments,)."""
+    parts, blocks = [], part.spans.blocks
+    for width in sorted(set(widths.tolist()), reverse=True):
+        segments = np.flatnonzero(widths == width)
+        n_blocks = int(blocks[segments].sum())
+        share = -(-STEPS * n_blocks // max(int(blocks.sum()), 1))
+        n_steps = max(1, min(share, n_blocks // STEP_BLOCKS))
+        parts.append(pack(part.taken(segments), width, before, n_steps=n_steps))
+    return parts
+
+
+def extended(part: Part, more: Part) -> Part:
+    """Return entries with numbers of the model's type behind, segment by segment.
+
+    Values are rounded by token: those that were there stay as they are. A block of keys that was
+    not full is rounded once more, with the keys that fill it.
+
+    Parameters
+    ----------
+    part, more : Part
+        Of the same segments.
+    """
+    old, new = part.lengths, more.lengths
+
+    def appended(stored: Tensor, added: Tensor) -> Tensor:
+        return _interleaved(torch.split(stored, old.tolist()), torch.split(added, new.tolist()))
+
+    result = replace(part, positions=appended(part.positions, more.positions), lengths=old + new)
+    if part.key_scales is None:
+        stored, added = [part.keys, part.values], [more.keys, more.values]
+        added = added if stored[0].dtype == added[0].dtype else halved(*added, lengths=new)
+        pairs = [_of_a_type(*pair) for pair in zip(stored, added, strict=True)]
+        keys, values = (appended(*pair) for pair in pairs)
+        return replace(result, keys=keys, values=values)
+    last = np.where(new > 0, old % KEY_BLOCK_TOKENS, 0)  # in blocks that are filled now
+    stay, spans = old - last, part.spans
+    full = -(-stay // KEY_BLOCK_TOKENS)
+    device, kind = part.keys.device, part.key_scales.dtype
+    unfilled = part.keys[_gathered(spans.starts + stay, last, device)]
+    blocks_of = on_device(np.repeat(spans.first_scales[:-1] + full, last), device)
+    filling = key_numbers(unfilled, part.key_scales[blocks_of], part.bits).to(more.keys.dtype)
+    unpacked = _interleaved(
+        torch.split(filling, last.tolist()), torch.split(more.keys, new.tolist())
+    )
+    tail = Spans(last + new, device)
+    blocks = unpacked[tail.block_places()]
+    keys, key_scales, key_exact = encode_keys(blocks, part.bits, kind=kind)
+    values, value_exact = encode_values(more.values, part.bits, kind)
+    if len(values):  # a head that is stored in float16 is not small
+        fits = fits_float16(torch.cat([key_exact.flatten(), value_exact.flatten()]).abs())
+        if not _fits(fits, kind, key_exact, value_exact):
+            before = part.unpacked((more.keys, more.values))
+            return pack(extended(before, more), part.bits, kind=torch.bfloat16)
+    kept_keys = part.keys[_gathered(spans.starts, stay, device)]
+    kept_scales = part.key_scales[_gathered(spans.first_scales[:-1], full, device)]
+    return replace(
+        result,
+        keys=_interleaved(
+            torch.split(kept_keys, stay.tolist()),
+            torch.split(_without_ends(keys, tail), tail.lengths.tolist()),
+        ),
+        values=appended(part.values, values),
+        key_scales=_interleaved(
+            torch.split(kept_scales, full.tolist()), torch.split(key_scales, tail.blocks.tolist())
+        ),
+    )
+
+
+def _of_a_type(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """Return halves in bfloat16, where either of them is."""
+    return (one, other) if one.dtype == other.dtype else (one.bfloat16(), other.bfloat16())
+
+
+def _interleaved(*pieces: tuple[Tensor, ...]) -> Tensor:
+    """Return of each segment one piece behind the other."""
+    return torch.cat([one for segment in zip(*pieces, strict=True) for one in segment])
+
+
+# A layer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -230,33 +461,47 @@ class Work:
     segments: Tensor
 
 
-WORK_BYTES = 20
-"""Bytes of a segment in `Work`."""
-
-
-@dataclass(frozen=True, eq=False)
-class KeptLayer:
-    """Kept entries of all KV heads of a layer.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Kept:
+    """Kept entries of all rows and KV heads of a layer.
 
     Attributes
     ----------
-    parts : tuple of KeptEntries
-        One for the heads of each width.
+    parts : tuple of Part
+        Each segment is in one.
+    rows, heads : int
+    like : tuple of Tensor
+        Keys and values (0, head_dim) with the model's sizes and type.
     """
 
-    parts: tuple[KeptEntries, ...]
+    parts: tuple[Part, ...]
+    rows: int
+    heads: int
+    like: tuple[Tensor, Tensor]
+
+    @cached_property
+    def lengths(self) -> IntArray:
+        """Entries of each row and head, (rows, heads)."""
+        result = np.zeros(self.rows * self.heads, dtype=np.int64)
+        for part in self.parts:
+            result[part.segments] = part.lengths
+        return result.reshape(self.rows, self.heads)
 
     @cached_property
     def spans(self) -> IntArray:
         """Start, end, first key scale and part of each segment, (n_segments, 4)."""
-        n_heads = sum(part.lengths.shape[1] for part in self.parts)
-        found = np.empty((len(self.parts[0].lengths), n_heads, 4), dtype=np.int64)
+        result = np.zeros((self.rows * self.heads, 4), dtype=np.int64)
         for number, part in enumerate(self.parts):
-            own, heads = part.spans, list(part.heads or range(n_heads))
-            columns = np.stack([own.starts, own.ends, own.first_scales[:-1]], axis=1)
-            found[:, heads, :3] = columns.reshape(*part.lengths.shape, 3)
-            found[:, heads, 3] = number
-        return found.reshape(-1, 4)
+            spans = part.spans
+            columns = [spans.starts, spans.ends, spans.first_scales[:-1]]
+            result[part.segments, :3] = np.stack(columns, axis=1)
+            result[part.segments, 3] = number
+        return result
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether anything is stored at fewer bits than the model has."""
+        return any(part.keys.dtype != self.like[0].dtype for part in self.parts)
 
     def work(self, length: int) -> Work:
         """Return tiles of so many entries, made once for each eviction; the latest are kept.
@@ -273,14 +518,70 @@ class KeptLayer:
             self._work[length] = Work(
                 length=length,
                 room=int(lengths.sum()) // length + len(lengths),
-                segments=on_device(segments.astype(np.int32), self.parts[0].keys.device),
+                segments=on_device(segments.astype(np.int32), self.like[0].device),
             )
         return self._work[length]
-
-    def tensors(self) -> list[Tensor]:
-        """Return what is stored beside the entries for reading them."""
-        return [one.segments for one in self._work.values()]
 
     @cached_property
     def _work(self) -> dict[int, Work]:
         return {}
+
+    def tensors(self) -> list[Tensor]:
+        """Return all that is stored: K and V, scales, positions, and lists of tiles."""
+        stored = [tensor for part in self.parts for tensor in part.tensors()]
+        return stored + [one.segments for one in self._work.values()]
+
+    def _numbers_of(self, rows: IntArray) -> IntArray:
+        """Return the numbers of all segments of rows, row by row."""
+        return (np.asarray(rows)[:, None] * self.heads + np.arange(self.heads)).ravel()
+
+    def of_rows(self, rows: IntArray) -> list[Part]:
+        """Return the segments of different rows, of each part a copy, or itself if it is all."""
+        segments = self._numbers_of(rows)
+        inside = [np.flatnonzero(np.isin(part.segments, segments)) for part in self.parts]
+        pairs = zip(self.parts, inside, strict=True)
+        return [part.taken(places) for part, places in pairs if len(places)]
+
+    def select(self, rows: IntArray) -> Kept:
+        """Return a copy of which row i is row ``rows[i]`` of this one."""
+        parts, segments = [], self._numbers_of(rows)
+        for part in self.parts:
+            place = np.full(self.rows * self.heads, -1)
+            place[part.segments] = np.arange(len(part.segments))
+            places = place[segments]
+            taken = part.taken(places[places >= 0])
+            parts.append(replace(taken, segments=np.flatnonzero(places >= 0)))
+        parts = [part for part in parts if len(part.segments)]
+        return replace(self, parts=tuple(parts), rows=len(rows))
+
+    def padded(self, rows: IntArray) -> tuple[Tensor, Tensor, Tensor]:
+        """Return keys, values and positions of rows, with as many places in all of their heads.
+
+        Returns
+        -------
+        keys, values : Tensor, (n_rows, n_kv_heads, most, head_dim)
+            Of the model's type; 0 at places of no entry, which are the last ones.
+        positions : Tensor of int32, (n_rows, n_kv_heads, most)
+            Beyond all columns at these.
+        """
+        lengths = self.lengths[rows]
+        shape = (len(rows), self.heads, int(lengths.max(initial=0)))
+        parts = self.of_rows(rows)
+        if len(parts) == 1 and (lengths == shape[2]).all():
+            whole = parts[0].unpacked(self.like)
+            keys, values = (
+                tensor.view(*shape, tensor.shape[-1]) for tensor in (whole.keys, whole.values)
+            )
+            return keys, values, whole.positions.view(shape)
+        places = int(np.prod(shape))
+        keys, values = (tensor.new_zeros(places, tensor.shape[-1]) for tensor in self.like)
+        positions = torch.full((places,), NO_COLUMN, dtype=torch.int32, device=keys.device)
+        order = np.searchsorted(self._numbers_of(rows), np.arange(self.rows * self.heads))
+        for part in parts:
+            unpacked = part.unpacked(self.like)
+            firsts = order[part.segments] * shape[2] - part.spans.starts
+            index = np.repeat(firsts, part.lengths) + np.arange(int(part.lengths.sum()))
+            at = on_device(index, keys.device)
+            keys[at], values[at], positions[at] = unpacked.keys, unpacked.values, unpacked.positions
+        keys, values = (tensor.view(*shape, tensor.shape[-1]) for tensor in (keys, values))
+        return keys, values, positions.view(shape)

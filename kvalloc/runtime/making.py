@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 from transformers import DynamicCache
 
-from kvalloc.errors import InputError, UnsupportedModelError
-from kvalloc.formats.budget_profile import BudgetProfile, Policy
+from kvalloc.errors import InputError, UnsupportedModelError, UnsupportedRequestError, option
+from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.models.attention import rotates_halves
 from kvalloc.models.loading import shape_of, warn_if_untested
 from kvalloc.models.names import layer_classes, uncompiled
-from kvalloc.models.structure import text_config
+from kvalloc.models.structure import decoder_of, text_config
 from kvalloc.runtime import refusals
 from kvalloc.runtime.cache import BudgetCache
-from kvalloc.runtime.deciding import Decide
-from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.options import CacheOptions
-from kvalloc.runtime.plan import Plan, Within
 from kvalloc.runtime.policies import policy_of
-from kvalloc.runtime.prompt import Prompt
-from kvalloc.shape import ModelShape
+from kvalloc.runtime.rows import Method, Within
+from kvalloc.runtime.store import Store
+from kvalloc.shape import HALF_BYTES, ModelShape
 
 
 def make_layers(model: nn.Module, shape: ModelShape) -> list[Any]:
-    """Cache layers for the model, its full-attention ones replaced by `BudgetLayer`.
+    """Cache layers for the model, its full-attention ones replaced by `Store`.
 
     Sliding layers are transformers' own: they hold a constant number of entries anyway.
 
@@ -47,71 +48,39 @@ def make_layers(model: nn.Module, shape: ModelShape) -> list[Any]:
     layers: list[Any] = DynamicCache(config=text_config(model)).layers
     full, sliding = layer_classes()
     expected = [full if t == "full" else sliding for t in shape.layer_types]
-    found = [type(layer) for layer in layers]
-    if found != expected:
-        kinds = ", ".join(sorted({kind.__name__ for kind in found})) or "any kind"
+    kinds_of = [type(layer) for layer in layers]
+    if kinds_of != expected:
+        kinds = ", ".join(sorted({kind.__name__ for kind in kinds_of})) or "any kind"
         raise UnsupportedModelError(
-            f"transformers caches {type(model).__name__} in {len(found)} layers of {kinds}; "
+            f"transformers caches {type(model).__name__} in {len(kinds_of)} layers of {kinds}; "
             "kvalloc reduces full attention next to sliding-window attention only"
         )
-    return [BudgetLayer() if type(layer) is full else layer for layer in layers]
+    return [Store() if type(layer) is full else layer for layer in layers]
 
 
-def make_cache(
-    model: nn.Module,
-    profile: BudgetProfile,
-    *,
-    allow_other_model: bool = False,
-    prompt_tokens: int | None = None,
-    policy: str | Policy | None = None,
-    decode_every: int | None = None,
-) -> BudgetCache:
-    """Make a cache for one conversation that keeps the profile's budgets of its prompt.
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """How rows of a batch are kept; see `build_cache`.
 
-    Parameters
+    Attributes
     ----------
-    model : transformers.PreTrainedModel
-        The model that will use the cache, on sdpa, eager, flash or flex attention.
     profile : BudgetProfile
-        Budgets at layer or head level. They are scaled to the length of each row of the prompt.
-    allow_other_model : bool
-        Accept a model of another name with the same sizes, e.g. a fine-tune.
-    prompt_tokens : int, optional
-        Length, padding included, of a prompt that arrives in several forwards: its budgets hold
-        from the first one on. By default the first forward is the whole prompt, since a second
-        chunk cannot be told from a follow-up question.
-    policy, decode_every : optional
-        How the cache keeps its budgets, see `kvalloc.runtime.CacheOptions`.
-
-    Returns
-    -------
-    BudgetCache
-        Pass it to ``generate()`` as ``cache``, before transformers 5.24 as ``past_key_values``;
-        the budgets belong to it, not to the model.
-
-    Raises
-    ------
-    ModelMismatchError
-        If the profile was made for another model.
-    UnsupportedModelError
-        If the model's attention or cache is of a kind that cannot be reduced.
-    UnsupportedRequestError
-        If a layer of the model is compiled by itself, or it prefills in chunks of unannounced
-        length, or the policy cannot keep the budget while decoding.
-    InputError
-        If the budgets or the scorer do not fit sinks and window, or there is no such policy.
+    options : CacheOptions
+    longer_profile : BudgetProfile or None
+        Budgets of a longer text, by which a conversation goes once it is long enough for their
+        share to hold.
+    within : callable or None
+        Given a share and a number of tokens, returns the budgets by which a conversation goes that
+        outgrows the memory of the options; by those it has, made smaller, without it.
+    once : bool
+        Whether the budgets were decided from one prompt, and are for no other.
     """
-    if not isinstance(profile, BudgetProfile):
-        raise InputError(
-            f"the profile is a {type(profile).__name__}, expected a BudgetProfile, such as "
-            "kvalloc.load_profile gives, after the model"
-        )
-    options = CacheOptions(
-        policy=policy,
-        decode_every=decode_every,
-        allow_other_model=allow_other_model,
-    )
-    return build_cache(model, profile, options, prompt_tokens=prompt_tokens)
+
+    profile: BudgetProfile
+    options: CacheOptions = CacheOptions()
+    longer_profile: BudgetProfile | None = None
+    within: Within | None = None
+    once: bool = False
 
 
 def build_cache(
@@ -120,34 +89,90 @@ def build_cache(
     options: CacheOptions,
     *,
     prompt_tokens: int | None = None,
-    decide: Decide | None = None,
-    longer: BudgetProfile | None = None,
+    longer_profile: BudgetProfile | None = None,
     within: Within | None = None,
 ) -> BudgetCache:
-    """Make a cache as `make_cache` does, from options as they travel inside kvalloc.
+    """Make a cache for a batch whose rows are all kept in one way; see `build_rows`."""
+    way = Way(profile=profile, options=options, longer_profile=longer_profile, within=within)
+    return build_rows(model, [way], prompt_tokens=prompt_tokens)
+
+
+def build_rows(
+    model: nn.Module,
+    ways: Sequence[Way],
+    *,
+    prompt_tokens: int | None = None,
+    lengths: Sequence[int] | None = None,
+) -> BudgetCache:
+    """Make a cache for a batch, each of whose rows is kept in its own way.
 
     Parameters
     ----------
-    model, profile, prompt_tokens
-        As for `make_cache`.
-    options : CacheOptions
-    decide : Decide, optional
-        Decides the budgets of each row when the prompt has come; the profile then says which
-        entries are kept, and holds for later prompts no more than for this one.
-    longer : BudgetProfile, optional
-        Budgets of a longer text, by which a conversation goes once it is long enough for their
-        share to hold.
-    within : callable, optional
-        Given a share and a number of tokens, returns the budgets by which a conversation goes that
-        outgrows the memory of the options; by those it has, made smaller, without it.
+    model : transformers.PreTrainedModel
+    ways : sequence of Way
+        One for each row, or one for all; rows of the same one share its memory.
+    prompt_tokens : int, optional
+        Length, padding included, of a prompt that arrives in several forwards: its budgets hold
+        from the first one on. By default the first forward is the whole prompt, since a second
+        chunk cannot be told from a follow-up question.
+    lengths : sequence of int, optional
+        Tokens of each row of a prompt whose length is announced.
+
+    Raises
+    ------
+    ModelMismatchError
+        If a profile was made for another model.
+    UnsupportedModelError
+        If the model's attention or cache is of a kind that cannot be reduced.
+    UnsupportedRequestError
+        If a layer of the model is compiled by itself, or the policy cannot bound the memory.
+    InputError
+        If the budgets or the scorer do not fit sinks and window, or there is no such policy.
     """
     warn_if_untested()
-    profile, model = options.with_policy(profile), uncompiled(model)
-    refusals.check_profile(profile)
+    model = uncompiled(model)
     refusals.check_model(model, prompt_tokens)
-    shape, other = shape_of(model), options.allow_other_model
+    shape, methods = shape_of(model), dict[int, Method]()
+    for way in ways:
+        if id(way) not in methods:
+            methods[id(way)] = _method(model, way, shape)
+    rows = [methods[id(way)] for way in ways]
+    known = None if lengths is None else tuple(lengths)
+    cache = BudgetCache(decoder_of(model), make_layers(model, shape), rows, prompt_tokens, known)
+    for method in methods.values():
+        policy = method.profile.policy
+        listener = method.policy.extension(sinks=policy.sinks, window=policy.window)
+        if listener is not None:
+            cache.extensions.append(listener)
+    return cache
+
+
+def _method(model: nn.Module, way: Way, shape: ModelShape) -> Method:
+    """Return a way that has been checked."""
+    options, profile = way.options, way.options.with_policy(way.profile)
+    tokens, other = options.decode_every, options.allow_other_model
+    refusals.check_profile(profile)
+    if not (tokens is None or (type(tokens) is int and tokens >= 1)):
+        raise InputError(
+            f"{option('decode_every')} is {tokens!r}, expected a number of tokens >= 1"
+        )
     profile.shape.require_same_model(shape, allow_other_model=other)
-    policy_of(profile.policy).scorer.check_model(shape, allow_other_model=other)
-    layers = make_layers(model, shape)
-    plan = Plan(profile, model, options, decide=decide, longer=longer, within=within)
-    return BudgetCache([Prompt(plan, layers, prompt_tokens)])
+    policy = policy_of(profile.policy)
+    policy.scorer.check_model(shape, allow_other_model=other)
+    method = Method(
+        profile=profile,
+        policy=policy,
+        after=policy.turn_policy(rotates=rotates_halves(model)),
+        options=options,
+        longer_profile=way.longer_profile,
+        within=way.within,
+        once=way.once,
+        wide=next(model.parameters()).itemsize > HALF_BYTES,
+    )
+    if profile.fits_a_peak and (method.holds(in_chunks=False) or policy.combines):
+        raise UnsupportedRequestError(
+            f"these budgets were decided for {option('memory')} at its peak, and here the policy "
+            f"{policy.name} takes more than what is kept and one layer in full while the prompt is "
+            f"read; choose another policy, or decide by {option('budget')}"
+        )
+    return method

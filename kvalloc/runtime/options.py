@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from kvalloc.errors import InputError
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
-from kvalloc.runtime import refusals
 from kvalloc.runtime.policies import changed_policy
 
 
@@ -52,6 +52,9 @@ class CacheOptions:
         policy = self.policy
         if isinstance(policy, str):
             return profile.with_policy(changed_policy(profile.policy, policy))
-        other = policy is not None and not isinstance(policy, Policy)
-        refusals.refuse(no_policy=other and (policy,))
+        if not isinstance(policy, Policy | None):
+            raise InputError(
+                f"policy is {policy!r}; name a policy or a scorer, or give a Policy, as of a "
+                "profile"
+            )
         return profile if policy is None else profile.with_policy(policy)

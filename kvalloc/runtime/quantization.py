@@ -64,8 +64,8 @@ def quantised_values(values: Tensor, bits: int) -> Tensor:
     if bits == 16:
         return values
     turned, width = turns(bits, int(values.shape[-1])), WIDTHS[bits].values
-    found = _rounded(rotated(values) if turned else values, VALUE_BLOCK_CHANNELS, width, dim=-1)
-    return rotated(found).to(values.dtype) if turned else found
+    codes = _rounded(rotated(values) if turned else values, VALUE_BLOCK_CHANNELS, width, dim=-1)
+    return rotated(codes).to(values.dtype) if turned else codes
 
 
 def round_first_keys(keys: Tensor, counts: Tensor, bits: IntArray) -> None:
@@ -80,9 +80,9 @@ def round_first_keys(keys: Tensor, counts: Tensor, bits: IntArray) -> None:
         Of `WIDTHS`.
     """
     for row, counts_of_row in zip(keys, counts.tolist(), strict=True):
-        for own, count, width in zip(row, counts_of_row, bits.tolist(), strict=True):
+        for head, count, width in zip(row, counts_of_row, bits.tolist(), strict=True):
             if width < 16:
-                own[:count] = quantised_keys(own[None, None, :count], width)[0, 0]
+                head[:count] = quantised_keys(head[None, None, :count], width)[0, 0]
 
 
 def rotated(vectors: Tensor) -> Tensor:
@@ -126,12 +126,12 @@ def _hadamard(dim: int, device: torch.device) -> Tensor:
         return turn.to(device)
 
 
-def from_codes(codes: Tensor, scale: Tensor, least: Tensor) -> Tensor:
+def from_codes(codes: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
     """Return the numbers that codes stand for, float32; scale and minimum are broadcast.
 
     These may be float16: they become float32 where they are used, without a copy on a GPU.
     """
-    return codes.float().mul_(scale).add_(least)
+    return codes.float().mul_(scale).add_(minimum)
 
 
 @torch.no_grad()
@@ -168,29 +168,29 @@ def coded(
     levels, sizes = float(2**bits - 1), list(blocks.shape)
     sizes[dim] = 2
     scales = blocks.new_empty(sizes)
-    scale, least = torch.split(scales, 1, dim=dim)
-    torch.amin(blocks, dim, keepdim=True, out=least)
+    scale, minimum = torch.split(scales, 1, dim=dim)
+    torch.amin(blocks, dim, keepdim=True, out=minimum)
     wide = kind == torch.bfloat16
     if wide:  # scale and minimum cover the block although they have 8 bits
-        least.copy_(_upper_half(least, (least < 0).int()))
-    torch.amax(blocks, dim, keepdim=True, out=scale).sub_(least).div_(levels)
+        minimum.copy_(_upper_half(minimum, (minimum < 0).int()))
+    torch.amax(blocks, dim, keepdim=True, out=scale).sub_(minimum).div_(levels)
     if before is not None:
         step, first = torch.split(before.float(), 1, dim=dim)
-        beyond = least - first + levels * (scale - step)  # of the last code
-        covers = torch.maximum(first - least, beyond) <= step / 2
+        excess = minimum - first + levels * (scale - step)  # of the last code
+        covers = torch.maximum(first - minimum, excess) <= step / 2
         scales = torch.where(covers, before.float(), scales)
     exact, limit = scales, _LARGEST_SCALE
     scales = (_upper_half(exact, 1) if wide else exact.clamp(-limit, limit)).to(kind)
-    scale, least = torch.split(scales, 1, dim=dim)
+    scale, minimum = torch.split(scales, 1, dim=dim)
     divisor = torch.threshold(scale, 0.0, inf)  # at 0 all of a block are alike: no steps
-    steps = (blocks - least).div_(divisor)  # in float32
+    steps = (blocks - minimum).div_(divisor)  # in float32
     return steps.round_().clamp_(0, levels).to(torch.uint8), scales, exact
 
 
 def magnitudes(exact: Tensor, bits: int, dim: int = -1) -> Tensor:
     """Return the largest magnitude in each block, of its exact scale and minimum along an axis."""
-    scale, least = exact.unbind(dim)
-    return torch.maximum(least.abs(), scale * (2**bits - 1))
+    scale, minimum = exact.unbind(dim)
+    return torch.maximum(minimum.abs(), scale * (2**bits - 1))
 
 
 def fits_float16(magnitudes: Tensor, bits: int | None = None) -> Tensor:
@@ -217,39 +217,39 @@ def fits_float16(magnitudes: Tensor, bits: int | None = None) -> Tensor:
     return fits
 
 
-def _upper_half(numbers: Tensor, away: Tensor | int) -> Tensor:
+def _upper_half(values: Tensor, away: Tensor | int) -> Tensor:
     """Return float32 numbers that bfloat16 has: the next away from 0 where so said, or towards."""
-    bits = numbers.view(torch.int32) + 0xFFFF * away
+    bits = values.view(torch.int32) + 0xFFFF * away
     return bits.bitwise_and_(-0x10000).view(torch.float32)
 
 
-def in_blocks(numbers: Tensor, block: int, dim: int = -1) -> Tensor:
+def in_blocks(values: Tensor, block: int, dim: int = -1) -> Tensor:
     """Return numbers in blocks along an axis, float32: that axis becomes (n_blocks, block).
 
     An axis shorter than a block is one block of its own length.
     """
-    dim = dim % numbers.ndim
-    size = int(numbers.shape[dim])
+    dim = dim % values.ndim
+    size = int(values.shape[dim])
     block = min(block, max(size, 1))
     missing = -size % block
-    padded = numbers.float()
+    padded = values.float()
     if missing:  # by the last number of its block, which changes neither minimum nor maximum
         last = padded.narrow(dim, size - 1, 1)
         padded = torch.cat([padded, last.repeat_interleave(missing, dim=dim)], dim=dim)
-    sizes = (*numbers.shape[:dim], (size + missing) // block, block, *numbers.shape[dim + 1 :])
+    sizes = (*values.shape[:dim], (size + missing) // block, block, *values.shape[dim + 1 :])
     return padded.contiguous().view(sizes)
 
 
-def _rounded(numbers: Tensor, block: int, bits: int, dim: int) -> Tensor:
+def _rounded(values: Tensor, block: int, bits: int, dim: int) -> Tensor:
     """Return numbers that were rounded to codes in blocks along an axis."""
-    if not numbers.numel():
-        return numbers
-    dim = dim % numbers.ndim
-    blocks = in_blocks(numbers, block, dim)
+    if not values.numel():
+        return values
+    dim = dim % values.ndim
+    blocks = in_blocks(values, block, dim)
     codes, scales, exact = coded(blocks, bits, dim=dim + 1)
     largest = magnitudes(exact, bits, dim + 1).transpose(0, 1).flatten(1, 2)  # of each head
     if not fits_float16(largest.amax(dim=1), bits):
         codes, scales, _ = coded(blocks, bits, dim=dim + 1, kind=torch.bfloat16)
     back = from_codes(codes, *torch.split(scales, 1, dim=dim + 1)).flatten(dim, dim + 1)
-    same: Tensor = back.narrow(dim, 0, numbers.shape[dim]).to(numbers.dtype)
+    same: Tensor = back.narrow(dim, 0, values.shape[dim]).to(values.dtype)
     return same

@@ -84,14 +84,14 @@ def free_counts(entries: Tensor, budgets: Tensor, *, sinks: int, window: int) ->
         If a budget is below sinks and window or above the number of tokens.
     """
     n_tokens = int(entries.shape[2])
-    least = min(sinks + window, n_tokens)
-    wrong = (budgets < least) | (budgets > n_tokens)
+    protected = min(sinks + window, n_tokens)
+    wrong = (budgets < protected) | (budgets > n_tokens)
     if bool(wrong.any()):
         raise InputError(
             f"a budget of {int(budgets[wrong][0])} entries does not fit a prompt of {n_tokens} "
             f"tokens with {sinks} sinks and a window of {window}; solve again with larger budgets"
         )
-    return budgets - least
+    return budgets - protected
 
 
 def kept_places(kept: Tensor, counts: Tensor) -> Tensor:
@@ -129,8 +129,8 @@ def put_at(states: Tensor, indices: Tensor, entries: Tensor) -> None:
         As for `gathered`.
     entries : Tensor, (batch, n_kv_heads, n_wanted, head_dim)
     """
-    found, index = flat_entries(states, *_segments(indices), indices)
-    found.index_copy_(0, index.flatten(), entries.flatten(0, 2))
+    flat, index = flat_entries(states, *_segments(indices), indices)
+    flat.index_copy_(0, index.flatten(), entries.flatten(0, 2))
 
 
 def _segments(indices: Tensor) -> tuple[Tensor, Tensor]:
@@ -195,12 +195,12 @@ def best_entries(scores: Tensor, counts: Tensor, *, among: Tensor) -> Tensor:
         )
 
     ensure((torch.isfinite(scores) | ~among).all(), fail)
-    most = int(counts.max()) if counts.numel() else 0
-    if most == 0:
+    largest = int(counts.max()) if counts.numel() else 0
+    if largest == 0:
         return torch.zeros_like(among)
     counts = counts.to(scores.device)
     scores = scores.masked_fill(~among, float("-inf"))
-    ranked = scores.topk(most, dim=-1).values
+    ranked = scores.topk(largest, dim=-1).values
     threshold = ranked.gather(-1, (counts - 1).clamp(min=0)[..., None])
     above = (scores > threshold) & (counts > 0)[..., None]
     equal = (scores == threshold) & among
@@ -228,16 +228,16 @@ def handed_out(scores: Sequence[Tensor], total: int, *, protected: int) -> IntAr
         Among equal scores the earlier layer wins, and in it the earlier head.
     """
     device = scores[0].device
-    every = [own.to(device, torch.float32).mT for own in scores]
-    joined = pad_sequence(every, batch_first=True, padding_value=-inf).mT
+    layers = [layer.to(device, torch.float32).mT for layer in scores]
+    joined = pad_sequence(layers, batch_first=True, padding_value=-inf).mT
     free = max(total - protected * (joined.shape[0] * joined.shape[1]), 0)
-    wanted = min(free, joined.numel())
-    if wanted == 0:
+    n_free = min(free, joined.numel())
+    if n_free == 0:
         return np.full(tuple(joined.shape[:2]), protected, dtype=np.int64)
-    least = joined.reshape(-1).topk(wanted, sorted=False).values.min()
-    masks = torch.stack([joined > least, (joined == least) & (joined > -inf)])
+    threshold = joined.reshape(-1).topk(n_free, sorted=False).values.min()
+    masks = torch.stack([joined > threshold, (joined == threshold) & (joined > -inf)])
     counts, ties = masks.sum(dim=-1).cpu().numpy()  # all that is read of the device
     before = np.cumsum(ties) - ties.ravel()
-    room = np.clip(wanted - counts.sum() - before, 0, ties.ravel())
-    found: IntArray = counts + room.reshape(counts.shape) + protected
-    return found
+    room = np.clip(n_free - counts.sum() - before, 0, ties.ravel())
+    result: IntArray = counts + room.reshape(counts.shape) + protected
+    return result

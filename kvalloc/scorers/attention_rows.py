@@ -123,14 +123,14 @@ def attention_rows(states: AttentionStates, first: int, end: int) -> Tensor:
 
     rows, later_rows = end - first, states.queries.shape[2] - end
     n_tokens = states.keys.shape[2]
-    n_seen = n_tokens if states.gaps or states.behind else n_tokens - later_rows
+    n_seen = n_tokens if states.gaps or states.displaced else n_tokens - later_rows
     logits = attention_logits(states, states.keys[:, :, :n_seen], first, end)
     if states.absent is not None:
         absent = states.absent[:, :, None, None, :n_seen]
         logits.masked_fill_(absent, torch.finfo(torch.float32).min)
     mask = _row_mask(states, first, end)
     if mask is None:
-        if not states.behind:
+        if not states.displaced:
             # only the rows' own square needs the causal mask: it is the end of every row
             later = torch.ones(rows, rows, dtype=torch.bool, device=logits.device).triu_(1)
             logits[..., -rows:].masked_fill_(later, float("-inf"))
@@ -213,7 +213,7 @@ def states_behind(
     if mask is not None:
         mask = _is_visible(mask)[:, :1, 0].any(dim=-1, keepdim=True)
         mask = mask & ~protected_columns(states, sinks=0)[:, :, None]
-    found = replace(states, queries=queries, mask=mask, behind=True)
+    found = replace(states, queries=queries, mask=mask, displaced=True)
     if _WANTED in states.shared:
         found.shared[_WANTED] = states.shared[_WANTED]
     states.shared[_BEHIND, ahead] = found

@@ -286,7 +286,7 @@ def write_file(name: str, path: Path) -> None:
     else:
         cache = kvalloc.make_cache(model, tiny.make_profile(model, 20, 0.5))
         model(tiny.prompt(20), past_key_values=cache)
-        cache.save(path)
+        kvalloc.save_cache(cache, path)
 
 
 def main() -> None:

@@ -40,6 +40,6 @@ def test_equal_budgets_are_read_in_place(device, family, dtype, monkeypatch):
     for step in range(4):
         token = tiny.prompt(1, 2, seed=step)
         assert tiny.worst(run(own, token, cache), shadow.logits(token)) <= tolerance
-        places.append(layer.entries.parts[0].keys.data_ptr())
+        places.append(layer.kept.parts[0].keys.data_ptr())
     assert len(set(places)) == 1
     assert device == "cpu" or places[0] in read

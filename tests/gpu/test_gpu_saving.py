@@ -24,7 +24,7 @@ def test_a_cache_that_was_read_elsewhere(on_cpu, tmp_path, to_device, family, le
     )
     cache, shadow = reads.prompted()
     reads.ask(3, cache, shadow)
-    cache.save(tmp_path / "c.safetensors")
+    kvalloc.save_cache(cache, tmp_path / "c.safetensors")
     reads.follow(shadow, cache)  # what was asked has competed
     moved = kvalloc.load_cache(tmp_path / "c.safetensors", asks.model)
     assert moved.layers[0].keys.device == next(asks.model.parameters()).device

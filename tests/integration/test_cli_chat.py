@@ -281,6 +281,6 @@ def test_a_cache_saved_in_python_is_asked_as_plain_text(folder):
     loaded.model(
         loaded.tokenizer(prose(80), return_tensors="pt")["input_ids"], past_key_values=cache
     )
-    cache.save(folder / "py.kv")
+    kvalloc.save_cache(cache, folder / "py.kv")
     ran = run("chat", folder / "tiny", "--cache", folder / "py.kv", "--question", "w1", "--json")
     assert (ran.json["read_seconds"], ran.json["document_tokens"]) == (None, 80)

@@ -102,7 +102,7 @@ def test_what_an_encoding_lacks_is_escaped(models, profiles, folder, monkeypatch
 BREAKS_OFF = """
 import os
 import kvalloc
-from kvalloc.runtime.answering import answer
+from kvalloc.extensions.answering import answer
 from kvalloc.runtime.cache import BudgetCache
 from tiny_models import tiny_model
 BudgetCache.end_turn = lambda cache, write=os.write: write(2, b"computed")

@@ -72,7 +72,7 @@ def test_head_level_budgets_free_bytes_and_equal_the_oracle(loaded, ids, tmp_pat
         assert cache.retained_bytes == profile.retained_bytes_at(ids.shape[1])
         if not profile.shape.sliding_layers:
             assert cache.retained_bytes < 0.5 * cache.full_bytes
-        cache.save(tmp_path / "read.safetensors")
+        kvalloc.save_cache(cache, tmp_path / "read.safetensors")
         for one in (cache, kvalloc.load_cache(tmp_path / "read.safetensors", model)):
             shadow = runtime_oracle.Shadow(model)
             shadow.logits(ids, logits_to_keep=1)

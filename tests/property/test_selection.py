@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from kvalloc.accounting.costs import BIT_WIDTHS, head_bytes, within_bytes
-from kvalloc.runtime.conversation import targets_of
+from kvalloc.runtime.plan import targets_of
 from kvalloc.runtime.selection import keep_best
 
 # What holds for the selection of entries whatever the scores

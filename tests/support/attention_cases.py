@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -19,8 +19,7 @@ from torch import Tensor
 
 from kvalloc.accounting import IntArray
 from kvalloc.runtime.attention.call import AttentionCall
-from kvalloc.runtime.kept import KeptEntries, KeptLayer
-from kvalloc.runtime.packed import LayerEntries
+from kvalloc.runtime.kept import Kept, Part, joined, packed
 
 HALF_A_STEP = {torch.float16: 2**-11, torch.bfloat16: 2**-8}
 
@@ -41,48 +40,63 @@ def stored_of(
     return stored
 
 
-def flat_of(stored: Stored, counts: IntArray) -> KeptEntries:
-    """As storage takes them, in columns from 0 on."""
+def flat_of(stored: Stored, counts: IntArray) -> Part:
+    """As storage takes them, tokens from 0 on."""
     keys, values = zip(*(stored[place] for place in np.ndindex(*counts.shape)), strict=True)
     device = keys[0].device
     places = [torch.arange(count, dtype=torch.int32, device=device) for count in counts.flat]
-    return KeptEntries(
+    return Part(
         keys=torch.cat(keys),
         values=torch.cat(values),
         positions=torch.cat(places),
-        lengths=counts,
+        segments=np.arange(counts.size),
+        lengths=counts.ravel(),
     )
 
 
-def even_of(keys: Tensor, values: Tensor) -> KeptLayer:
+def smaller(stored: Stored, rows: Iterable[int]) -> Stored:
+    """With numbers of some rows that are so small that their scales are bfloat16."""
+    return {
+        at: (keys * 1e-6, values * 1e-6) if at[0] in rows else (keys, values)
+        for at, (keys, values) in stored.items()
+    }
+
+
+def layer_of(parts: Sequence[Part], counts: IntArray, like: Part) -> Kept:
+    """A layer of these parts; the model's numbers are of the types of ``like``."""
+    rows, heads = counts.shape
+    return Kept(parts=tuple(parts), rows=rows, heads=heads, like=(like.keys[:0], like.values[:0]))
+
+
+def even_of(keys: Tensor, values: Tensor) -> Kept:
     """Of dense ones, (batch, n_kv_heads, n_entries, ...), as many of each head."""
-    n_entries = keys.shape[2]
-    part = KeptEntries(
-        keys=keys.reshape(-1, keys.shape[-1]),
-        values=values.reshape(-1, values.shape[-1]),
-        positions=torch.arange(n_entries, dtype=torch.int32).repeat(keys.shape[0] * keys.shape[1]),
-        lengths=np.full(keys.shape[:2], n_entries),
+    counts = np.full(keys.shape[:2], keys.shape[2])
+    part = flat_of(
+        {place: (keys[place], values[place]) for place in np.ndindex(*counts.shape)}, counts
     )
-    return KeptLayer((part,))
+    return layer_of([part], counts, part)
 
 
-def packed_of(stored: Stored, counts: IntArray, bits: list[int]) -> LayerEntries:
-    """Stored at so many bits a KV head."""
-    return LayerEntries.packed(flat_of(stored, counts), np.array(bits, dtype=np.int64))
+def packed_of(stored: Stored, counts: IntArray, bits: Any) -> Kept:
+    """Stored at so many bits a KV head; or a row and head, each row packed by itself."""
+    numbers, widths = flat_of(stored, counts), np.broadcast_to(bits, counts.shape).ravel()
+    together = np.split(np.arange(counts.size), len(counts) if np.ndim(bits) == 2 else 1)
+    parts = [packed(numbers.taken(own), widths[own]) for own in together]
+    return layer_of(joined([one for several in parts for one in several]), counts, numbers)
 
 
-def unpacked(entries: LayerEntries, counts: IntArray) -> Stored:
+def unpacked(kept: Kept) -> Stored:
     """The numbers that packed entries stand for."""
-    keys, values, _ = entries.padded()
-    return {place: (keys[place][:n], values[place][:n]) for place, n in np.ndenumerate(counts)}
+    keys, values, _ = kept.padded(np.arange(kept.rows))
+    return {at: (keys[at][:n], values[at][:n]) for at, n in np.ndenumerate(kept.lengths)}
 
 
-def exact_numbers(stored: Stored, counts: IntArray, bits: list[int]) -> Stored:
+def exact_numbers(stored: Stored, counts: IntArray, bits: Any) -> Stored:
     """The numbers that codes stand for, which are not rounded to half precision once more."""
     wide = {place: (keys.float(), values.float()) for place, (keys, values) in stored.items()}
-    exact = unpacked(packed_of(wide, counts, bits), counts)
-    whole = unpacked(packed_of(stored, counts, bits), counts)
-    return {place: (whole if bits[place[1]] == 16 else exact)[place] for place in stored}
+    exact, whole = (unpacked(packed_of(own, counts, bits)) for own in (wide, stored))
+    widths = np.broadcast_to(bits, counts.shape)
+    return {place: (whole if widths[place] == 16 else exact)[place] for place in stored}
 
 
 def call_of(
@@ -109,7 +123,7 @@ def call_of(
         keys=random(batch, heads, n_following, dims[0]),
         values=random(batch, heads, n_following, dims[1]),
         scaling=dims[0] ** -0.5,
-        visible=(torch.rand(batch, n_following) > 0.4).to(device) if extras else None,
+        starts=torch.randint(n_following + 1, (batch,)).to(device) if extras else None,
         softcap=3.0 if extras else None,
         sink_logits=torch.randn(heads * group).to(device) if extras else None,
     )
@@ -134,7 +148,7 @@ def by_definition(call: AttentionCall, stored: Stored) -> tuple[Tensor, float]:
         largest = max(largest, float(logits.abs().max()))
         shown = column <= place
         if call.visible is not None:
-            shown &= call.visible[row % len(call.visible)].cpu() | (column == place)
+            shown &= call.visible[row].cpu() | (column == place)
         logits[:, len(kept_keys) :].masked_fill_(~shown, float("-inf"))
         if call.sink_logits is not None:
             sink = call.sink_logits[head].cpu().double().expand(n_new, 1)
@@ -155,7 +169,7 @@ def check(output: Tensor, call: AttentionCall, stored: Stored) -> None:
 
 
 def cut(call: AttentionCall) -> AttentionCall:
-    """As models give them: views of larger tensors, tokens before heads; one row's for all rows."""
+    """As models give them: views of larger tensors, tokens before heads; one row's keys for all."""
     batch = len(call.queries)
 
     def view(states: Tensor) -> Tensor:
@@ -168,7 +182,6 @@ def cut(call: AttentionCall) -> AttentionCall:
         queries=view(call.queries),
         keys=view(call.keys[:1]).expand(batch, -1, -1, -1),
         values=view(call.values),
-        visible=None if call.visible is None else call.visible[:1],
         sink_logits=None if sinks is None else torch.stack([sinks, sinks], dim=1).double()[:, 0],
     )
 
@@ -185,7 +198,7 @@ def tailed(call: AttentionCall) -> AttentionCall:
 
 def triton_cases(
     halves: tuple[torch.dtype, ...],
-) -> Iterator[tuple[IntArray, list[int], int, int, int, int, bool, torch.dtype, int]]:
+) -> Iterator[tuple[IntArray, Any, int, int, int, int, bool, torch.dtype, int]]:
     """Entries of each head, bits, head_dim, group, new and older tokens, extras, type, programs.
 
     Among the lengths of segments are none, less than a block of columns, whole blocks, and several
@@ -208,6 +221,7 @@ def triton_cases(
         ([4, 5, 8], 80, 1, 2, False, 2),
         ([8, 8, 8], 24, 2, 2, False, 2),
         ([3, 16, 5], 16, 1, 2, False, 12),
+        ([[8, 4, 16], [16, 8, 4]], 64, 2, 2, True, 12),
     ):
         for dtype in (torch.float32, *(halves if dim == 64 else ())):
             yield skewed, bits, dim, group, n_new, 3, extras, dtype, programs
@@ -222,16 +236,16 @@ def check_triton(device: str) -> dict[torch.dtype, float]:
     worst: dict[torch.dtype, float] = {}
     for counts, bits, dim, group, n_new, before, extras, dtype, programs in triton_cases(halves):
         stored = stored_of(counts, (dim, dim), dtype, device=device)
-        if bits == [8, 8, 8]:  # whose scales are bfloat16
-            stored = {at: (keys * 1e-6, values * 1e-6) for at, (keys, values) in stored.items()}
+        if bits == [8, 8, 8] or np.ndim(bits) == 2:  # all scales, or those of a row, are bfloat16
+            stored = smaller(stored, range(np.ndim(bits) - 1, 2))
         call = call_of(
             counts, (dim, dim), dtype, group=group, n_new=n_new, before=before, extras=extras,
             device=device,
         )  # fmt: skip
-        entries = packed_of(stored, counts, bits)
+        kept = packed_of(stored, counts, bits)
         for one in (tailed(call), cut(call)) if n_new > 1 else (tailed(call),):
-            result = triton_attention(one, entries.kept, programs=programs)
-            expected, _ = by_definition(one, unpacked(entries, counts))
+            result = triton_attention(one, kept, programs=programs)
+            expected, _ = by_definition(one, unpacked(kept))
             assert result.dtype == dtype
             assert result.shape == expected.shape
             assert result.is_contiguous()
@@ -239,7 +253,7 @@ def check_triton(device: str) -> dict[torch.dtype, float]:
             worst[dtype] = max(worst.get(dtype, 0.0), error)
             assert error < (1e-5 if dtype == torch.float32 else 2e-2), (bits, one, error)
             if device == "cuda":  # it is what the cache takes here
-                assert TritonBackend().refusal(one, entries.kept) is None
+                assert TritonBackend().refusal(one, kept) is None
     return worst
 
 

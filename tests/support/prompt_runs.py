@@ -12,7 +12,7 @@ import torch
 import kvalloc
 from kvalloc.models.attention import AttentionStates, intercept_attention
 from kvalloc.models.names import cache_keyword
-from kvalloc.runtime import repetition
+from kvalloc.runtime import second_read
 from kvalloc.runtime.policies import get_policy
 from kvalloc.scorers import get_scorer
 
@@ -104,11 +104,11 @@ def failing_with(failure: type[BaseException], model: Any) -> Iterator[None]:
 def noted_repetitions(patch: pytest.MonkeyPatch) -> list[int]:
     """The tokens of each forward that repeats a prompt from now on."""
     forwards: list[int] = []
-    original = repetition.HeldPrompt.run
+    original = second_read.HeldPrompt.run
 
     def counted(self: Any, cache: Any, tokens: torch.Tensor, *more: Any) -> torch.Tensor:
         forwards.append(int(tokens.shape[1]))
         return original(self, cache, tokens, *more)
 
-    patch.setattr(repetition.HeldPrompt, "run", counted)
+    patch.setattr(second_read.HeldPrompt, "run", counted)
     return forwards

@@ -26,7 +26,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from kvalloc.accounting.costs import SCALE_BYTES, packed_row_bytes
 from kvalloc.errors import InputError, UnsupportedRequestError
-from kvalloc.runtime import load_cache
+from kvalloc.extensions.making import extended
+from kvalloc.extensions.saved import load_cache, save_cache
 from kvalloc.runtime.making import build_cache
 from kvalloc.runtime.options import CacheOptions
 from kvalloc.runtime.policies import changed_policy, policy_class, policy_names
@@ -39,7 +40,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 COMBINING = [n for n in policy_names() if policy_class(n).combine is not EvictionPolicy.combine]
 HOLDING = [n for n in policy_names() if policy_class(n).holds is not EvictionPolicy.holds]
 LATER = [name for name in SCORERS if get_scorer(name).later is not None]
-READING = [n for n in policy_names() if policy_class(n).reader is not EvictionPolicy.reader]
+READING = [n for n in policy_names() if policy_class(n).extension is not EvictionPolicy.extension]
 # The filter at decoding reads less than what is stored; here it reads all, so that the oracle of
 # what is stored holds. What it leaves out is the subject of test_mpcache.py.
 OPTIONS = {"mpcache": {"coarse_share": 1.0, "fine_share": 1.0}}
@@ -80,7 +81,7 @@ class Setting:
     def cache(self, decode_every: int | None = None, **changes: Any) -> Any:
         """Where each prompt hands out its entries at once, each layer hands out its own."""
         options = CacheOptions(by_layer=self.mode == "immediate", decode_every=decode_every)
-        return build_cache(self.model, self.profile, options, **changes)
+        return extended(build_cache(self.model, self.profile, options, **changes))
 
     def shadow(self) -> Any:
         return tiny.Shadow(self.model)
@@ -379,7 +380,7 @@ def crop(at: Setting) -> None:
 def saved(at: Setting, folder: Path) -> None:
     cache, shadow = at.prompted()
     at.ask(2, cache, shadow)
-    cache.save(folder / "cache.safetensors")
+    save_cache(cache, folder / "cache.safetensors")
     at.follow(shadow, cache)  # what was asked has competed
     at.met_again(cache)
     again = load_cache(folder / "cache.safetensors", at.model)

@@ -8,7 +8,6 @@ rounding of numbers, which has tests by hand.
 from __future__ import annotations
 
 import copy
-import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -202,9 +201,9 @@ class Shadow:
         """
         columns = self.cache.get_seq_length()
         for layer, kept in kept_of(cache).items():
-            self.shown[layer] = visible(kept, columns)
-            # what followed: the window is always kept
-            self.shown[layer][..., int(kept.max()) + 1 :] = True
+            # what followed a row's latest eviction: the window is always kept
+            latest = torch.arange(columns) > kept.amax(dim=(1, 2))[:, None]
+            self.shown[layer] = visible(kept, columns) | latest[:, None]
         self.take_stored(cache, combined=combined)
 
     def take_stored(self, cache: Any, *, combined: bool = False) -> None:
@@ -224,14 +223,15 @@ class Shadow:
             Whether its policy puts its own numbers into entries that stay.
         """
         for layer in self.layers():
-            entries, own = cache.layers[layer].entries, self.cache.layers[layer]
+            entries, own = cache.layers[layer].kept, self.cache.layers[layer]
+            columns = cache.kept_indices(layer).long().cpu()
             if entries is None or not (combined or entries.is_rounded):
                 continue
             none = torch.zeros(*entries.lengths.shape, own.keys.shape[-1], 1).to(own.keys)
             steps = self.steps.setdefault(layer, none)
             for (row, head), piece in pieces_of(entries).items():
                 width, keys, values = WIDTHS[piece.bits], piece.keys, piece.values
-                places = piece.positions.long().cpu()
+                places = columns[row, head, : len(keys)]
                 stored = keys.to(own.keys), values.to(own.values)
                 before = own.keys[row, head, places], own.values[row, head, places]
                 if not combined and keys.dtype == torch.float32 and len(places):
@@ -348,15 +348,17 @@ def worst(found: torch.Tensor, expected: torch.Tensor, mask: torch.Tensor | None
     return float(difference.max())
 
 
-def pieces_of(entries: Any) -> dict[tuple[int, int], SimpleNamespace]:
-    """Keys, values, positions and width of each segment of stored entries, as numbers."""
-    names, padded, found = ("keys", "values", "positions"), entries.padded(), {}
-    for part in entries.parts:
-        for row, head in itertools.product(
-            range(len(part.lengths)), part.heads or range(part.lengths.shape[1])
-        ):
-            end = int(entries.lengths[row, head])
-            cut = [own[row, head, :end] for own in padded]
-            named = dict(zip(names, cut, strict=True))
-            found[row, head] = SimpleNamespace(bits=part.bits, **named)
+def pieces_of(kept: Any) -> dict[tuple[int, int], SimpleNamespace]:
+    """Keys, values and width of each segment of stored entries, as numbers."""
+    found = {}
+    for part in kept.parts:
+        numbers, ends = part.unpacked(kept.like), part.lengths.cumsum()
+        for segment, length, end in zip(part.segments, part.lengths, ends, strict=True):
+            own = slice(int(end - length), int(end))
+            found[divmod(int(segment), kept.heads)] = SimpleNamespace(
+                bits=part.bits,
+                keys=numbers.keys[own],
+                values=numbers.values[own],
+                positions=numbers.positions[own],
+            )
     return found

@@ -16,7 +16,7 @@ from kvalloc.runtime.attention.call import AttentionCall, Backend
 from kvalloc.runtime.attention.cpu import CpuBackend
 from kvalloc.runtime.attention.torch import TorchBackend
 from kvalloc.runtime.attention.triton import TritonBackend
-from kvalloc.runtime.kept import KeptLayer
+from kvalloc.runtime.kept import Kept
 
 _LOG = logging.getLogger(__name__)
 
@@ -24,13 +24,13 @@ BACKENDS: tuple[Backend, ...] = (TritonBackend(), CpuBackend(), TorchBackend())
 """In the order in which they are asked; the last one serves everything."""
 
 
-def attend(call: AttentionCall, kept: KeptLayer) -> Tensor:
+def attend(call: AttentionCall, kept: Kept) -> Tensor:
     """Attend from one layer's new tokens to kept entries and the tokens that followed.
 
     Parameters
     ----------
     call : AttentionCall
-    kept : KeptLayer
+    kept : Kept
         What is kept of the prompt.
 
     Returns
@@ -41,7 +41,7 @@ def attend(call: AttentionCall, kept: KeptLayer) -> Tensor:
     return chosen(call, kept).attend(call, kept)
 
 
-def chosen(call: AttentionCall, kept: KeptLayer) -> Backend:
+def chosen(call: AttentionCall, kept: Kept) -> Backend:
     """Return the first backend that serves a call."""
     for backend in BACKENDS[:-1]:
         reason = backend.refusal(call, kept)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvalloc.models.attention import AttentionStates
-from kvalloc.runtime.kept import KeptLayer
+from kvalloc.runtime.kept import Kept
 
 KERNEL_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 """What kernels read."""
@@ -31,9 +31,9 @@ class AttentionCall:
         The tokens that followed the kept entries, the new ones last.
     scaling : float
         Factor on the logits.
-    visible : Tensor of bool, (batch, n_following), or None
-        False hides padding among the tokens that followed; a token always sees itself, so that no
-        row is empty.
+    starts : Tensor of int64, (batch,), or None
+        Which of the tokens that followed is the first of each row; None where it is the first of
+        all. A token always sees itself, so that no row is empty.
     softcap : float or None
         Logits are ``softcap * tanh(logits / softcap)``.
     sink_logits : Tensor, (n_query_heads,), or None
@@ -44,33 +44,29 @@ class AttentionCall:
     keys: Tensor
     values: Tensor
     scaling: float
-    visible: Tensor | None = None
+    starts: Tensor | None = None
     softcap: float | None = None
     sink_logits: Tensor | None = None
 
     @classmethod
-    def of(cls, states: AttentionStates, visible: Tensor | None = None) -> AttentionCall:
+    def of(cls, states: AttentionStates, starts: Tensor | None = None) -> AttentionCall:
         """Make a call of what attention sees; keys and values are of tokens that followed."""
         return cls(
             queries=states.queries,
             keys=states.keys,
             values=states.values,
             scaling=states.scaling,
-            visible=visible,
+            starts=starts,
             softcap=states.softcap,
             sink_logits=states.sink_logits,
         )
 
-    def of_heads(self, heads: Tensor, query_heads: Tensor) -> AttentionCall:
-        """Return the same of some KV heads and the query heads that belong to them."""
-        sinks = self.sink_logits
-        return replace(
-            self,
-            queries=self.queries.index_select(1, query_heads),
-            keys=self.keys.index_select(1, heads),
-            values=self.values.index_select(1, heads),
-            sink_logits=None if sinks is None else sinks[query_heads],
-        )
+    @property
+    def visible(self) -> Tensor | None:
+        """Which of the tokens that followed a row has, bool, (batch, n_following); None for all."""
+        if self.starts is None:
+            return None
+        return torch.arange(self.keys.shape[2], device=self.keys.device) >= self.starts[:, None]
 
     @property
     def work_type(self) -> torch.dtype:
@@ -90,12 +86,14 @@ class AttentionCall:
         )
         return replace(self, queries=queries, keys=keys, values=values)
 
-    def kernel_refusal(self, kept: KeptLayer) -> str | None:
+    def kernel_refusal(self, kept: Kept) -> str | None:
         """Return why no kernel reads this call's types, in words; None where each one does."""
         if not self.queries.dtype == self.keys.dtype == self.values.dtype:
             # as under autocast where a model normalises queries and keys
             return "queries, keys and values have several types"
-        stored = [own for part in kept.parts if part.bits == 16 for own in (part.keys, part.values)]
+        stored = [
+            tensor for part in kept.parts if part.bits == 16 for tensor in (part.keys, part.values)
+        ]
         for one in (self.queries, *stored):
             if one.dtype not in KERNEL_TYPES:
                 return f"it does not read {one.dtype}"
@@ -115,10 +113,10 @@ class Backend(ABC):
         """Return why it can serve nothing on this machine, in words; None where it can."""
         return None
 
-    def refusal(self, call: AttentionCall, kept: KeptLayer) -> str | None:
+    def refusal(self, call: AttentionCall, kept: Kept) -> str | None:
         """Return why it cannot serve this call, in words; None where it can."""
         return None
 
     @abstractmethod
-    def attend(self, call: AttentionCall, kept: KeptLayer) -> Tensor:
+    def attend(self, call: AttentionCall, kept: Kept) -> Tensor:
         """Return the attention output, (batch, n_new_tokens, n_query_heads, value_dim)."""

@@ -27,7 +27,7 @@ from torch import Tensor
 from kvalloc.accounting.costs import WIDTHS, packed_row_bytes, turns
 from kvalloc.errors import UnsupportedModelError
 from kvalloc.runtime.attention.call import AttentionCall, Backend
-from kvalloc.runtime.kept import KeptEntries, KeptLayer
+from kvalloc.runtime.kept import Kept, Part
 
 SWITCH = "KVALLOC_CPU_KERNEL"
 """Environment variable: at 0 torch's operations do the work; else the path of another build."""
@@ -51,7 +51,7 @@ class _Part(ctypes.Structure):
     )
 
     @classmethod
-    def of(cls, kept: KeptEntries, value_dim: int) -> _Part:
+    def of(cls, kept: Part, value_dim: int) -> _Part:
         """Describe the entries of one width."""
         width = WIDTHS[kept.bits]
         return cls(
@@ -65,7 +65,7 @@ class _Part(ctypes.Structure):
         )
 
 
-_DESCRIBED: WeakKeyDictionary[KeptLayer, tuple[Any, int, int, Any]] = WeakKeyDictionary()
+_DESCRIBED: WeakKeyDictionary[Kept, tuple[Any, int, int, Any]] = WeakKeyDictionary()
 """Made once for each eviction: the parts, where they and the spans are, and checked sizes."""
 
 
@@ -91,7 +91,7 @@ class CpuBackend(Backend):
         """Return why there is no compiled code on this machine."""
         return unavailable()
 
-    def refusal(self, call: AttentionCall, kept: KeptLayer) -> str | None:
+    def refusal(self, call: AttentionCall, kept: Kept) -> str | None:
         """Refuse types it does not read, gradients, too long a question, no compiler."""
         if call.queries.device.type != "cpu":
             return "the entries are not on the CPU"
@@ -100,7 +100,7 @@ class CpuBackend(Backend):
             return f"it has room for {MOST_ROWS} query rows of a KV head"
         return call.kernel_refusal(kept) or unavailable()
 
-    def attend(self, call: AttentionCall, kept: KeptLayer) -> Tensor:
+    def attend(self, call: AttentionCall, kept: Kept) -> Tensor:
         """Return the attention output.
 
         Raises
@@ -115,31 +115,29 @@ class CpuBackend(Backend):
 
 def unavailable() -> str | None:
     """Return why there is no kernel on this machine; None where there is one."""
-    found = kernel_library()
-    return found if isinstance(found, str) else None
+    library = kernel_library()
+    return library if isinstance(library, str) else None
 
 
 @cache
 def kernel_library() -> ctypes.CDLL | str:
     """Load the kernel once in a process; or return why it cannot be, which is also logged."""
-    found = _load()
-    if isinstance(found, str):
-        _LOG.info("cpu.c is not used, torch's operations are: %s", found)
-        return found
+    kernel = _load()
+    if isinstance(kernel, str):
+        _LOG.info("cpu.c is not used, torch's operations are: %s", kernel)
+        return kernel
     symbols = ("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num", "omp_get_num_threads")
-    library = next(
-        (one for one in map(ctypes.CDLL, openmp_libraries()) if _has(one, symbols)), None
-    )
-    if library is not None:
-        found.use_openmp(*(ctypes.cast(getattr(library, one), ctypes.c_void_p) for one in symbols))
+    openmp = next((one for one in map(ctypes.CDLL, openmp_libraries()) if _has(one, symbols)), None)
+    if openmp is not None:
+        kernel.use_openmp(*(ctypes.cast(getattr(openmp, one), ctypes.c_void_p) for one in symbols))
     # The threads of a process do not follow it into a fork: there the kernel works alone.
-    os.register_at_fork(after_in_child=lambda: found.use_openmp(None, None, None, None))
-    return found
+    os.register_at_fork(after_in_child=lambda: kernel.use_openmp(None, None, None, None))
+    return kernel
 
 
 def _load() -> ctypes.CDLL | str:
-    given = os.environ.get(SWITCH)
-    if given == "0":
+    switch = os.environ.get(SWITCH)
+    if switch == "0":
         return f"{SWITCH} is 0"
     if sys.platform != "linux" or sys.byteorder != "little":
         return f"it is for Linux on little-endian processors, and this is {platform.platform()}"
@@ -148,14 +146,14 @@ def _load() -> ctypes.CDLL | str:
         return "the processor has no AVX2"
     reason = "it was not built: install kvalloc where there is a C compiler, or 'make kernel'"
     digest = hashlib.sha256(_SOURCE.read_bytes()).hexdigest().encode()
-    for path in [Path(given)] if given else built():
+    for path in [Path(switch)] if switch else built():
         try:
             library = ctypes.CDLL(str(path))
-            own = (ctypes.c_char * len(digest)).in_dll(library, "source_digest").raw
+            stored = (ctypes.c_char * len(digest)).in_dll(library, "source_digest").raw
         except (OSError, ValueError) as error:
             reason = f"{path.name} cannot be loaded ({error})"
             continue
-        if own == digest:
+        if stored == digest:
             return library
         reason = f"{path.name} was built from another cpu.c; install kvalloc anew, or 'make kernel'"
     return reason
@@ -171,23 +169,23 @@ def built() -> list[Path]:
 def openmp_libraries() -> list[str]:
     """Return the OpenMP libraries that are loaded, torch's own first."""
     maps = os.fsdecode(Path("/proc/self/maps").read_bytes())
-    found = set(re.findall(r"(/.*/lib(?:gomp|iomp5|omp)[-.][^/\n]*)$", maps, re.MULTILINE))
+    paths = set(re.findall(r"(/.*/lib(?:gomp|iomp5|omp)[-.][^/\n]*)$", maps, re.MULTILINE))
     home = str(Path(torch.__file__).parent)
-    return sorted(found, key=lambda path: (not path.startswith(home), path))
+    return sorted(paths, key=lambda path: (not path.startswith(home), path))
 
 
 def _has(library: ctypes.CDLL, symbols: tuple[str, ...]) -> bool:
     return all(hasattr(library, name) for name in symbols)
 
 
-def cpu_attention(call: AttentionCall, kept: KeptLayer, *, threads: int) -> Tensor:
+def cpu_attention(call: AttentionCall, kept: Kept, *, threads: int) -> Tensor:
     """Attend with a number of threads; see `CpuBackend.attend`."""
     _check_call(call)
     batch, n_query_heads, n_new, key_dim = call.queries.shape
     n_kv_heads, n_following, value_dim = *call.keys.shape[1:3], call.values.shape[-1]
     output = call.queries.new_empty(batch, n_new, n_query_heads, value_dim, dtype=torch.float32)
     # what is pointed to has a name, so that it lives until the call is over
-    asked = call.queries.float().contiguous()
+    queries = call.queries.float().contiguous()
     latest, room = (call.keys, call.values), _room(call.keys, call.values)
     if room is None:
         latest, room = (call.keys.contiguous(), call.values.contiguous()), n_following
@@ -199,11 +197,11 @@ def cpu_attention(call: AttentionCall, kept: KeptLayer, *, threads: int) -> Tens
         places = ctypes.addressof(parts), kept.spans.ctypes.data
         described = _DESCRIBED[kept] = parts, *places, sizes
     if shown is not None:
-        shown = shown.expand(batch, n_following).to(torch.uint8).contiguous()
+        shown = shown.to(torch.uint8)
     if sinks is not None:
         sinks = sinks.float().contiguous()
-    given = _Arguments(
-        queries=asked.data_ptr(),
+    arguments = _Arguments(
+        queries=queries.data_ptr(),
         parts=described[1],
         spans=described[2],
         keys=latest[0].data_ptr(),
@@ -226,7 +224,7 @@ def cpu_attention(call: AttentionCall, kept: KeptLayer, *, threads: int) -> Tens
     )
     library = kernel_library()
     assert isinstance(library, ctypes.CDLL)
-    if library.attend(ctypes.byref(given)):
+    if library.attend(ctypes.byref(arguments)):
         raise MemoryError("no memory for attention over kept entries")
     return output.to(call.queries.dtype)
 
@@ -246,25 +244,26 @@ def _check_call(call: AttentionCall) -> None:
         or queries.dtype not in _KINDS
         or any(one.dtype != queries.dtype or not one.is_cpu for one in states)
         or (call.sink_logits is not None and call.sink_logits.numel() != n_query_heads)
+        or (call.starts is not None and call.starts.shape != (batch,))
     ):
-        found = (f"{tuple(one.shape)} of {one.dtype}".replace("torch.", "") for one in states)
+        sizes = (f"{tuple(one.shape)} of {one.dtype}".replace("torch.", "") for one in states)
         raise UnsupportedModelError(
             "a layer attends with queries, keys and values of (rows, heads, tokens, numbers) "
-            f"{', '.join(found)}, which do not fit together; use this model with its full cache"
+            f"{', '.join(sizes)}, which do not fit together; use this model with its full cache"
         )
 
 
-def _check_kept(kept: KeptLayer, batch: int, n_kv_heads: int, key_dim: int, value_dim: int) -> None:
+def _check_kept(kept: Kept, batch: int, n_kv_heads: int, key_dim: int, value_dim: int) -> None:
     """Raise if the kept entries are not of these sizes, or not stored as C reads them."""
-    heads = [head for part in kept.parts for head in part.heads or range(part.lengths.shape[1])]
-    fits = sorted(heads) == [*range(n_kv_heads)]
+    segments = [segment for part in kept.parts for segment in part.segments.tolist()]
+    fits = sorted(segments) == [*range(batch * n_kv_heads)]
     for part in kept.parts:
         n, packed = int(part.lengths.sum()), part.bits < 16
         widths = [packed_row_bytes(part.bits, dim)[i] for i, dim in enumerate((key_dim, value_dim))]
         rows = [(n, width) for width in (widths if packed else (key_dim, value_dim))]
         types = {torch.uint8} if packed else {*_KINDS}
         scales = (int(part.spans.first_scales[-1]), 2, key_dim) if packed else None
-        fits &= len(part.lengths) == batch and (part.key_scales is None) != packed
+        fits &= (part.key_scales is None) != packed
         for one, shape, known in (
             (part.keys, rows[0], types),
             (part.values, rows[1], types),

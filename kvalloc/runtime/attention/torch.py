@@ -7,15 +7,15 @@ the other. Logits are at least float32, and so are the numbers that entries at f
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 
 import torch
 from torch import Tensor
 
+from kvalloc.accounting import IntArray
 from kvalloc.accounting.costs import KEY_BLOCK_TOKENS, turns
 from kvalloc.runtime.attention.call import AttentionCall, Backend
-from kvalloc.runtime.kept import KeptEntries, KeptLayer
-from kvalloc.runtime.packed import key_numbers, value_numbers
+from kvalloc.runtime.codes import key_numbers, value_numbers
+from kvalloc.runtime.kept import Kept, Part, on_device
 from kvalloc.runtime.quantization import rotated
 
 SCRATCH_NUMBERS = 1 << 18
@@ -28,78 +28,70 @@ class TorchBackend(Backend):
 
     name = "torch"
 
-    def attend(self, call: AttentionCall, kept: KeptLayer) -> Tensor:
+    def attend(self, call: AttentionCall, kept: Kept) -> Tensor:
         """Return the attention output; memory beside it is bounded by `SCRATCH_NUMBERS`."""
-        n_heads, device = int(call.keys.shape[1]), call.queries.device
-        group = call.queries.shape[1] // n_heads
-        output = call.queries.new_empty(*call.queries.shape[:3], call.values.shape[-1])
-        for part in kept.parts:
-            if len(kept.parts) == 1:
-                _attend(call, part, output)
-                continue
-            assert part.heads is not None, "parts of a layer say which heads they are"
-            heads, asking = _places(part.heads, group, device)
-            own = call.of_heads(heads, asking)
-            found = own.queries.new_empty(*own.queries.shape[:3], call.values.shape[-1])
-            _attend(own, part, found)
-            output[:, asking] = found
+        n_new, key_dim = call.queries.shape[2:]
+        n_segments, value_dim = kept.rows * kept.heads, int(call.values.shape[-1])
+        output = call.queries.new_empty(*call.queries.shape[:3], value_dim)
+        answers = output.view(n_segments, -1, n_new, value_dim)
+        queries = call.queries.reshape(n_segments, -1, n_new, key_dim)
+        following = call.keys.flatten(0, 1), call.values.flatten(0, 1)
+        # under autocast products would have another type
+        with torch.autocast(output.device.type, enabled=False):
+            for part in kept.parts:
+                for places in _equal_segments(call, part):
+                    segments = _index(part.segments[places], output.device)
+                    latest = following[0][segments], following[1][segments]
+                    n_keys = int(part.lengths[places.start]) + int(latest[0].shape[1])
+                    step = SCRATCH_NUMBERS // (len(latest[0]) * queries.shape[1] * n_keys)
+                    entries = _unpacked(call, part, places)
+                    for first in range(0, n_new, max(step, 1)):
+                        tokens = slice(first, min(first + max(step, 1), n_new))
+                        result = _answers(
+                            call,
+                            queries[segments][:, :, tokens],
+                            entries,
+                            latest,
+                            segments,
+                            tokens,
+                            turned=turns(part.bits, value_dim),
+                        )
+                        answers[segments, :, tokens] = result.to(answers.dtype)
         return output.transpose(1, 2).contiguous()
 
 
-@cache
-def _places(heads: tuple[int, ...], group: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return KV heads and the query heads that belong to them, on the device."""
-    with torch.inference_mode(False):  # gradients may go through it later
-        own = torch.tensor(heads, device=device)
-        return own, (own[:, None] * group + torch.arange(group, device=device)).view(-1)
+def _index(segments: IntArray, device: torch.device) -> slice | Tensor:
+    """Return increasing numbers of segments as what picks them."""
+    first, count = int(segments[0]), len(segments)
+    if int(segments[-1]) - first == count - 1:
+        return slice(first, first + count)
+    return on_device(segments, device)
 
 
-def _attend(call: AttentionCall, kept: KeptEntries, output: Tensor) -> None:
-    """Write what one part answers, (batch, n_query_heads, n_new, value_dim)."""
-    n_new, key_dim = call.queries.shape[2:]
-    n_segments, value_dim = call.keys.shape[0] * call.keys.shape[1], int(call.values.shape[-1])
-    grouped = call.queries.reshape(n_segments, -1, n_new, key_dim)
-    output = output.view(n_segments, -1, n_new, value_dim)
-    turned = turns(kept.bits, value_dim)
-    # under autocast products would have another type
-    with torch.autocast(output.device.type, enabled=False):
-        for segments in _together(call, kept):
-            n_keys = int(kept.spans.lengths[segments.start]) + call.keys.shape[2]
-            step = max(SCRATCH_NUMBERS // (len(grouped[segments]) * grouped.shape[1] * n_keys), 1)
-            entries = _numbers(call, kept, segments)
-            for first in range(0, n_new, step):
-                tokens = slice(first, min(first + step, n_new))
-                rows = grouped[segments, :, tokens]
-                output[segments, :, tokens] = _answers(
-                    call, rows, *entries, segments, tokens, turned=turned
-                )
-
-
-def _together(call: AttentionCall, kept: KeptEntries) -> Iterator[slice]:
+def _equal_segments(call: AttentionCall, part: Part) -> Iterator[slice]:
     """Yield segments that are computed together: equally long, as many as fit the scratch."""
-    for first, last in kept.spans.runs:
-        length = int(kept.spans.lengths[first])
-        numbers = length * (call.queries.shape[-1] + call.values.shape[-1])
+    for first, last in part.spans.runs:
+        length = int(part.lengths[first])
+        size = length * (call.queries.shape[-1] + call.values.shape[-1])
         step = last - first
-        if kept.keys.dtype != call.work_type:
-            step = max(SCRATCH_NUMBERS // max(numbers, 1), 1)
+        if part.keys.dtype != call.work_type:
+            step = max(SCRATCH_NUMBERS // max(size, 1), 1)
         for start in range(first, last, step):
             yield slice(start, min(start + step, last))
 
 
-def _numbers(call: AttentionCall, kept: KeptEntries, segments: slice) -> tuple[Tensor, Tensor]:
+def _unpacked(call: AttentionCall, part: Part, places: slice) -> tuple[Tensor, Tensor]:
     """Return keys and values of equally long segments, (n, length, ...), in the work type."""
-    spans, count = kept.spans, segments.stop - segments.start
-    own = slice(int(spans.starts[segments.start]), int(spans.ends[segments.stop - 1]))
-    keys, values = kept.keys[own], kept.values[own]
-    if kept.bits != 16:
-        assert kept.key_scales is not None
-        blocks = slice(*spans.first_scales[[segments.start, segments.stop]])
-        scales = kept.key_scales[blocks].view(count, -1, 1, 2, call.keys.shape[-1])
+    spans, count = part.spans, places.stop - places.start
+    entries = slice(int(spans.starts[places.start]), int(spans.ends[places.stop - 1]))
+    keys, values = part.keys[entries], part.values[entries]
+    if part.key_scales is not None:
+        blocks = slice(*spans.first_scales[[places.start, places.stop]])
+        scales = part.key_scales[blocks].view(count, -1, 1, 2, call.keys.shape[-1])
         scales = scales.expand(-1, -1, KEY_BLOCK_TOKENS, -1, -1).flatten(1, 2)
         scales = scales[:, : len(keys) // count].flatten(0, 1)
-        keys = key_numbers(keys, scales, kept.bits)
-        values = value_numbers(values, kept.bits, int(call.values.shape[-1]), scales.dtype)
+        keys = key_numbers(keys, scales, part.bits)
+        values = value_numbers(values, part.bits, int(call.values.shape[-1]), scales.dtype)
     length, work = len(keys) // count, call.work_type
     keys, values = (one.view(count, length, one.shape[-1]).to(work) for one in (keys, values))
     return keys, values
@@ -108,9 +100,9 @@ def _numbers(call: AttentionCall, kept: KeptEntries, segments: slice) -> tuple[T
 def _answers(
     call: AttentionCall,
     queries: Tensor,
-    kept_keys: Tensor,
-    kept_values: Tensor,
-    segments: slice,
+    kept: tuple[Tensor, Tensor],
+    following: tuple[Tensor, Tensor],
+    segments: slice | Tensor,
     tokens: slice,
     *,
     turned: bool,
@@ -119,33 +111,27 @@ def _answers(
 
     Where kept values are ``turned``, their weighted sum is turned back, and nothing else is.
     """
-    n_segments, group, n_tokens, _ = queries.shape
-    n_kept, n_following = kept_keys.shape[1], call.keys.shape[2]
-    keys, values = (
-        states.flatten(0, 1)[segments].to(kept_keys.dtype) for states in (call.keys, call.values)
-    )
-    rows = queries.flatten(1, 2).to(kept_keys.dtype) * call.scaling
-    logits = call.capped(torch.cat([rows @ kept_keys.mT, rows @ keys.mT], dim=-1))
+    (n_segments, group, n_tokens, _), work = queries.shape, kept[0].dtype
+    n_kept, n_following = kept[0].shape[1], call.keys.shape[2]
+    keys, values = (states.to(work) for states in following)
+    rows = queries.flatten(1, 2).to(work) * call.scaling
+    logits = call.capped(torch.cat([rows @ kept[0].mT, rows @ keys.mT], dim=-1))
     if (hidden := _hidden(call, segments, tokens)) is not None:
         near = logits[..., n_kept:].view(n_segments, group, n_tokens, -1)
         near.masked_fill_(hidden, float("-inf"))
     if call.sink_logits is not None:
-        sinks = (
-            call.sink_logits.to(logits.dtype)
-            .view(1, -1, group, 1)
-            .expand(len(call.keys), -1, -1, n_tokens)
-        )
-        sinks = sinks.reshape(-1, group * n_tokens, 1)[segments]
-        logits = torch.cat([logits, sinks], dim=-1)
+        sinks = call.sink_logits.to(work).view(1, -1, group, 1)
+        sinks = sinks.expand(len(call.keys), -1, -1, n_tokens).reshape(-1, group * n_tokens, 1)
+        logits = torch.cat([logits, sinks[segments]], dim=-1)
     weights = logits.softmax(dim=-1)
     near_weights = weights[..., n_kept : n_kept + n_following]
-    found = weights[..., :n_kept] @ kept_values
-    found = rotated(found).to(found.dtype) if turned else found
-    found = torch.baddbmm(found, near_weights, values)
-    return found.view(n_segments, group, n_tokens, -1)
+    result = weights[..., :n_kept] @ kept[1]
+    result = rotated(result).to(result.dtype) if turned else result
+    result = torch.baddbmm(result, near_weights, values)
+    return result.view(n_segments, group, n_tokens, -1)
 
 
-def _hidden(call: AttentionCall, segments: slice, tokens: slice) -> Tensor | None:
+def _hidden(call: AttentionCall, segments: slice | Tensor, tokens: slice) -> Tensor | None:
     """Return what new tokens do not see of the following, (n or 1, 1, n_tokens, n_following)."""
     n_new, n_following, visible = call.queries.shape[2], call.keys.shape[2], call.visible
     if n_new == 1 and visible is None:

@@ -30,7 +30,7 @@ from kvalloc.accounting.costs import (
     turns,
 )
 from kvalloc.runtime.attention.call import AttentionCall, Backend
-from kvalloc.runtime.kept import SHORTEST_TILE, KeptEntries, KeptLayer
+from kvalloc.runtime.kept import SHORTEST_TILE, Kept, Part
 
 __all__ = ["TritonBackend", "triton_attention"]
 
@@ -52,7 +52,7 @@ class TritonBackend(Backend):
             return "there is no CUDA device"
         return None if _installed() else "Triton is not installed"
 
-    def refusal(self, call: AttentionCall, kept: KeptLayer) -> str | None:
+    def refusal(self, call: AttentionCall, kept: Kept) -> str | None:
         """Refuse entries elsewhere, types it does not read, gradients, codes of an odd width."""
         if not call.queries.is_cuda:
             return "the entries are not on CUDA"
@@ -64,7 +64,7 @@ class TritonBackend(Backend):
                 return f"values of {dim} numbers at {bits} bits end in half a word"
         return call.kernel_refusal(kept)
 
-    def attend(self, call: AttentionCall, kept: KeptLayer) -> Tensor:
+    def attend(self, call: AttentionCall, kept: Kept) -> Tensor:
         """Return the attention output."""
         # Triton launches on the current device, which need not be this layer's
         with torch.cuda.device_of(call.queries):  # type: ignore[no-untyped-call]
@@ -82,7 +82,7 @@ def _wanted_programs(device: torch.device) -> int:
     return 2 * int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def triton_attention(call: AttentionCall, kept: KeptLayer, *, programs: int) -> Tensor:
+def triton_attention(call: AttentionCall, kept: Kept, *, programs: int) -> Tensor:
     """Attend with about so many programs, more where segments are short."""
     call = call.with_dense_vectors()
     batch, n_query_heads, n_new, head_dim = call.queries.shape
@@ -100,7 +100,7 @@ def triton_attention(call: AttentionCall, kept: KeptLayer, *, programs: int) -> 
     n_parts = work.room + n_segments * following_tiles
     partial = call.queries.new_empty(n_parts, n_rows, value_dim + 2, dtype=torch.float32)
     output = call.queries.new_empty(batch, n_new, n_query_heads, value_dim)
-    visible = None if call.visible is None else call.visible.expand(batch, -1)
+    visible = call.visible
     sinks = call.sink_logits
     counts = n_rows, n_new, n_kv_heads, n_query_heads // n_kv_heads
     _launch(
@@ -109,7 +109,7 @@ def triton_attention(call: AttentionCall, kept: KeptLayer, *, programs: int) -> 
         (call.queries, *call.queries.stride()[:3]),
         (work.segments, *(_stored(part) for part in kept.parts)),
         (
-            *((own, *own.stride()[:3]) for own in (call.keys, call.values)),
+            *((states, *states.stride()[:3]) for states in (call.keys, call.values)),
             None if visible is None else (visible.view(torch.uint8), *visible.stride()),
         ),
         partial,
@@ -128,7 +128,7 @@ def triton_attention(call: AttentionCall, kept: KeptLayer, *, programs: int) -> 
     return output
 
 
-def _stored(kept: KeptEntries) -> tuple[Any, ...]:
+def _stored(kept: Part) -> tuple[Any, ...]:
     """Return keys, values and, at fewer bits, key scales and the values as their type."""
     scales = kept.key_scales
     both = None if scales is None else (scales, kept.values.view(scales.dtype))

@@ -82,7 +82,7 @@ class Sizes(NamedTuple):
 
 @triton.jit(do_not_specialize=_LENGTHS)  # type: ignore[untyped-decorator, unused-ignore]
 def read_tile(  # type: ignore[no-untyped-def]
-    asked,
+    queries_in,
     kept,
     followed,
     partial,
@@ -101,10 +101,10 @@ def read_tile(  # type: ignore[no-untyped-def]
     Parts of ``partial`` are (n_rows, value_dim + 2): summed, most, total. First come those of at
     most ``n_tiles`` tiles of ``length`` kept entries, then ``following_tiles`` of each segment,
     ``tile`` entries each of ``n_following``. ``kept`` are segments as `kvalloc.runtime.kept.Work`
-    has them and, of each part, keys, values and scales; ``asked`` and ``followed`` are
+    has them and, of each part, keys, values and scales; ``queries_in`` and ``followed`` are
     tensors with the steps between their rows, heads and tokens.
     """
-    queries, query_row, query_head, query_token = asked
+    queries, query_row, query_head, query_token = queries_in
     segments = kept[0]
     keys, key_row, key_head, key_token = followed[0]
     values, value_row, value_head, value_token = followed[1]
@@ -127,14 +127,14 @@ def read_tile(  # type: ignore[no-untyped-def]
         mask=(row[:, None] < n_rows) & (dims[None, :] < SIZES.head_dim),
         other=0.0,
     )
-    most = tl.full([SIZES.rows], float("-inf"), dtype=tl.float32)
+    largest = tl.full([SIZES.rows], float("-inf"), dtype=tl.float32)
     total = tl.full([SIZES.rows], 0.0, dtype=tl.float32)
     summed = tl.full([SIZES.rows, SIZES.value_block], 0.0, dtype=tl.float32)
-    own, softmax = segments + segment * 5, (most, total, summed)
-    before = (part - _first_tile(own, length)) * length
-    start = tl.load(own) + before
-    end = tl.where(is_kept, tl.minimum(start + length, tl.load(own + 1)), start)
-    first_scale, width = tl.load(own + 2) + before // SIZES.key_block, tl.load(own + 3)
+    work, softmax = segments + segment * 5, (largest, total, summed)
+    before = (part - _first_tile(work, length)) * length
+    start = tl.load(work) + before
+    end = tl.where(is_kept, tl.minimum(start + length, tl.load(work + 1)), start)
+    first_scale, width = tl.load(work + 2) + before // SIZES.key_block, tl.load(work + 3)
     for number in tl.static_range(len(SIZES.codes)):
         kept_keys, kept_values, scales = kept[number + 1]
         entries = kept_keys, SIZES.head_dim, kept_values, SIZES.value_dim, scales
@@ -148,27 +148,29 @@ def read_tile(  # type: ignore[no-untyped-def]
     values += batch_row * value_row + head * value_head
     entries, span = (keys, key_token, values, value_token, None), (start, end, 0)
     asking = batch_row, n_following - n_new + row % n_new, followed[2]
-    most, total, summed = _add_entries(query, entries, span, asking, softmax, factors, SIZES, None)
+    largest, total, summed = _add_entries(
+        query, entries, span, asking, softmax, factors, SIZES, None
+    )
     out = partial + (part * n_rows + row) * (SIZES.value_dim + 2)
     tl.store(
         out[:, None] + value_dims[None, :],
         summed,
         mask=(row[:, None] < n_rows) & (value_dims[None, :] < SIZES.value_dim),
     )
-    tl.store(out + SIZES.value_dim, most, mask=row < n_rows)
+    tl.store(out + SIZES.value_dim, largest, mask=row < n_rows)
     tl.store(out + SIZES.value_dim + 1, total, mask=row < n_rows)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _segment_of(tile, segments, n_segments):  # type: ignore[no-untyped-def]
     """Return the segment of a tile of kept entries: as many as end before it."""
-    found = tl.zeros([], dtype=tl.int64)
+    count = tl.zeros([], dtype=tl.int64)
     for first in range(0, n_segments, 64):
-        own = first + tl.arange(0, 64)
-        inside = own < n_segments
-        ends = tl.load(segments + own * 5 + 4, mask=inside, other=0)
-        found += tl.sum((inside & (ends <= tile)).to(tl.int64))
-    return found
+        place = first + tl.arange(0, 64)
+        inside = place < n_segments
+        ends = tl.load(segments + place * 5 + 4, mask=inside, other=0)
+        count += tl.sum((inside & (ends <= tile)).to(tl.int64))
+    return count
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -204,16 +206,16 @@ def add_tiles(  # type: ignore[no-untyped-def]
     inside = row < n_rows
     batch_row, head = segment // n_kv_heads, segment % n_kv_heads
     member = head * group + row // n_new
-    most = tl.full([SIZES.rows], float("-inf"), dtype=tl.float32)
+    largest = tl.full([SIZES.rows], float("-inf"), dtype=tl.float32)
     total = tl.full([SIZES.rows], 0.0, dtype=tl.float32)
     summed = tl.full([SIZES.rows, SIZES.value_block], 0.0, dtype=tl.float32)
     if sinks is not None:
-        most = tl.load(sinks[0] + member * sinks[1], mask=inside, other=0.0).to(tl.float32)
+        largest = tl.load(sinks[0] + member * sinks[1], mask=inside, other=0.0).to(tl.float32)
         total += 1.0
-    own = segments + segment * 5
-    width, first, last = tl.load(own + 3), _first_tile(own, length), tl.load(own + 4)
-    softmax = _add_parts(partial, first, last, n_rows, row, (most, total, summed), SIZES)
-    most, total, summed = softmax
+    work = segments + segment * 5
+    width, first, last = tl.load(work + 3), _first_tile(work, length), tl.load(work + 4)
+    softmax = _add_parts(partial, first, last, n_rows, row, (largest, total, summed), SIZES)
+    largest, total, summed = softmax
     if SIZES.turned:
         is_turned = width < 0
         for number in tl.static_range(len(SIZES.codes)):
@@ -223,8 +225,8 @@ def add_tiles(  # type: ignore[no-untyped-def]
         summed = tl.where(is_turned, turned, summed)
     first = n_tiles + segment * following_tiles
     last = first + tl.cdiv(n_following, tile)
-    softmax = (most, total, summed)
-    most, total, summed = _add_parts(partial, first, last, n_rows, row, softmax, SIZES)
+    softmax = (largest, total, summed)
+    largest, total, summed = _add_parts(partial, first, last, n_rows, row, softmax, SIZES)
     place = (batch_row * n_new + row % n_new) * n_kv_heads * group + member
     tl.store(
         output + place[:, None] * SIZES.value_dim + value_dims[None, :],
@@ -238,22 +240,22 @@ def _add_parts(  # type: ignore[no-untyped-def]
     partial, first, last, n_rows, row, softmax, SIZES: tl.constexpr
 ):
     """Add partial softmaxes, from the first to before the last, to one of these rows."""
-    most, total, summed = softmax
+    largest, total, summed = softmax
     value_dims, inside = tl.arange(0, SIZES.value_block), row < n_rows
     for part in range(first, last):
-        own = partial + (part * n_rows + row) * (SIZES.value_dim + 2)
-        found = tl.load(
-            own[:, None] + value_dims[None, :],
+        start = partial + (part * n_rows + row) * (SIZES.value_dim + 2)
+        values = tl.load(
+            start[:, None] + value_dims[None, :],
             mask=inside[:, None] & (value_dims[None, :] < SIZES.value_dim),
             other=0.0,
         )
-        own_most = tl.load(own + SIZES.value_dim, mask=inside, other=float("-inf"))
-        most, finite, factor = _raised(most, own_most)
-        weight = tl.exp(own_most - finite)
-        own_total = tl.load(own + SIZES.value_dim + 1, mask=inside, other=0.0)
-        total = total * factor + weight * own_total
-        summed = summed * factor[:, None] + found * weight[:, None]
-    return most, total, summed
+        part_largest = tl.load(start + SIZES.value_dim, mask=inside, other=float("-inf"))
+        largest, finite, factor = _raised(largest, part_largest)
+        weight = tl.exp(part_largest - finite)
+        part_total = tl.load(start + SIZES.value_dim + 1, mask=inside, other=0.0)
+        total = total * factor + weight * part_total
+        summed = summed * factor[:, None] + values * weight[:, None]
+    return largest, total, summed
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -281,7 +283,7 @@ def _add_entries(  # type: ignore[no-untyped-def]
     no padding (its last).
     """
     start, end, first_scale = span
-    most, total, summed = softmax
+    largest, total, summed = softmax
     scaling, softcap = factors
     for first in range(start, end, SIZES.columns):
         column = first + tl.arange(0, SIZES.columns)
@@ -303,13 +305,13 @@ def _add_entries(  # type: ignore[no-untyped-def]
                 real = tl.load(real, mask=inside, other=0) != 0
                 shown = shown & (real[None, :] | (column[None, :] == place[:, None]))
         logits = tl.where(shown, logits, float("-inf"))
-        most, finite, factor = _raised(most, tl.max(logits, 1))
+        largest, finite, factor = _raised(largest, tl.max(logits, 1))
         weights = tl.exp(logits - finite[:, None])
         value = _values(entries, column, inside, SIZES, CODES).to(queries.dtype)
         total = total * factor + tl.sum(weights, 1)
         summed = summed * factor[:, None]
         summed += tl.dot(weights.to(value.dtype), value, input_precision=SIZES.precision)
-    return most, total, summed
+    return largest, total, summed
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -329,13 +331,15 @@ def _keys(  # type: ignore[no-untyped-def]
             other=0.0,
         )
     else:
-        own = scales[0] + block * 2 * SIZES.head_dim + dims
-        step = tl.load(own, mask=dims < SIZES.head_dim, other=0.0).to(tl.float32)
-        least = tl.load(own + SIZES.head_dim, mask=dims < SIZES.head_dim, other=0.0).to(tl.float32)
+        place = scales[0] + block * 2 * SIZES.head_dim + dims
+        step = tl.load(place, mask=dims < SIZES.head_dim, other=0.0).to(tl.float32)
+        minimum = tl.load(place + SIZES.head_dim, mask=dims < SIZES.head_dim, other=0.0).to(
+            tl.float32
+        )
         codes = _codes(
             keys, column, inside, CODES.key_bytes, SIZES.head_dim, SIZES.head_block, CODES.key_bits
         )
-        key = tl.trans(codes * step[None, :] + least[None, :])
+        key = tl.trans(codes * step[None, :] + minimum[None, :])
     return key
 
 
@@ -361,14 +365,14 @@ def _values(entries, column, inside, SIZES: tl.constexpr, CODES: tl.constexpr): 
         blocks = tl.arange(0, BLOCKS)
         pair = scales[1] + column[:, None] * (ROW_BYTES // 2) + CODES.value_bytes // 2
         pair += 2 * blocks[None, :]
-        there = inside[:, None] & (2 * blocks[None, :] < N_SCALES)
-        step = tl.load(pair, mask=there, other=0.0).to(tl.float32)
-        least = tl.load(pair + 1, mask=there, other=0.0).to(tl.float32)
+        has_scale = inside[:, None] & (2 * blocks[None, :] < N_SCALES)
+        step = tl.load(pair, mask=has_scale, other=0.0).to(tl.float32)
+        minimum = tl.load(pair + 1, mask=has_scale, other=0.0).to(tl.float32)
         codes = _codes(
             values, column, inside, ROW_BYTES, SIZES.value_dim, SIZES.value_block, CODES.value_bits
         )
         codes = tl.reshape(codes, (SIZES.columns, BLOCKS, SIZES.channels))
-        wide = codes * step[:, :, None] + least[:, :, None]
+        wide = codes * step[:, :, None] + minimum[:, :, None]
         value = tl.reshape(wide, (SIZES.columns, SIZES.value_block))
     return value
 
@@ -394,24 +398,24 @@ def _plane(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Return the numbers of BITS bits of some rows, uint8, the first of a byte the lowest."""
     byte = tl.arange(0, BLOCK * BITS // 8)
-    found = tl.load(
+    codes = tl.load(
         rows + column[:, None] * ROW_BYTES + byte[None, :],
         mask=inside[:, None] & (byte[None, :] < (DIM * BITS + 7) // 8),
         other=0,
     )
     if BITS < 8:
-        found = tl.interleave(found & 15, found >> 4)
+        codes = tl.interleave(codes & 15, codes >> 4)
     if BITS < 4:
-        found = tl.interleave(found & 3, found >> 2)
+        codes = tl.interleave(codes & 3, codes >> 2)
     if BITS < 2:
-        found = tl.interleave(found & 1, found >> 1)
-    return found
+        codes = tl.interleave(codes & 1, codes >> 1)
+    return codes
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _raised(most, other):  # type: ignore[no-untyped-def]
+def _raised(largest, other):  # type: ignore[no-untyped-def]
     """Return the larger of two largest logits, what to take off, and the factor on older sums."""
-    highest = tl.maximum(most, other)
+    highest = tl.maximum(largest, other)
     # a row that has seen nothing yet: -inf minus -inf is not a number
     finite = tl.where(highest == float("-inf"), 0.0, highest)
-    return highest, finite, tl.exp(most - finite)
+    return highest, finite, tl.exp(largest - finite)

@@ -106,14 +106,14 @@ def changed_policy(policy: Policy, name: str, options: Mapping[str, Any] | None 
         If there is neither a policy nor a scorer of that name; lists them.
     """
     name, named = read_named(name)
-    given = {**named, **(options or {})}
+    parameters = {**named, **(options or {})}
     if name in policy_names():
-        typed = typed_options(policy_class(name), given, what=f"policy {name}")
+        typed = typed_options(policy_class(name), parameters, what=f"policy {name}")
         return policy.replace(name=name, parameters=typed)
     if name not in names(SCORERS):
         known = (*policy_names(), *names(SCORERS))
         raise InputError(no_such("policy or scorer", name, known))
-    scorer = get_scorer(name, **{"window": max(policy.window, 1), **given})
+    scorer = get_scorer(name, **{"window": max(policy.window, 1), **parameters})
     return policy.replace(
         scorer=name,
         scorer_parameters=dict(scorer.parameters()),

@@ -85,9 +85,9 @@ class AttentionMatching(Score):
     rows: Positive = 128
     every: Positive = 2
 
-    def again(self, *, rotates: bool) -> Score:
+    def turn_policy(self, *, rotates: bool) -> Score:
         """Return the best scores: fitted to other queries, values that were fitted lose."""
-        return Score(scorer=self._scorer_again(rotates=rotates))
+        return Score(scorer=self._turn_scorer(rotates=rotates))
 
     @property
     def holds(self) -> bool:
@@ -112,26 +112,26 @@ class AttentionMatching(Score):
         sizes, group = budgets.to(kept.device), queries.shape[1] // kept.shape[1]
         evicts = ~kept.all(dim=-1)
         values = states.values.clone(memory_format=torch.contiguous_format)
-        most_of = budgets.masked_fill((budgets == kept.shape[2]).all(dim=0), 0).amax(dim=0)
-        for heads, most in _alike(most_of.tolist()):
+        largest = budgets.masked_fill((budgets == kept.shape[2]).all(dim=0), 0).amax(dim=0)
+        for heads, n_kept in _alike(largest.tolist()):
             of_heads = slice(heads.start * group, heads.stop * group)
             sinks = None if states.sink_logits is None else states.sink_logits[of_heads]
             mine = queries[:, of_heads]
-            own = replace(states, queries=mine, mask=None, sink_logits=sinks)
+            reference = replace(states, queries=mine, mask=None, sink_logits=sinks)
             n_queries = int(queries.shape[2])
             if (known := self._known(states, heads)) is None:
-                logits = attention_logits(own, states.keys[:, heads], 0, n_queries)
+                logits = attention_logits(reference, states.keys[:, heads], 0, n_queries)
                 weights = attention_softmax(logits, sinks)
                 known = weights, row_divisors(logits, weights)
             weights, divisors = known
             # evicted entries come behind the kept ones, where a head keeps fewer than another
             order = kept[:, heads].byte().argsort(dim=-1, descending=True, stable=True)
-            places = order[..., :most]
+            places = order[..., :n_kept]
             as_stored = None
             if states.key_bits is not None:
                 stored = gathered(states.keys[:, heads], places)
                 round_first_keys(stored, budgets[:, heads], states.key_bits[heads])
-                as_stored = attention_logits(own, stored, 0, n_queries)
+                as_stored = attention_logits(reference, stored, 0, n_queries)
                 as_stored = as_stored.sub_(divisors).exp_().flatten(2, 3)
             fitted = match_attention(
                 weights.flatten(2, 3),
@@ -140,7 +140,7 @@ class AttentionMatching(Score):
                 sizes=sizes[:, heads],
                 evicts=evicts[:, heads],
                 as_stored=as_stored,
-                others=sinks is not None,
+                has_sinks=sinks is not None,
             )
             put_at(values[:, heads], places, fitted)
         return states.keys, values
@@ -148,11 +148,13 @@ class AttentionMatching(Score):
     def _known(self, states: AttentionStates, heads: slice) -> tuple[Tensor, Tensor] | None:
         """Return `known_rows` of the references, where the same queries have just voted."""
         voted = [states.kv_head(head) for head in range(heads.start, heads.stop)]
-        known = [found for one in voted if (found := known_rows(one, _AHEAD_TOKENS)) is not None]
+        known = [rows for one in voted if (rows := known_rows(one, _AHEAD_TOKENS)) is not None]
         if len(known) < len(voted):
             return None
-        every = zip(*known, strict=True)
-        weights, divisors = (own[0] if len(own) == 1 else torch.cat(own, dim=1) for own in every)
+        by_kind = zip(*known, strict=True)
+        weights, divisors = (
+            tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=1) for tensors in by_kind
+        )
         return weights, divisors
 
     def scores(self, states: AttentionStates, *, sinks: int) -> Tensor:
@@ -177,16 +179,16 @@ def _alike(sizes: list[int]) -> list[tuple[slice, int]]:
 
     They are neighbours, so that nothing of theirs is copied. Heads of size 0 are left out.
     """
-    found: list[tuple[slice, int]] = []
-    first, least, most = 0, sizes[0], sizes[0]
+    groups: list[tuple[slice, int]] = []
+    first, low, high = 0, sizes[0], sizes[0]
     for head, size in enumerate([*sizes[1:], 0], start=1):
-        smaller, larger = min(least, size), max(most, size)
+        smaller, larger = min(low, size), max(high, size)
         if head < len(sizes) and larger <= smaller * _ALIKE:
-            least, most = smaller, larger
+            low, high = smaller, larger
         else:
-            found += [(slice(first, head), most)] if most else []
-            first, least, most = head, size, size
-    return found
+            groups += [(slice(first, head), high)] if high else []
+            first, low, high = head, size, size
+    return groups
 
 
 def match_attention(
@@ -197,7 +199,7 @@ def match_attention(
     evicts: Tensor,
     sizes: Tensor | None = None,
     as_stored: Tensor | None = None,
-    others: bool = False,
+    has_sinks: bool = False,
 ) -> Tensor:
     """Fit values of kept entries to the attention over all entries.
 
@@ -216,7 +218,7 @@ def match_attention(
     as_stored : Tensor of float32, (..., n_queries, n_kept), optional
         What the kept entries get of `weights` once their keys are rounded, before rows sum to 1;
         their part of `weights` by default.
-    others : bool
+    has_sinks : bool
         Whether something without an entry takes part in the softmax, so that a row sums to less
         than 1.
 
@@ -235,15 +237,15 @@ def match_attention(
     if _LEAST_RIDGE * n_kept > VALUE_RIDGE:
         weights = weights.double()
     sizes = kept.new_full(kept.shape[:-1], n_kept) if sizes is None else sizes
-    there = torch.arange(n_kept, device=kept.device) < sizes[..., None]
+    counts = torch.arange(n_kept, device=kept.device) < sizes[..., None]
     if as_stored is None:
         index = kept[..., None, :].expand(*weights.shape[:-1], n_kept)
         as_stored = weights.gather(-1, index)
-    own = as_stored.to(weights.dtype) * there[..., None, :]
-    total = own.sum(dim=-1, keepdim=True)
-    if others:
+    shares = as_stored.to(weights.dtype) * counts[..., None, :]
+    total = shares.sum(dim=-1, keepdim=True)
+    if has_sinks:
         total = total + (1 - weights.sum(dim=-1, keepdim=True)).clamp(min=0)  # they stay
-    design = own.div_(total.clamp_(min=torch.finfo(own.dtype).tiny))
+    design = shares.div_(total.clamp_(min=torch.finfo(shares.dtype).tiny))
     first = values.gather(-2, kept[..., None].expand(*kept.shape, values.shape[-1]))
     first = first.to(weights.dtype)
     lacking = weights @ values.to(weights.dtype) - design @ first
@@ -278,5 +280,5 @@ def ridge_step(design: Tensor, target: Tensor, sizes: Tensor) -> Tensor:
     factor, failed = torch.linalg.cholesky_ex(system)
     aim = target if by_rows else design.mT @ target
     solved = torch.cholesky_solve(aim.double(), factor).to(design.dtype)
-    found = design.mT @ solved if by_rows else solved
-    return torch.where((failed == 0)[..., None, None], found, 0.0)
+    result = design.mT @ solved if by_rows else solved
+    return torch.where((failed == 0)[..., None, None], result, 0.0)

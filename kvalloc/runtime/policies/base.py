@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvalloc.models.attention import AttentionStates, Observed
-from kvalloc.runtime.packed import LayerEntries
+from kvalloc.runtime.extension import Extension
 from kvalloc.scorers import Scorer
 from kvalloc.scorers.column_sums import weighted_rows
 from kvalloc.scorers.lookahead import TURN_VOTES, latest_votes
@@ -28,30 +28,6 @@ class Limits(TypedDict):
 
     sinks: int
     window: int
-
-
-class Reader(ABC):
-    """Chooses what one decoded token reads of what is stored. It belongs to one cache."""
-
-    @abstractmethod
-    def read(self, states: AttentionStates, *, place: int, kept: LayerEntries) -> Tensor | None:
-        """Choose the entries that the new token attends to in one layer.
-
-        Parameters
-        ----------
-        states : AttentionStates
-            One new token; its keys are the stored ones.
-        place : int
-            Place of the layer among those that can be reduced, from 0.
-        kept : LayerEntries
-            The first of the entries, as many in all rows and heads; another where they have
-            changed.
-
-        Returns
-        -------
-        Tensor of int64, (batch, n_kv_heads, n_read), or None
-            Entries in increasing order; None for all.
-        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,14 +121,14 @@ class EvictionPolicy(Parameterized, ABC):
     @property
     def observes(self) -> bool:
         """Return whether `observe` has anything to note; if not, it need not be called."""
-        own = type(self).observe is not EvictionPolicy.observe
-        return own or self.scorer.observes
+        overridden = type(self).observe is not EvictionPolicy.observe
+        return overridden or self.scorer.observes
 
     def query_rows(self, n_tokens: int) -> int:
         """Return how many of a prompt's last queries `keep` sees; see `Scorer.query_rows`."""
         return self.scorer.query_rows(n_tokens)
 
-    def again(self, *, rotates: bool) -> EvictionPolicy:
+    def turn_policy(self, *, rotates: bool) -> EvictionPolicy:
         """Return who chooses among what is kept and what followed.
 
         Parameters
@@ -160,27 +136,22 @@ class EvictionPolicy(Parameterized, ABC):
         rotates : bool
             Whether the model's queries can be put elsewhere.
         """
-        return replace(self, scorer=self._scorer_again(rotates=rotates))
+        return replace(self, scorer=self._turn_scorer(rotates=rotates))
 
-    def _scorer_again(self, *, rotates: bool) -> Scorer:
+    def _turn_scorer(self, *, rotates: bool) -> Scorer:
         """Return `Scorer.again`, or the votes of the latest queries."""
-        if (own := self.scorer.again) is not None:
-            return own
+        if (scorer := self.scorer.again) is not None:
+            return scorer
         latest = latest_votes(window=self.scorer.window, rotates=rotates)
         return replace(latest, votes=TURN_VOTES)
 
-    def reader(self, *, sinks: int, window: int) -> Reader | None:
-        """Return a filter for one cache that leaves entries unread while tokens are decoded.
+    def extension(self, *, sinks: int, window: int) -> Extension | None:
+        """Return what listens to a cache of this policy; None, as by default, for nothing.
 
         Parameters
         ----------
         sinks, window : int
-            First and last tokens of the prompt, which are always read.
-
-        Returns
-        -------
-        Reader or None
-            None, as by default, where everything that is stored is read.
+            First and last tokens of the prompt, which always stay.
         """
         return None
 

@@ -76,32 +76,34 @@ class Merge(Score):
         if not bool(((n_kept > 0) & (n_gone > 0)).any()):
             return keys, values
         targets, taken = _front(free & kept, n_kept)
-        sources, there = _front(free & ~kept, n_gone)
+        sources, present = _front(free & ~kept, n_gone)
         blocks = torch.split(sources, max(_BLOCK_ENTRIES // n_kept.numel(), 1), dim=2)
         cosine, place = _nearest(keys, blocks, targets, taken)
-        found = there & taken.any(dim=-1, keepdim=True)
-        least = _mean(cosine, found) if self.threshold is None else self.threshold
-        merged = found & (cosine >= least)
+        paired = present & taken.any(dim=-1, keepdim=True)
+        threshold = _mean(cosine, paired) if self.threshold is None else self.threshold
+        merged = paired & (cosine >= threshold)
         if self.weights == "exponential":
-            weight, own = cosine.exp(), math.e
+            weight, base_weight = cosine.exp(), math.e
         else:
             apart = gathered(keys, sources).float() - gathered(keys, targets.gather(2, place))
             square = apart.square().sum(dim=-1)
             spread = _mean(square.sqrt(), merged).square()
             spread = spread.clamp(min=torch.finfo(torch.float32).tiny)
-            weight, own = (-square / (2 * spread)).exp(), 1.0
+            weight, base_weight = (-square / (2 * spread)).exp(), 1.0
         weight = weight.masked_fill(~merged, 0.0)
-        total = torch.full(targets.shape, own, device=keys.device).scatter_add_(2, place, weight)
+        total = torch.full(targets.shape, base_weight, device=keys.device).scatter_add_(
+            2, place, weight
+        )
         goals, shares = (torch.split(one, blocks[0].shape[2], dim=2) for one in (place, weight))
         for tensor in (keys, values):
             before = gathered(tensor, targets)
-            mixed = before.float() * own
+            mixed = before.float() * base_weight
             for block, goal, share in zip(blocks, goals, shares, strict=True):
                 more = gathered(tensor, block).float() * share[..., None]
                 mixed.scatter_add_(2, goal[..., None].expand_as(more), more)
             mixed = (mixed / total[..., None]).to(tensor.dtype)
             index = targets[..., None].expand_as(before)
-            tensor.scatter_(2, index, torch.where(total[..., None] > own, mixed, before))
+            tensor.scatter_(2, index, torch.where(total[..., None] > base_weight, mixed, before))
         return keys, values
 
 
@@ -124,10 +126,10 @@ def _front(mask: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     return order, mask.gather(-1, order)
 
 
-def _mean(numbers: Tensor, among: Tensor) -> Tensor:
+def _mean(values: Tensor, among: Tensor) -> Tensor:
     """Return the mean of some numbers of each head, (batch, n_kv_heads, 1)."""
     count = among.sum(dim=-1, keepdim=True).clamp(min=1)
-    return numbers.masked_fill(~among, 0.0).sum(dim=-1, keepdim=True) / count
+    return values.masked_fill(~among, 0.0).sum(dim=-1, keepdim=True) / count
 
 
 def _nearest(
@@ -137,11 +139,11 @@ def _nearest(
 
     Block by block of sources, so that the scratch is ``1024 x n_targets`` for all heads together.
     """
-    others = normalize(gathered(keys, targets).float(), dim=-1).mT
+    normed = normalize(gathered(keys, targets).float(), dim=-1).mT
     cosines, places = [], []
     for block in blocks:
-        own = normalize(gathered(keys, block).float(), dim=-1) @ others
-        best = own.masked_fill_(~taken[:, :, None], -math.inf).max(dim=-1)
+        cosine = normalize(gathered(keys, block).float(), dim=-1) @ normed
+        best = cosine.masked_fill_(~taken[:, :, None], -math.inf).max(dim=-1)
         cosines.append(best.values)
         places.append(best.indices)
     return torch.cat(cosines, dim=2), torch.cat(places, dim=2)

@@ -71,13 +71,13 @@ class NaCl(VotedPolicy):
         stop = max(n_tokens - limits["window"], first)
         n_own = counts.clamp(max=stop - first)
         place = torch.arange(n_tokens, device=free.device)
-        own = free & (place >= first) & (place < stop)
+        proxies = free & (place >= first) & (place < stop)
         # latest first, where the proxies are more than the budget
-        kept_proxies = own & (place >= stop - n_own[..., None].to(place.device))
+        kept_proxies = proxies & (place >= stop - n_own[..., None].to(place.device))
         left = counts - n_own
         n_random = (left * self.random_share).floor().long()
-        best = best_entries(scores, left - n_random, among=free & ~own)
-        drawn = best_entries(scores + self._noise(states), n_random, among=free & ~own & ~best)
+        best = best_entries(scores, left - n_random, among=free & ~proxies)
+        drawn = best_entries(scores + self._noise(states), n_random, among=free & ~proxies & ~best)
         return ~free | kept_proxies | best | drawn
 
     def _noise(self, states: AttentionStates) -> Tensor:

@@ -78,8 +78,8 @@ def _without_options(text):
         (lambda: command("profile", bits=(16, 8), shard=None),
          "kvalloc.profile(bits=(16, 8), shard)",
          "'kvalloc profile --bits 16,8 --shard'"),
-        (lambda: by_interface(python="cache.save()", flags="--save-cache"),
-         "cache.save()", "--save-cache"),
+        (lambda: by_interface(python="kvalloc.save_cache(cache, )", flags="--save-cache"),
+         "kvalloc.save_cache(cache, )", "--save-cache"),
     ],
 )  # fmt: skip
 def test_options_are_written_in_both_ways(write, python, typed):

@@ -14,12 +14,12 @@ from tiny_models import WordTokenizer, tiny_model, words
 
 import kvalloc
 from kvalloc.errors import InputError, ModelMismatchError, ProfileFileError, UnsupportedRequestError
+from kvalloc.extensions.making import make_cache
 from kvalloc.formats.surrogate import FittedSurrogate
 from kvalloc.measure.mini_prefill import mini_prefill
 from kvalloc.measure.sampling import choose_samples
 from kvalloc.measure.scorer_fitting import NormalEquations
 from kvalloc.models.loading import shape_of
-from kvalloc.runtime import make_cache
 from kvalloc.scorers import get_scorer
 from kvalloc.scorers.surrogate import entry_features
 

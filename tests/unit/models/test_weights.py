@@ -39,7 +39,7 @@ def saved(model, path):
     profile = make_profile(model, TOKENS, 0.5)
     cache = kvalloc.make_cache(model, profile, allow_other_model=True)
     run(model, prompt(TOKENS), cache)
-    cache.save(path)
+    kvalloc.save_cache(cache, path)
 
 
 # What changes a forward

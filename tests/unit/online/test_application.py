@@ -331,19 +331,19 @@ def test_apply_takes_the_file_or_the_name_of_a_profile(tiny, model, tmp_path):
 # The table of options that exclude each other
 
 
-@pytest.mark.parametrize("conflict", CONFLICTS, ids=lambda conflict: conflict.given[0])
+@pytest.mark.parametrize("conflict", CONFLICTS, ids=lambda conflict: conflict.options[0])
 def test_a_row_refuses_each_of_its_options(monkeypatch, conflict):
     monkeypatch.setattr(conflicts, "CONFLICTS", (conflict,))
-    for first in conflict.given:
+    for first in conflict.options:
         flag = f"--{first.replace('_', '-')}"
-        for other in conflict.beside:
+        for other in conflict.excluded:
             with naming_flags(), pytest.raises(InputError, match=flag):
                 check_conflicts([first, other])
         if conflict.without:
             with naming_flags(), pytest.raises(InputError, match=flag):
                 check_conflicts([first])
         check_conflicts([first, *conflict.without[:1]])
-    check_conflicts([*conflict.beside, *conflict.without])
+    check_conflicts([*conflict.excluded, *conflict.without])
 
 
 def test_options_are_named_as_the_reader_writes_them():

@@ -14,6 +14,7 @@ import kvalloc
 from kvalloc import units
 from kvalloc.accounting.costs import POSITION_BYTES, entries_in_share, plain_bytes, stored_bytes
 from kvalloc.errors import InputError
+from kvalloc.extensions.saved import load_cache
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.fitted import FittedModel
 from kvalloc.models.loading import shape_of
@@ -29,7 +30,7 @@ from kvalloc.online.ways import (
     Whole,
     chosen_way,
 )
-from kvalloc.runtime import CacheOptions, load_cache
+from kvalloc.runtime.options import CacheOptions
 
 TOKENS = 150
 
@@ -141,7 +142,7 @@ def test_a_line_of_detail_has_at_most_100_characters(
     for lengths in ((TOKENS,) * rows, (14, TOKENS)[-rows:], (3,) * rows):
         size = PromptSize(tokens=max(lengths), lengths=lengths)
         cache = default.cache(model, size)
-        for profile in {id(one): one for one in (cache.profile, cache._prompt.profile)}.values():
+        for profile in (cache.profile,):
             assert 20 < len(profile.detail) <= DETAIL
             assert "evicted, " in profile.detail
 
@@ -174,7 +175,7 @@ def test_the_profile_is_a_file_and_the_cache_another(tiny, model, tmp_path):
     assert "as many entries in every head as take 20.0% of a cache at 16 bits" in told
     assert "as many entries as take 20.0% of the bytes of a cache at 16 bits" in told
     assert "by hand, head level" in told
-    cache.save(tmp_path / "c.kv")
+    kvalloc.save_cache(cache, tmp_path / "c.kv")
     again = load_cache(tmp_path / "c.kv", model)
     assert again.retained_bytes == cache.retained_bytes
     for tokens in (60, 151, 400):

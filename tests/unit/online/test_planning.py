@@ -17,7 +17,7 @@ from kvalloc.online.planning import Load, plan_batch
 from kvalloc.online.prompt_size import PromptSize
 from kvalloc.online.solved import grid_length, share_for_loss
 from kvalloc.online.ways import Decided, chosen_way
-from kvalloc.runtime import CacheOptions
+from kvalloc.runtime.options import CacheOptions
 from kvalloc.units import parse_bytes
 
 PROMPT, ANSWER, LOSS = 150, 100, 0.01

@@ -7,7 +7,7 @@ from prompt_runs import run
 from transformers import DynamicCache
 
 import kvalloc
-from kvalloc.runtime import answer
+from kvalloc.extensions.answering import answer
 
 CONTEXT, NEW = 90, 6
 

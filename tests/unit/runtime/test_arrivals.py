@@ -5,7 +5,7 @@ import runtime_oracle as tiny
 import torch
 from prompt_runs import padding_mask, run
 
-from kvalloc.runtime import make_cache
+from kvalloc.extensions.making import make_cache
 
 CONTEXT = 150
 

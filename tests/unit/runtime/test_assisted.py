@@ -12,7 +12,7 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 
 import kvalloc
 from kvalloc.errors import UnsupportedRequestError
-from kvalloc.runtime import make_cache
+from kvalloc.extensions.making import make_cache
 
 CONTEXT, NEW = 90, 150
 LOOKUP = {"prompt_lookup_num_tokens": 6, "max_matching_ngram_size": 1}

@@ -24,6 +24,7 @@ from attention_cases import (
     even_of,
     exact_numbers,
     packed_of,
+    smaller,
     stored_of,
     tailed,
     unpacked,
@@ -42,7 +43,7 @@ from kvalloc.runtime.attention.call import AttentionCall
 from kvalloc.runtime.attention.cpu import MOST_ROWS, CpuBackend, cpu_attention
 from kvalloc.runtime.attention.torch import TorchBackend
 from kvalloc.runtime.attention.triton import TritonBackend
-from kvalloc.runtime.kept import WORK_BYTES, KeptLayer
+from kvalloc.runtime.kept import WORK_BYTES
 
 needs_kernel = pytest.mark.skipif(
     cpu.unavailable() is not None, reason=f"no kernel here: {cpu.unavailable()}"
@@ -70,7 +71,7 @@ def cases(draw, turned):
         extras=True,
         sharpness=draw(st.sampled_from([0.1, 1, 20])),
     )
-    for name in ("visible", "softcap", "sink_logits"):
+    for name in ("starts", "softcap", "sink_logits"):
         if draw(st.booleans()):
             call = replace(call, **{name: None})
     call = cut(call) if draw(st.booleans()) else call
@@ -84,7 +85,10 @@ def answer(backend, call, kept, *, threads=2, scratch=1 << 20):
         return kernel(call, kept) if backend == "kernel" else TorchBackend().attend(call, kept)
 
 
-@pytest.mark.parametrize("widths", [[16], [8], [5], [4], [3], [16, 8, 4], [3, 16, 5]])
+@pytest.mark.parametrize(
+    "widths",
+    [[16], [8], [5], [4], [3], [16, 8, 4], [3, 16, 5], [[8, 4, 16], [16, 8, 4]]],
+)
 @pytest.mark.parametrize("backend", BACKENDS)
 @settings(max_examples=35, deadline=None)
 @given(
@@ -95,10 +99,13 @@ def test_any_call_over_any_entries_is_answered_by_the_definition(
     backend, widths, data, threads, scratch, exact
 ):
     call, counts = data.draw(cases(turned=3 in widths))
-    bits = (3 * widths)[: counts.shape[1]]
+    bits = np.array((3 if len(widths) == 1 else 1) * widths)[..., : counts.shape[1]]
+    bits = bits if bits.ndim == 1 else bits[: len(counts)]
     dims = int(call.keys.shape[-1]), int(call.values.shape[-1])
     stored = stored_of(counts, dims, call.queries.dtype)
-    kept = packed_of(stored, counts, bits).kept
+    if bits.ndim == 2:  # both kinds of scales are in one layer
+        stored = smaller(stored, [1])
+    kept = packed_of(stored, counts, bits)
     if exact and backend == "torch":  # float64 over entries of another type, as autocast mixes them
         wide = (states.double() for states in (call.queries, call.keys, call.values))
         call = replace(call, **dict(zip(("queries", "keys", "values"), wide, strict=True)))
@@ -158,11 +165,11 @@ def test_the_triton_kernel_compiles_for_a_gpu_that_is_not_here(monkeypatch, tmp_
     counts = np.array([[100, 70]])
     stored = stored_of(counts, (128, 128), torch.bfloat16)
     call = call_of(counts, (128, 128), torch.bfloat16, n_new=5, extras=True)
-    call = tailed(replace(call, visible=None))  # of padding a byte a token is read
-    entries = packed_of(stored, counts, [5, 3])
-    before = sum(one.nbytes for one in entries.tensors())
-    by_triton.triton_attention(call, entries.kept, programs=264)
-    noted = sum(one.nbytes for one in entries.tensors()) - before
+    call = tailed(replace(call, starts=None))  # of padding a byte a token is read
+    kept = packed_of(stored, counts, [5, 3])
+    before = sum(one.nbytes for one in kept.tensors())
+    by_triton.triton_attention(call, kept, programs=264)
+    noted = sum(one.nbytes for one in kept.tensors()) - before
     assert noted == WORK_BYTES * counts.size
     assert compiled == [("read_tile", True), ("add_tiles", False)]
 
@@ -187,12 +194,11 @@ def test_the_scratch_is_bounded():
     counts = np.array([[200, 300]])
     stored = stored_of(counts, (8, 8), torch.float32)
     call = call_of(counts, (8, 8), torch.float32, n_new=500, before=0)
-    entries, peaks = packed_of(stored, counts, [16, 16]), []
-    kept = entries.kept
+    kept, peaks = packed_of(stored, counts, [16, 16]), []
     for scratch in (1 << 16, 1 << 23):
         peaks.append(peak_bytes(lambda: answer("torch", call, kept, scratch=scratch)))  # noqa: B023
     assert peaks[0] <= 2 * call.queries.nbytes + 5 * (1 << 16) * 4 < peaks[1]
-    check(answer("torch", call, kept, scratch=1 << 16), call, unpacked(entries, counts))
+    check(answer("torch", call, kept, scratch=1 << 16), call, unpacked(kept))
 
 
 @pytest.mark.parametrize("bits", [4, 16])
@@ -200,7 +206,7 @@ def test_the_scratch_over_other_types_is_bounded(bits):
     """Entries at fewer bits or in half precision become float32 a few segments at a time."""
     counts = np.array([[1000, 1000, 1000]] * 4)
     stored = stored_of(counts, (16, 16), torch.float16)
-    kept = packed_of(stored, counts, [bits] * 3).kept
+    kept = packed_of(stored, counts, [bits] * 3)
     call = call_of(counts, (16, 16), torch.float16, n_new=2)
     peak = peak_bytes(lambda: answer("torch", call, kept, scratch=1))
     assert peak <= 5 * int(counts.sum()) * 2 * 16 * 4 // 12
@@ -219,13 +225,13 @@ def misfits():
     yield from ({"values": random(*shape)} for shape in ((2, 2, 4, 8), (1, 2, 5, 8), (2, 2, 5, 16)))
     both = {"queries": random(2, 8, 2, 8), "keys": random(2, 4, 5, 8), "values": random(2, 4, 5, 8)}
     yield from (both, {"queries": half}, {"queries": half.to("meta", torch.float32)})
-    yield {"sink_logits": random(2)}
+    yield from ({"sink_logits": random(2)}, {"starts": torch.tensor([0])})
     for part in (0, 1):
         yield from ((part, {name: cut_short}) for name in ("keys", "values", "lengths"))
         yield from ((part, {name: lambda own: own.double()}) for name in ("keys", "values"))
         yield from ((part, {name: narrower}) for name in ("keys", "values"))
         yield part, {"keys": lambda own: own.repeat(1, 2)[:, ::2]}
-        yield part, {"heads": lambda own: (1 - own[0],)}
+        yield part, {"segments": lambda own: own ^ 1}
     yield from ((1, {"key_scales": change}) for change in (cut_short, narrower, lambda own: None))
 
 
@@ -242,7 +248,7 @@ def narrower(own):
 def test_c_is_handed_nothing_that_does_not_fit(change):
     counts = np.array([[70, 5], [64, 1]])
     call = call_of(counts, (8, 8), torch.float32, n_new=2)
-    kept = packed_of(stored_of(counts, (8, 8), torch.float32), counts, [16, 4]).kept
+    kept = packed_of(stored_of(counts, (8, 8), torch.float32), counts, [16, 4])
     cpu_attention(call, kept, threads=1)
     if isinstance(change, dict):
         call = replace(call, **change)
@@ -251,7 +257,7 @@ def test_c_is_handed_nothing_that_does_not_fit(change):
         parts = list(kept.parts)
         changes = {name: own(getattr(parts[part], name)) for name, own in changes.items()}
         parts[part] = replace(parts[part], **changes)
-        kept = KeptLayer(tuple(parts))
+        kept = replace(kept, parts=tuple(parts))
     with pytest.raises(UnsupportedModelError, match="fit together|keeps others") as caught:
         cpu_attention(call, kept, threads=1)
     assert "\n" not in str(caught.value)
@@ -309,13 +315,13 @@ def test_a_head_without_any_entry_ends_and_leaves_the_others_alone(counts):
     table = np.array(counts)
     call = call_of(table, (16, 16), torch.float32, group=1, before=-1)
     stored = stored_of(table, (16, 16), torch.float32)
-    entries = packed_of(stored, table, [16] * 3)
-    found = answer("kernel", call, entries.kept)[0, 0]
+    kept = packed_of(stored, table, [16] * 3)
+    found = answer("kernel", call, kept)[0, 0]
     for head, count in enumerate(counts[0]):
         if not count:
             assert found[head].isnan().all()
             continue
-        keys, values = unpacked(entries, table)[0, head]
+        keys, values = unpacked(kept)[0, head]
         exact = (call.queries[0, head].double() @ keys.double().T * 0.25).softmax(-1)
         assert (found[head] - (exact @ values.double())[0]).abs().max() < 1e-5
 

@@ -66,7 +66,7 @@ def test_matching_never_does_worse_than_the_entries_alone(n_queries, n_tokens, p
         torch.from_numpy(values).float(),
         torch.tensor(kept),
         evicts=torch.tensor(True),
-        others=beside > 0,
+        has_sinks=beside > 0,
     )
     np.testing.assert_allclose(found, matched_by_hand(weights, values, kept), atol=2e-3)
     shares = weights[:, kept]
@@ -173,7 +173,7 @@ def expected_of(model, ids, kept, *, rows=ROWS, bits=16):
 
 def stored_of(cache, layer, head, row=0):
     """Values of one head's kept entries."""
-    return tiny.pieces_of(cache.layers[layer].entries)[row, head].values
+    return tiny.pieces_of(cache.layers[layer].kept)[row, head].values
 
 
 @pytest.mark.parametrize(

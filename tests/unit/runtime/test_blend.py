@@ -11,10 +11,10 @@ from transformers import DynamicCache
 
 import kvalloc
 from kvalloc.errors import InputError, ModelMismatchError, UnsupportedModelError
+from kvalloc.extensions.answering import answer
+from kvalloc.extensions.saved import save_cache
 from kvalloc.models.attention import intercept_attention
 from kvalloc.models.loading import shape_of
-from kvalloc.runtime.answering import answer
-from kvalloc.runtime.saving import save_cache
 
 LENGTHS = (60, 50, 70)
 QUESTION = tiny.prompt(9, seed=77)[0]
@@ -55,7 +55,7 @@ def test_one_document_in_its_place_is_that_document_bit_for_bit(tmp_path, share,
     model = tiny.tiny_model()
     widths = None if bits is None else np.full((tiny.N_LAYERS, tiny.N_KV_HEADS), bits)
     [cache, *_] = documents(model, share, bits=widths)
-    cache.save(tmp_path / "a.kv")
+    kvalloc.save_cache(cache, tmp_path / "a.kv")
     for one in (cache, tmp_path / "a.kv"):
         found = kvalloc.blend(model, [one])
         assert found is not cache
@@ -124,7 +124,7 @@ def test_reduced_documents_keep_their_entries_at_their_widths():
             expected = [torch.cat([old, new[new >= 0] + place]) for old, new in pairs]
             place += cache.get_seq_length()
         for head, columns in enumerate(expected):
-            piece = tiny.pieces_of(layer.entries)[0, head]
+            piece = tiny.pieces_of(layer.kept)[0, head]
             assert piece.positions.tolist() == columns.tolist()
             assert piece.bits == widths[index, head]
     assert found.retained_bytes < 0.6 * found.full_bytes
@@ -138,7 +138,7 @@ def test_what_a_reduced_document_evicted_is_not_seen():
     logits = run(model, QUESTION[None], found)
     shadow = tiny.Shadow(model)
     for layer, part in enumerate(found.layers):
-        keys, values, positions = part.entries.padded()
+        keys, values, positions = part.kept.padded(np.array([0]))
         assert keys.shape == values.shape
         shadow.shown[layer] = tiny.visible(found.kept_indices(layer), sum(LENGTHS))
         dense = [torch.zeros(1, tiny.N_KV_HEADS, sum(LENGTHS), tiny.HEAD_DIM) for _ in range(2)]
@@ -161,7 +161,7 @@ def test_a_blend_goes_on_as_any_other(tmp_path):
     ids = torch.cat([*texts(), QUESTION[None]], dim=1)
     out = model.generate(ids, past_key_values=again, max_new_tokens=5, do_sample=False)
     assert out[0, ids.shape[1] :].tolist() == first
-    cache.save(tmp_path / "all.kv")
+    kvalloc.save_cache(cache, tmp_path / "all.kv")
     loaded = kvalloc.load_cache(tmp_path / "all.kv", model)
     assert torch.equal(loaded.read_ids[0], torch.cat(texts(), dim=1)[0])
     run(model, tiny.prompt(80, seed=5), cache)
@@ -239,7 +239,7 @@ def test_what_cannot_be_blended_is_refused_in_one_line(tmp_path, monkeypatch):
         with pytest.raises(InputError, match=said) as error:
             kvalloc.blend(model, given, **options)
         assert "\n" not in str(error.value)
-    own[0].save(tmp_path / "a.kv")
+    kvalloc.save_cache(own[0], tmp_path / "a.kv")
     for other in (tiny.tiny_model(seed=3), tiny.tiny_model(rope_theta=500.0)):
         allow = other.config.rope_parameters != model.config.rope_parameters
         with pytest.raises(ModelMismatchError):

@@ -8,8 +8,9 @@ import runtime_oracle as tiny
 import torch
 from prompt_runs import failing_with, run
 
+import kvalloc
 from kvalloc.errors import InputError, KVAllocError, SolverError, UnsupportedRequestError
-from kvalloc.runtime import make_cache
+from kvalloc.extensions.making import make_cache
 from kvalloc.runtime.policies.score import Score
 from kvalloc.runtime.selection import keep_best
 
@@ -42,7 +43,7 @@ def check_refused(model, cache, path, reason):
         with pytest.raises(UnsupportedRequestError, match=said):
             model.generate(tiny.prompt(CONTEXT + 3), past_key_values=one, max_new_tokens=2)
     with pytest.raises(UnsupportedRequestError, match=said):
-        cache.save(path)
+        kvalloc.save_cache(cache, path)
     assert not path.exists()
     with pytest.raises(UnsupportedRequestError, match="cannot crop"):
         cache.crop(-1)

@@ -11,7 +11,7 @@ from prompt_runs import padded_rows, run, states_seen
 from scorer_oracle import full_attention
 
 from kvalloc.errors import InputError
-from kvalloc.runtime import make_cache
+from kvalloc.extensions.making import make_cache
 from kvalloc.runtime.making import build_cache
 from kvalloc.runtime.options import CacheOptions
 from kvalloc.runtime.policies.score import Score

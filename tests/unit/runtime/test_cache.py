@@ -11,9 +11,10 @@ from transformers import DynamicCache
 import kvalloc
 from kvalloc.accounting.costs import POSITION_BYTES
 from kvalloc.errors import InputError
+from kvalloc.extensions.making import make_cache
 from kvalloc.online.per_prompt import PromptTarget
-from kvalloc.runtime import make_cache
-from kvalloc.runtime.cache import BudgetCache
+from kvalloc.online.prompt_size import PromptSize
+from kvalloc.runtime.making import Way, build_rows
 from kvalloc.units import size
 
 # Bytes, lengths and positions; and that all of it belongs to the cache
@@ -57,14 +58,8 @@ def test_rows_selected_by_a_mask_keep_the_budgets_of_their_own_prompts(model):
 @pytest.mark.parametrize("joined", [False, True])
 def test_rows_are_selected_from_the_end_too_or_refused(model, joined):
     profile = tiny.make_profile(model, CONTEXT, 0.5)
-    if joined:
-        groups = [
-            ([0, 2], kvalloc.make_cache(model, profile)),
-            ([1], kvalloc.make_cache(model, profile)),
-        ]
-        cache = BudgetCache.joined(groups)
-    else:
-        cache = kvalloc.make_cache(model, profile)
+    ways = [Way(profile=profile), Way(profile=profile)] if joined else [Way(profile=profile)]
+    cache = build_rows(model, [ways[0], ways[-1], ways[0]])
     run(model, tiny.prompt(CONTEXT, 3), cache)
     for wrong in ([], [3], [0, -4], [True, False], [[0]], [0.5], torch.zeros(3, dtype=torch.bool)):
         with pytest.raises(InputError, match="a selection of"):
@@ -98,7 +93,6 @@ def test_going_back_to_a_snapshot_changes_what_was_read_and_not_the_cache():
     drafts = tiny.prompt(9, seed=1)
     cache.activate_past_recording(CONTEXT + 1)
     run(model, drafts, cache)
-    assert cache._before  # an eviction was due among them
     cache.crop(-7)
     assert (cache.mine, cache.number) == (mine, number)
     run(model, drafts[:, :2], other)
@@ -107,13 +101,11 @@ def test_going_back_to_a_snapshot_changes_what_was_read_and_not_the_cache():
 
 def test_rows_of_an_empty_cache_are_repeated_in_vain():
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT, 2)
-    cache = PromptTarget.parse(target_retention=0.6, sinks=2).cache(model)
-    cache.decide({"input_ids": ids})
-    own = cache.row_profiles
+    size = PromptSize(tokens=CONTEXT, lengths=(CONTEXT,) * 2, rows=tuple(ids.numpy()))
+    cache = PromptTarget.parse(target_retention=0.6, sinks=2).cache(model, size)
     cache.batch_repeat_interleave(3)
     run(model, ids, cache)
-    assert cache.row_profiles == own
-    assert cache.batch == 2
+    assert cache.batch == len(set(cache.row_profiles)) == 2
 
 
 def test_a_copy_of_a_cache_that_was_filled_with_gradients():
@@ -173,7 +165,7 @@ READ, SHORT_ROW = 90, 5
 
 
 def kept_types(cache):
-    parts = [part for layer in cache.layers for part in layer.entries.parts]
+    parts = [part for layer in cache.layers for part in layer.kept.parts]
     return {numbers.dtype for part in parts for numbers in (part.keys, part.values)}
 
 
@@ -210,7 +202,7 @@ def test_numbers_that_overflow_float16_are_kept_in_bfloat16(model):
     assert kept_types(cache) == {torch.float16, torch.bfloat16}
     run(model, ids, plain := DynamicCache())
     expected = tiny.as_stored(plain.layers[0].values)
-    for (row, head), piece in tiny.pieces_of(cache.layers[0].entries).items():
+    for (row, head), piece in tiny.pieces_of(cache.layers[0].kept).items():
         assert torch.equal(piece.values, expected[row, head, piece.positions.long()])
     assert tiny.worst(run(model, question, cache), shadow.logits(question)) < 1e-4
     token = tiny.prompt(1, 2, seed=2)

@@ -10,8 +10,8 @@ from prompt_runs import generate
 
 import kvalloc
 from kvalloc.accounting.stored import bytes_at_16_bits
-from kvalloc.runtime import CacheOptions, conversation
 from kvalloc.runtime.making import build_cache
+from kvalloc.runtime.options import CacheOptions
 
 TURN, SHARE = 60, "20%"
 
@@ -33,7 +33,7 @@ def talk(model, turns, text, cache=None):
 @pytest.mark.parametrize("turns", [1, 3])
 def test_saved_and_loaded_in_the_middle_it_goes_on_as_if_nothing_had_been(model, tmp_path, turns):
     text, cache = talk(model, range(turns), tiny.prompt(0))
-    cache.save(tmp_path / "c.safetensors")
+    kvalloc.save_cache(cache, tmp_path / "c.safetensors")
     loaded = kvalloc.load_cache(tmp_path / "c.safetensors", model)
     later = range(turns, turns + 3)
     expected, cache = talk(model, later, text, cache)
@@ -79,7 +79,7 @@ def test_a_conversation_goes_by_the_budgets_of_a_longer_text_once_their_share_ho
     short = tiny.make_profile(model, 20, 0.9, bits=np.full((4, 2), 4), **asked)
     longer = tiny.make_profile(model, 256, 0.4, bits=np.array([[8, 4]] * 4), **asked)
     assert longer.share_at(50) > 0.21 > longer.share_at(150)
-    cache = twin = build_cache(model, short, CacheOptions(), longer=longer)
+    cache = twin = build_cache(model, short, CacheOptions(), longer_profile=longer)
     for turn in (20, 30, 100, 200):
         for one in {cache, twin}:
             with torch.no_grad():
@@ -88,9 +88,9 @@ def test_a_conversation_goes_by_the_budgets_of_a_longer_text_once_their_share_ho
         assert (twin.kept_tokens == cache.kept_tokens).all()
         holds = longer if cache.get_seq_length() >= 150 else short
         assert cache.profile.digest == twin.profile.digest == holds.digest
-        cache.save(tmp_path / "c.safetensors")
+        kvalloc.save_cache(cache, tmp_path / "c.safetensors")
         twin = kvalloc.load_cache(tmp_path / "c.safetensors", model)
-    assert {part.bits for part in cache.layers[0].entries.parts} == {4, 8}
+    assert {part.bits for part in cache.layers[0].kept.parts} == {4, 8}
     assert 0.95 * longer.share_at(256) < cache.share <= longer.share_at(256)
     cache.reset()
     assert cache.profile is short
@@ -143,7 +143,7 @@ def test_memory_is_never_exceeded(model, tmp_path, asked):
             cache = cache or applied.last_cache
             assert largest <= limit, turn
             if turn == 3 and not asked:  # a loaded one knows no other budgets
-                cache.save(tmp_path / "c.safetensors")
+                kvalloc.save_cache(cache, tmp_path / "c.safetensors")
                 cache = applied.last_cache = kvalloc.load_cache(tmp_path / "c.safetensors", model)
                 assert cache.options.memory == limit
             assert cache.get_seq_length() == text.shape[1] - 1
@@ -165,7 +165,7 @@ def test_a_conversation_that_outgrows_its_memory_keeps_more_entries_at_fewer_bit
             widths.append(int(cache.profile.widths.max()))
     assert (widths[0], widths[-1]) == (8, 5)
     assert widths == sorted(widths, reverse=True)
-    assert {part.bits for part in cache.layers[0].entries.parts} == {5}
+    assert {part.bits for part in cache.layers[0].kept.parts} == {5}
     assert cache.retained_bytes > 0.6 * 120 * 1024
 
 
@@ -175,7 +175,7 @@ def test_a_turn_that_memory_does_not_take_whole_is_read_as_its_pieces_are(model)
     with kvalloc.apply(model, budget="60%", memory=120 * 1024) as applied, torch.no_grad():
         model(first)
         cache = applied.last_cache
-        cuts = conversation.cuts(cache._prompt, 360)
+        cuts = [*cache.cuts(60, 360)]
         assert cuts
         alone = copy.deepcopy(cache)
         found = model(turn, past_key_values=cache).logits

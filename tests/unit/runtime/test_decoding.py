@@ -10,7 +10,7 @@ import torch
 from prompt_runs import states_seen
 
 import kvalloc
-from kvalloc.runtime import make_cache
+from kvalloc.extensions.making import make_cache
 from kvalloc.runtime.policies import base, changed_policy
 from kvalloc.scorers import get_scorer
 
@@ -73,7 +73,8 @@ def test_what_followed_competes_as_in_one_long_prompt(policy, scorer):
     assert (cache.kept_tokens == profile.budgets).all()
     assert tiny.same_kept(cache, at_once)
     for one, other in zip(cache.layers, at_once.layers, strict=True):
-        pairs = zip(one.entries.dense[:2], other.entries.dense[:2], strict=True)
+        every = np.arange(len(cache.rows))
+        pairs = zip(one.kept.padded(every)[:2], other.kept.padded(every)[:2], strict=True)
         for ours, theirs in pairs if one is cache.layers[0] else ():
             torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
@@ -112,7 +113,7 @@ def test_4096_tokens_stay_within_the_share_and_the_stated_slack():
         assert (cache.kept_tokens == budgets + seen - settled).all()
         assert cache.retained_bytes <= profile.retained_bytes_at(settled) + slack
         for layer in cache.layers:
-            held = [queries for _, queries in layer.unfinished.latest.pieces]
+            held = [queries for _, queries in layer.notes.queries.pieces]
             assert sum(own.shape[2] for own in held) <= votes
             assert all(own.untyped_storage().nbytes() <= own.nbytes for own in held)
     assert cache.get_seq_length() == prompt + 4096

@@ -5,7 +5,8 @@ import runtime_oracle as tiny
 import torch
 from prompt_runs import AT_ONCE, run
 
-from kvalloc.runtime import make_cache
+from kvalloc.extensions.making import make_cache
+from kvalloc.runtime.plan import token_bytes
 from kvalloc.runtime.tail import BLOCK_TOKENS, FIRST_TOKENS
 
 TOKENS = 60
@@ -36,17 +37,15 @@ def test_what_is_kept_stays_where_it_is_while_decoding(model, profile, options):
     run(model, ids, cache)
     shadow.logits(ids)
     shadow.follow(cache, combined=bool(options))
-    stored = cache.retained_bytes
     for step in range(1, 25):
         token = tiny.prompt(1, 2, seed=step)
         assert tiny.worst(run(model, token, cache), shadow.logits(token)) < 1e-4
         # held, or its place would be given again
-        places.append((layer.entries.parts[0].keys, *layer.tail.buffers))
-        lists = [own for one in cache.layers for own in one.entries.kept.tensors()]
-        beside = sum(own.nbytes for own in lists)  # on a GPU
+        places.append((layer.kept.parts[0].keys, *layer.tail.buffers))
         room = step if step <= FIRST_TOKENS else BLOCK_TOKENS
-        assert cache.retained_bytes == stored + room * cache._prompt.token_bytes + beside
-        assert layer.dense_tokens == step
+        kept = [own.nbytes for one in cache.layers for own in one.kept.tensors()]
+        assert cache.retained_bytes == sum(kept) + 2 * room * token_bytes(profile)
+        assert layer.tail.tokens == step
     kept, *followed = (runs_of(own) for own in zip(*places, strict=True))
     assert (kept, followed) == ([24], [[1] * FIRST_TOKENS + [24 - FIRST_TOKENS]] * 2)
     for tokens in (3, 1):  # a question sees one tensor of both

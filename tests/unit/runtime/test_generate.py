@@ -29,7 +29,7 @@ from kvalloc.errors import (
 )
 from kvalloc.models import loading
 from kvalloc.models.loading import LoadedModel
-from kvalloc.runtime import BudgetCache
+from kvalloc.runtime.cache import BudgetCache
 
 # `generate()` with a reduced cache, and the context manager that supplies one
 

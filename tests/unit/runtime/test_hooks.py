@@ -156,10 +156,10 @@ def test_a_half_done_prompt_is_noticed(model, tmp_path, failure):
         with pytest.raises(UnsupportedRequestError, match="half-way"):
             run(model, question, one)
     with pytest.raises(UnsupportedRequestError, match="half-way"):
-        cache.save(tmp_path / "saved")
+        kvalloc.save_cache(cache, tmp_path / "saved")
     cache.reset()
     assert torch.equal(run(model, ids, cache), expected)
-    cache.save(tmp_path / "saved")
+    kvalloc.save_cache(cache, tmp_path / "saved")
 
 
 def test_an_interrupted_cache_that_is_dropped_is_tidied_up(model):

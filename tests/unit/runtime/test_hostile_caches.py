@@ -24,8 +24,8 @@ import kvalloc
 from kvalloc.errors import KVAllocError, ProfileFileError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.saved_cache import SavedCacheHeader
-from kvalloc.runtime import CacheOptions
 from kvalloc.runtime.making import build_cache
+from kvalloc.runtime.options import CacheOptions
 
 CONTEXT = 300
 B16, B4 = "0.bits_16.", "0.bits_4."
@@ -59,7 +59,7 @@ def saved(tmp_path_factory):
         with torch.no_grad():
             model(tiny.prompt(CONTEXT, batch), attention_mask=mask, past_key_values=cache)
             model(tiny.prompt(140 if name == "packed" else 3, batch), past_key_values=cache)
-        cache.save(folder / name)
+        kvalloc.save_cache(cache, folder / name)
         found[name] = model, folder / name
     return found
 
@@ -181,7 +181,7 @@ OLDER = ("0.keys", "0.values")
         (
             "ragged",
             numbers("kept_positions", set_at(-1, 2**31 - 1)),
-            "0.bits_16.kept_positions is others, expected columns that rise",
+            "0.bits_16.kept_positions is others, expected tokens that rise",
         ),
         (
             "ragged",
@@ -189,12 +189,12 @@ OLDER = ("0.keys", "0.values")
             "0.keys is float32 of 1 x 2 x 0 x 15",
         ),
         ("even", numbers("kept_positions", twice), "0.bits_16.kept_positions"),
-        ("whole", many_rows, "competed_tokens is 1, expected one for each of 1099511627776 rows"),
+        ("whole", many_rows, "ranked_tokens is 1, expected one for each of 1099511627776 rows"),
         ("packed", cut((B4 + "key_scales",), np.s_[:1]), "0.bits_4.key_scales is float16 of 1 x 2"),
         ("whole", cut(OLDER, np.s_[:, :, 1:]), "0.keys is of 302 tokens, expected all 303"),
         ("whole", more_seen, "0.keys is of 303 tokens, expected all 304"),
         ("padded", cut(("visible",), np.s_[:, :-1]), "visible is uint8 of 2 x 302, expected"),
-        ("padded", hidden_entry, "0.bits_16.kept_positions is those of padding"),
+        ("padded", hidden_entry, "0.bits_16.kept_positions is others, expected tokens"),
         ("sliding", cut(OLDER, np.s_[:, :, 1:]), "0.keys is of 14 tokens, expected all 15"),
         ("ragged", stating(decode_every=0), "decode_every is 0"),
         ("ragged", stating(row_profiles=[]), "expected one for each of 1 rows"),

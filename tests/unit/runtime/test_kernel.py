@@ -6,9 +6,9 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from attention_cases import even_of
@@ -18,7 +18,7 @@ from kvalloc.runtime.attention import cpu
 from kvalloc.runtime.attention.call import AttentionCall
 from kvalloc.runtime.attention.cpu import SWITCH, CpuBackend, kernel_library
 from kvalloc.runtime.attention.torch import TorchBackend
-from kvalloc.runtime.packed import LayerEntries
+from kvalloc.runtime.kept import pack
 
 ROOT = Path(__file__).resolve().parents[3]
 needs_kernel = pytest.mark.skipif(
@@ -136,7 +136,7 @@ def test_every_build_answers_as_torch_does(monkeypatch, path, dtype):
         scaling=0.2,
     )
     plain = even_of(keys[..., :140, :], values[..., :140, :])
-    packed = [LayerEntries.packed(plain.parts[0], np.full(2, bits)).kept for bits in (8, 5, 4, 3)]
+    packed = [replace(plain, parts=(pack(plain.parts[0], bits),)) for bits in (8, 5, 4, 3)]
     close = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
     for kept in (plain, *packed):
         answer, expected = (own.attend(call, kept) for own in (CpuBackend(), TorchBackend()))

@@ -11,10 +11,9 @@ from scipy.stats import chisquare
 
 import kvalloc
 from kvalloc.errors import UnsupportedRequestError
-from kvalloc.runtime import make_cache
-from kvalloc.runtime.answering import answer
-from kvalloc.runtime.lossless import Sampling, lossless_tokens, verify_with
-from kvalloc.runtime.verifier import Verifier
+from kvalloc.extensions.answering import answer
+from kvalloc.extensions.lossless import Sampling, Verifier, lossless_tokens, verify_with
+from kvalloc.extensions.making import make_cache
 
 CONTEXT, NEW = 90, 70
 ROWS, TEMPERATURE = 10_000, 0.05

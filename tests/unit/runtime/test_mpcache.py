@@ -11,9 +11,7 @@ from prompt_runs import policy, run
 from scorer_oracle import full_attention, make_states
 
 import kvalloc
-from kvalloc.runtime.kept import KeptEntries
-from kvalloc.runtime.packed import LayerEntries
-from kvalloc.runtime.policies.mpcache import ClusterReader
+from kvalloc.extensions.mpcache import ClusterReader
 
 SMALL = {"coarse_tokens": 8, "fine_tokens": 4, "coarse_share": 0.5, "fine_share": 0.5}
 
@@ -39,20 +37,21 @@ def read_in_loops(states, row, head, *, start, n_coarse):
     return sorted(entry for first in fine for entry in range(first, first + 4))
 
 
-def kept_at(n, step=1, batch=1):
-    """Entries of two heads at every so many columns, whose numbers are in the states."""
-    lengths = np.full((batch, 2), n)
-    positions = torch.arange(0, step * n, step, dtype=torch.int32).repeat(2 * batch)
-    none = torch.empty(len(positions), 1)
-    part = KeptEntries(keys=none, values=none, positions=positions, lengths=lengths)
-    return LayerEntries.whole(part)
+class Entries:
+    """Stands in for those of a layer, whose clusters are noted."""
+
+
+def chosen(reader, states, n, *, place=0, step=1, batch=1):
+    """What is read where two heads keep an entry at every so many columns."""
+    positions = torch.arange(0, step * n, step, dtype=torch.int32).expand(batch, 2, -1)
+    return reader.chosen(states, positions, place=place, kept=Entries())
 
 
 def test_clusters_agree_with_loops():
     states = make_states(batch=2, n_tokens=53, n_new_tokens=1)
-    reader = small().reader(sinks=2, window=4)
+    reader = small().extension(sinks=2, window=4)
     # 50 entries of the prompt: 2 sinks, five clusters of 8, 4 that fill none, 4 of the window
-    found = reader.read(states, place=0, kept=kept_at(50, batch=2))
+    found = chosen(reader, states, 50, batch=2)
     assert found is not None
     for row, head in np.ndindex(2, 2):
         inside = read_in_loops(states, row, head, start=2, n_coarse=5)
@@ -72,26 +71,26 @@ def test_the_static_half_sums_the_last_rows():
 
 def test_short_prompts_are_read_whole():
     states = make_states(n_tokens=20, n_new_tokens=1)
-    reader = small().reader(sinks=2, window=4)
-    assert reader.read(states, place=0, kept=kept_at(19)) is None
+    reader = small().extension(sinks=2, window=4)
+    assert chosen(reader, states, 19) is None
 
 
 def test_the_second_of_a_pair_reads_what_the_first_does():
     """With the same entries stored the clusters are the same; the first two layers never share."""
     first, second = (make_states(n_tokens=53, n_new_tokens=1, seed=seed) for seed in (0, 1))
     for share, places, same in ((True, (2, 3), 1), (True, (0, 1), 0), (False, (2, 3), 0)):
-        reader = small(share_layers=share).reader(sinks=2, window=4)
-        led = reader.read(first, place=places[0], kept=kept_at(50))
-        follows = reader.read(second, place=places[1], kept=kept_at(50))
+        reader = small(share_layers=share).extension(sinks=2, window=4)
+        led = chosen(reader, first, 50, place=places[0])
+        follows = chosen(reader, second, 50, place=places[1])
         assert torch.equal(led, follows) == bool(same)
 
 
 def test_a_follower_with_other_entries_reads_its_nearest_positions():
     first, second = (make_states(n_tokens=53, n_new_tokens=1, seed=seed) for seed in (0, 1))
-    reader = small().reader(sinks=2, window=4)
-    led = reader.read(first, place=2, kept=kept_at(50))
+    reader = small().extension(sinks=2, window=4)
+    led = chosen(reader, first, 50, place=2)
     # the follower's entry i is position 2 i: its cluster c covers positions 8 c .. 8 c + 7
-    follows = reader.read(second, place=3, kept=kept_at(50, step=2))
+    follows = chosen(reader, second, 50, place=3, step=2)
     assert follows.shape == led.shape
     for head in range(2):
         read = set(led[0, head].tolist()) & set(range(2, 42))
@@ -142,17 +141,17 @@ def test_the_cache_answers_as_if_the_unread_were_hidden(monkeypatch, attention):
     cache = kvalloc.make_cache(model, profile, policy="mpcache")
     ids, token = tiny.prompt(CONTEXT, 2), tiny.prompt(1, 2, seed=1)
     read = {}
-    function = ClusterReader.read
+    function = ClusterReader.chosen
 
-    def noted(self, states, **kwargs):
-        indices = function(self, states, **kwargs)
-        stored = kwargs["kept"].columns.long()
+    def noted(self, states, positions, **kwargs):
+        indices = function(self, states, positions, **kwargs)
+        stored = positions.long()
         inside = [row[row < stored.shape[-1]] for row in indices.flatten(0, 1)]
         flat = zip(stored.flatten(0, 1), inside, strict=True)
         read[states.layer] = torch.stack([own[i] for own, i in flat]).view(2, 2, -1)
         return indices
 
-    monkeypatch.setattr(ClusterReader, "read", noted)
+    monkeypatch.setattr(ClusterReader, "chosen", noted)
     run(model, ids, cache)
     logits = run(model, token, cache)
     everything = tiny.Oracle(model, ids, tiny.kept_of(cache)).logits(token)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from attention_cases import packed_of, stored_of
+from attention_cases import flat_of, packed_of, stored_of
 from factories import make_shape
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,27 +11,22 @@ from runtime_oracle import pieces_of, rounded
 
 from kvalloc.accounting.costs import head_bytes
 from kvalloc.errors import InputError
-from kvalloc.runtime.kept import KeptEntries
-from kvalloc.runtime.packed import LayerEntries
+from kvalloc.runtime.kept import NO_COLUMN, pack
 from kvalloc.runtime.quantization import rotated
 
 BATCH, HEADS = 2, 3
 
 
-def stored_in(entries):
-    """Bytes of the storages."""
-    return sum(tensor.untyped_storage().nbytes() for tensor in entries.tensors())
-
-
-counts_strategy = st.lists(
-    st.lists(st.integers(0, 270), min_size=HEADS, max_size=HEADS), min_size=BATCH, max_size=BATCH
-)
+def tables(each):
+    """A number for each row and head."""
+    several = st.lists(each, min_size=BATCH * HEADS, max_size=BATCH * HEADS)
+    return several.map(lambda own: np.array(own).reshape(BATCH, HEADS))
 
 
 @settings(deadline=None, max_examples=25)
 @given(
-    counts=counts_strategy,
-    bits=st.lists(st.sampled_from([16, 8, 5, 4, 3]), min_size=HEADS, max_size=HEADS),
+    counts=tables(st.integers(0, 270)),
+    bits=tables(st.sampled_from([16, 8, 5, 4, 3])),
     head_dim=st.sampled_from([4, 8, 9, 64, 80]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
 )
@@ -39,33 +34,37 @@ def test_what_comes_back_is_what_was_measured_and_takes_the_accounts_bytes(
     counts, bits, head_dim, dtype
 ):
     if head_dim & (head_dim - 1):
-        bits = [max(width, 4) for width in bits]
-    table, widths = np.array(counts, dtype=np.int64), np.array(bits)
+        bits = np.maximum(bits, 4)
     stored = stored_of(counts, (head_dim, head_dim), dtype)
-    entries = packed_of(stored, table, bits)
-    shape = make_shape(head_dim=head_dim, dtype_bytes=torch.empty(0, dtype=dtype).element_size())
-    assert stored_in(entries) == int(head_bytes(table, widths[None], shape).sum())
-    assert np.array_equal(entries.lengths, table)
-    assert all((widths[list(part.heads)] == part.bits).all() for part in entries.parts)
-    pieces, swapped = pieces_of(entries), pieces_of(entries.rows(torch.tensor([1, 0, 1])))
-    for row, head in np.ndindex(*table.shape):
-        keys, values = rounded(*stored[row, head][:2], bits[head])
+    kept = packed_of(stored, counts, bits)
+    shape = make_shape(head_dim=head_dim, dtype_bytes=dtype.itemsize)
+    size = sum(own.untyped_storage().nbytes() for own in kept.tensors())
+    assert size == int(head_bytes(counts, bits, shape).sum())
+    assert np.array_equal(kept.lengths, counts)
+    assert all((bits.flat[part.segments] == part.bits).all() for part in kept.parts)
+    pieces, swapped = pieces_of(kept), pieces_of(kept.select(np.array([1, 0, 1])))
+    for row, head in np.ndindex(*counts.shape):
+        keys, values = rounded(*stored[row, head], bits[row, head])
         for own in (pieces[row, head], swapped[1 - row, head]):
             assert torch.equal(own.keys, keys)
             assert torch.equal(own.values, values)
-            assert own.positions.tolist() == list(range(table[row, head]))
+            assert own.positions.tolist() == list(range(counts[row, head]))
+    dense = kept.padded(np.array([1]))
+    for head, count in enumerate(counts[1]):
+        own = pieces[1, head]
+        for found, expected in zip(dense, (own.keys, own.values, own.positions), strict=True):
+            assert torch.equal(found[0, head, :count], expected)
+        assert (dense[2][0, head, count:] == NO_COLUMN).all()
 
 
 @pytest.mark.parametrize("bits", [8, 5, 4, 3])
 def test_sinks_are_rounded_once_however_often_the_entries_beside_them_change(bits):
     """What is attended to most would else lose a little whenever anything is rounded anew."""
     torch.manual_seed(bits)
-    lengths, places = np.array([[100]]), torch.arange(100, dtype=torch.int32)
 
-    def packed(keys, values, before=None):
-        entries = KeptEntries(keys=keys, values=values, positions=places, lengths=lengths)
-        found = LayerEntries.packed(entries, np.array([bits]), before)
-        return found, found.numbers().parts[0]
+    def packed(keys, values, before=()):
+        found = pack(flat_of({(0, 0): (keys, values)}, np.array([[100]])), bits, before)
+        return [found], found.unpacked((keys, values))
 
     keys, values = torch.rand(100, 64), torch.rand(100, 64)
     keys[50], keys[51] = -0.9, 1.4  # the least and the largest leave

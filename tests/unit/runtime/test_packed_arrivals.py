@@ -15,7 +15,7 @@ from prompt_runs import padding_mask, run
 from runtime_cells import widths
 
 from kvalloc.accounting.costs import WIDTHS, head_bytes
-from kvalloc.runtime import make_cache
+from kvalloc.extensions.making import make_cache
 
 CONTEXT = 150
 
@@ -29,14 +29,13 @@ def account(cache):
     """Bytes of all that is stored, from the numbers of entries and the formula alone."""
     profile, total = cache.profile, 0
     for index, layer in enumerate(cache.layers):
-        if not hasattr(layer, "entries"):  # transformers' own
+        if not hasattr(layer, "kept"):  # transformers' own
             total += sum(own.untyped_storage().nbytes() for own in (layer.keys, layer.values))
             continue
-        dense = layer.keys.numel() + layer.values.numel()
-        total += dense * layer.keys.element_size()
-        entries = layer.entries
-        if entries is not None:
-            total += int(head_bytes(entries.lengths, profile.bits[index], profile.shape).sum())
+        total += layer.keys.nbytes + layer.values.nbytes
+        if layer.kept is not None:
+            lengths, bits = layer.kept.lengths, profile.bits[index]
+            total += int(head_bytes(lengths, bits, profile.shape).sum())
     return total
 
 

@@ -17,8 +17,8 @@ from runtime_cells import COMBINING
 from scorer_oracle import SCORERS, make_states
 
 from kvalloc.errors import InputError, UnsupportedRequestError
+from kvalloc.extensions.making import make_cache
 from kvalloc.problem.registry import plugin_options
-from kvalloc.runtime import make_cache
 from kvalloc.runtime.policies import (
     get_policy,
     policy_class,
@@ -185,7 +185,7 @@ def test_chunks_keep_the_same_entries(model, name):
         whole = make_cache(model, profile, policy=name)
         in_chunks = make_cache(model, profile, policy=name, prompt_tokens=CONTEXT)
         run(model, ids, whole)
-        if name in COMBINING and not in_chunks._prompt.plan.policy.holds:
+        if name in COMBINING and not in_chunks.methods[0].policy.holds:
             with pytest.raises(UnsupportedRequestError, match="in one piece"):
                 run(model, ids[:, :50], in_chunks)
             continue
@@ -368,8 +368,8 @@ def test_a_row_that_keeps_everything_leaves_the_others_their_fitted_values():
         model(ids, attention_mask=mask, past_key_values=together)
         model(ids[1:], past_key_values=alone)
     for layer, own in zip(together.layers, alone.layers, strict=True):
-        assert layer.entries.lengths[0].tolist() == [5, 5]
-        pieces, of_row = tiny.pieces_of(layer.entries), tiny.pieces_of(own.entries)
+        assert layer.kept.lengths[0].tolist() == [5, 5]
+        pieces, of_row = tiny.pieces_of(layer.kept), tiny.pieces_of(own.kept)
         for head in range(tiny.N_KV_HEADS):
             found, expected = pieces[1, head].values, of_row[0, head].values
             torch.testing.assert_close(found, expected, atol=2e-3, rtol=1e-3)

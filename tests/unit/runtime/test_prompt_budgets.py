@@ -4,16 +4,16 @@ import numpy as np
 import pytest
 import runtime_oracle as tiny
 import torch
-from prompt_runs import CONTEXT, SINKS, TARGET, WINDOW, applied, failing_with, generate, run
+from prompt_runs import CONTEXT, SINKS, TARGET, WINDOW, applied, generate, run
 
 import kvalloc
 from kvalloc.accounting.costs import reading_bytes
 from kvalloc.errors import InfeasibleError, UnsupportedRequestError
+from kvalloc.extensions.making import make_cache
 from kvalloc.measure.profiling import prompt_scores
 from kvalloc.models.loading import shape_of
 from kvalloc.online.per_prompt import PromptTarget
 from kvalloc.online.prompt_size import PromptSize
-from kvalloc.runtime import make_cache
 from kvalloc.scorers import get_scorer
 
 
@@ -28,9 +28,12 @@ def scores_of(model, ids):
     )
 
 
-def decided(model, **options):
-    """A cache that keeps 0.7 of each prompt's retention."""
-    return PromptTarget.parse(target_retention=0.7, **TARGET, **options).cache(model)
+def made(model, ids, mask=None, **asked):
+    """A cache whose budgets are decided from rows of token ids."""
+    mask = torch.ones_like(ids) if mask is None else mask
+    rows = tuple(row[shown.bool()].numpy() for row, shown in zip(ids, mask, strict=True))
+    size = PromptSize(tokens=ids.shape[1], lengths=tuple(map(len, rows)), rows=rows)
+    return PromptTarget.parse(**asked, **TARGET).cache(model, size)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -98,26 +101,11 @@ def test_chunks_beams_and_several_answers(model):
         assert longer.min() >= expected.min()
 
 
-def test_a_cache_decides_anew_after_reset_and_after_a_failure(model):
-    cache, other = decided(model), decided(model)
-    first, second = tiny.prompt(CONTEXT, seed=1), tiny.prompt(50, seed=2)
-    run(model, first, cache)
-    cache.reset()
-    assert cache.profile.retained_tokens == cache.profile.full_tokens
-    run(model, second, cache)
-    expected = kvalloc.solve(scores_of(model, second[0]), target_retention=0.7)
-    assert (cache.kept_tokens == expected.budgets).all()
-    with failing_with(KeyboardInterrupt, model):
-        run(model, first, other)
-    other.reset()
-    run(model, second, other)
-    assert (other.kept_tokens == expected.budgets).all()
-
-
 def test_rows_of_a_file_have_the_budgets_of_their_own_prompts(model, tmp_path):
-    rows = decided(model)
-    run(model, tiny.prompt(CONTEXT, 2), rows)
-    rows.save(tmp_path / "rows")
+    ids = tiny.prompt(CONTEXT, 2)
+    rows = made(model, ids, target_retention=0.7)
+    run(model, ids, rows)
+    kvalloc.save_cache(rows, tmp_path / "rows")
     again = kvalloc.load_cache(tmp_path / "rows", model)
     for one, two in zip(rows.row_profiles, again.row_profiles, strict=True):
         assert (one.budgets == two.budgets).all()
@@ -126,44 +114,37 @@ def test_rows_of_a_file_have_the_budgets_of_their_own_prompts(model, tmp_path):
     again.batch_select_indices(torch.tensor([1]))
     assert (again.row_profiles[0].budgets == rows.row_profiles[1].budgets).all()
     again.reset()
-    with pytest.raises(UnsupportedRequestError, match="make a new cache for another prompt"):
+    with pytest.raises(UnsupportedRequestError, match="decided from another prompt; make a new"):
         run(model, tiny.prompt(CONTEXT, seed=1), again)
 
 
 def test_prompts_that_cannot_be_decided_are_refused_before_they_run(model):
-    ids, cache = tiny.prompt(CONTEXT), decided(model)
-    embeds = model.model.embed_tokens(ids)
-    with torch.no_grad(), pytest.raises(UnsupportedRequestError, match="inputs_embeds"):
-        model(inputs_embeds=embeds, past_key_values=cache)
-    small = PromptTarget.parse(memory=1000, **TARGET).cache(model)
+    ids = tiny.prompt(CONTEXT)
+    with pytest.raises(UnsupportedRequestError, match="inputs_embeds"):
+        target = PromptTarget.parse(target_retention=0.7, **TARGET)
+        target.cache(model, PromptSize(tokens=CONTEXT))
     with pytest.raises(InfeasibleError, match="memory=1000 is below the floors"):
-        run(model, ids, small)
-    assert not small.retained_bytes
-    stored = tiny.make_profile(model, CONTEXT, 0.3)
-    announced = make_cache(model, stored, prompt_tokens=CONTEXT)
-    announced.decide({"input_ids": ids})  # nothing to decide
-    assert announced.decision_seconds is None
+        made(model, ids, memory=1000)
 
 
 def test_memory_is_for_all_rows_also_where_they_are_equal(model):
-    target = PromptTarget.parse(memory="90KiB", **TARGET)
     for rows in (2, 3):
-        cache = target.cache(model)
+        cache = made(model, tiny.prompt(CONTEXT).repeat(rows, 1), memory="90KiB")
         run(model, tiny.prompt(CONTEXT).repeat(rows, 1), cache)
         (profile,) = {id(one): one for one in cache.row_profiles}.values()
         assert 0.97 * 90 * 1024 < profile.peak_bytes_at(CONTEXT, rows) <= 90 * 1024
-    small = PromptTarget.parse(memory="1KiB", **TARGET)
     with pytest.raises(InfeasibleError, match="memory='1KiB' is below the 2,560"):
-        run(model, tiny.prompt(5), small.cache(model))
+        made(model, tiny.prompt(5), memory="1KiB")
 
 
 @pytest.mark.parametrize("padding", [(30, 0), (30, 10)])
 def test_of_rows_of_different_length_all_columns_are_in_memory_while_they_are_read(model, padding):
-    cache = PromptTarget.parse(memory="70KiB", **TARGET).cache(model, PromptSize(tokens=CONTEXT))
     mask = torch.ones(2, CONTEXT, dtype=torch.long)
     for row, hidden in enumerate(padding):
         mask[row, :hidden] = 0
-    run(model, tiny.prompt(CONTEXT, 2), cache, mask)
+    ids = tiny.prompt(CONTEXT, 2)
+    cache = made(model, ids, mask, memory="70KiB")
+    run(model, ids, cache, mask)
     shape, (short, long) = shape_of(model), cache.row_profiles
     assert short.requested["bytes"] == long.requested["bytes"]
     kept = [

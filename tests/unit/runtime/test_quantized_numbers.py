@@ -1,5 +1,7 @@
 """Keys and values at fewer bits, against plain loops."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from tiny_models import equal_budgets, tiny_model
 import kvalloc
 from kvalloc.errors import UnsupportedRequestError
 from kvalloc.models.names import cache_keyword
-from kvalloc.runtime.packed import LayerEntries
+from kvalloc.runtime.kept import extended
 from kvalloc.runtime.quantization import quantised_keys, quantised_values
 
 
@@ -94,7 +96,7 @@ def answers(model, bits, folder=None):
     with torch.no_grad():
         model(ids[:, :150], **cache_keyword(model, cache))
         if folder is not None:
-            cache.save(folder / "cache.safetensors")
+            kvalloc.save_cache(cache, folder / "cache.safetensors")
             cache = kvalloc.load_cache(folder / "cache.safetensors", model)
         parts = [ids[:, 150:156], *ids[:, 156:170].split(1, dim=1)]
         logits = [model(part, **cache_keyword(model, cache)).logits for part in parts]
@@ -111,7 +113,7 @@ def test_the_size_of_numbers_changes_no_answer(case, bits, tmp_path):
         with kernel_choice(kernel):
             found, cache = answers(scaled_model(case), bits, tmp_path)
         assert cache.retained_bytes == same.retained_bytes
-        kinds = {part.key_scales.dtype for part in cache.layers[0].entries.parts if bits < 16}
+        kinds = {part.key_scales.dtype for part in cache.layers[0].kept.parts if bits < 16}
         assert kinds <= {torch.bfloat16}
         # a file of 16 bits holds numbers of 8 instead of 11
         assert (found - exact).norm() < (0.02 * exact.norm() if bits == 16 else 1.3 * lost)
@@ -130,20 +132,20 @@ def test_numbers_of_bfloat16_beyond_float16_and_what_is_no_number():
 
 @pytest.mark.parametrize("factor", [1e6, 1e-7])
 def test_rows_and_entries_beside_ordinary_ones(factor):
-    counts, bits = np.array([[70, 9]]), [8, 8]
-    ordinary, other = (stored_of(counts, (64, 64), torch.float32) for _ in range(2))
-    scaled = {at: (keys * factor, values * factor) for at, (keys, values) in other.items()}
-    first, second = (packed_of(own, counts, bits) for own in (ordinary, scaled))
-    rows = LayerEntries.joined([first, second], np.array([1, 0]))
-    longer = first.with_more(flat_of(scaled, counts)) if factor > 1 else None
-    for at, head in np.ndindex(2, 2):
-        own = (scaled, ordinary)[at][0, head]
-        found = [one[at, head, : counts[0, head]] for one in rows.padded()[:2]]
-        for numbers, expected in zip(found, own, strict=False):
-            assert (numbers - expected).abs().max() < 0.02 * expected.abs().max()
-        if longer is not None and at == 0:
-            behind = [
-                one[0, head, counts[0, head] : 2 * counts[0, head]] for one in longer.padded()[:2]
-            ]
-            for numbers, expected in zip(behind, own, strict=False):
+    counts = np.array([[70, 9], [70, 9]])
+    ordinary = stored_of(counts, (64, 64), torch.float32)
+    scaled = {at: [own * factor ** at[0] for own in both] for at, both in ordinary.items()}
+
+    def check(kept, rows, skipped=0):
+        for (row, head), count in np.ndenumerate(counts):
+            own = slice(skipped * count, skipped * count + count)
+            found = [numbers[row, head, own] for numbers in kept.padded(np.arange(2))[:2]]
+            for numbers, expected in zip(found, scaled[rows[row], head], strict=True):
                 assert (numbers - expected).abs().max() < 0.02 * expected.abs().max()
+
+    kept = packed_of(scaled, counts, [[8, 8], [8, 8]])
+    assert [part.key_scales.dtype for part in kept.parts] == [torch.float16, torch.bfloat16]
+    check(kept.select(np.array([1, 0])), [1, 0])
+    if factor > 1:
+        (part,) = packed_of(ordinary, counts, [8, 8]).parts
+        check(replace(kept, parts=(extended(part, flat_of(scaled, counts)),)), [0, 1], skipped=1)

@@ -15,7 +15,7 @@ def saved(model, path, level="head"):
     profile = tiny.make_profile(model, CONTEXT, 0.5)
     cache = kvalloc.make_cache(model, tiny.by_head(profile, 40) if level == "head" else profile)
     run(model, tiny.prompt(CONTEXT), cache)
-    cache.save(path)
+    kvalloc.save_cache(cache, path)
     return cache
 
 
@@ -28,7 +28,7 @@ def test_a_loaded_conversation_keeps_what_the_saved_one_keeps(tmp_path, scorer, 
     cache = kvalloc.make_cache(model, profile, decode_every=every)
     for tokens in (CONTEXT, 30):
         run(model, tiny.prompt(tokens, 2), cache)
-    cache.save(tmp_path / "c.safetensors")
+    kvalloc.save_cache(cache, tmp_path / "c.safetensors")
     loaded = kvalloc.load_cache(tmp_path / "c.safetensors", model)
     for turn, tokens in enumerate((30, 10, 15, 70)):
         question = tiny.prompt(tokens, 2, seed=turn)

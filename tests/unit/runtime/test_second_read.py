@@ -13,9 +13,9 @@ from scorer_oracle import full_attention
 from transformers import DynamicCache
 
 from kvalloc.errors import InputError, UnsupportedRequestError
+from kvalloc.extensions.making import make_cache
 from kvalloc.models.attention import intercept_attention
 from kvalloc.models.loading import shape_of
-from kvalloc.runtime import make_cache
 from kvalloc.scorers.later_pass import CARRIED_TOKENS
 
 CONTEXT = 90
@@ -138,7 +138,7 @@ def test_nothing_of_a_repetition_stays():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_where_nothing_has_to_go_nothing_is_repeated(name, monkeypatch):
-    monkeypatch.setattr("kvalloc.runtime.prompt.repeat_prompt", None)
+    monkeypatch.setattr("kvalloc.runtime.cache.read_again", None)
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
     profile = tiny.make_profile(model, CONTEXT, 1.0, scorer=SCORERS.get(name, name))
     cache, plain = make_cache(model, profile), DynamicCache(config=model.config)
@@ -168,7 +168,7 @@ def test_how_far_a_second_read_goes_is_how_far_it_runs(monkeypatch):
         found.clear()
         cache = make_cache(model, profile_of(model, "reconstruction"))
         run(model, tiny.prompt(tokens), cache)
-        scorer = cache._prompt.plan.policy.scorer
+        scorer = cache.methods[0].policy.scorer
         assert scorer.later.furthest(tokens) == max(found)
 
 

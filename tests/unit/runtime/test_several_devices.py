@@ -9,7 +9,7 @@ import runtime_oracle as tiny
 import torch
 
 from kvalloc.errors import UnsupportedModelError
-from kvalloc.runtime import make_cache
+from kvalloc.extensions.making import make_cache
 
 accelerate = pytest.importorskip("accelerate")
 

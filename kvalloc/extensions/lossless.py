@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Generator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -12,18 +13,28 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from kvalloc.accounting.stored import layer_tensors
+from kvalloc.errors import UnsupportedRequestError, option
+from kvalloc.extensions.assisted import Drafts, check_takes_back, is_assisted
 from kvalloc.models import names
 from kvalloc.models.structure import input_device
 from kvalloc.runtime.cache import BudgetCache
-from kvalloc.runtime.layer import BudgetLayer
-from kvalloc.runtime.refusals import is_assisted, refuse, setting
-from kvalloc.runtime.verifier import LONGEST_DRAFT, Verifier
+from kvalloc.runtime.extension import Extension
+from kvalloc.runtime.refusals import setting
+from kvalloc.runtime.store import Store
 
 ROUNDING = {4: 12.0, 2: 3.0}
 """Times the precision of the model's numbers, by their bytes, by which the logits of two tokens may
 differ and be called a tie: several tokens in one forward can round otherwise than one at a time
 (SmolLM2-135M: the two best of 64 tokens move by up to 8.9 in float32, 2.1 and 1.2 in halves).
 """
+
+LONGEST_DRAFT, EVEN_ODDS = 16, 0.5
+"""A draft is as long as the odds are even that all of it is accepted, and never longer."""
+
+BEFORE = (4.0, 5.0)
+"""Tokens accepted, of those tried, that are taken for granted before any was."""
+
 
 Process = Callable[[Tensor, Tensor], Tensor]
 """Given all tokens (rows, n) and the logits behind them (rows, vocabulary): processed logits."""
@@ -66,6 +77,75 @@ class Sampling:
         return torch.rand(odds.shape, generator=self.generator, device=odds.device) < odds
 
 
+@dataclass(kw_only=True, eq=False)
+class Verifier(Extension):
+    """The full cache beside a reduced one, and what verifying with it took.
+
+    Attributes
+    ----------
+    full : transformers.Cache
+        Of all tokens that the reduced one has seen, exact; off the device where that is a GPU.
+    tokens : int
+        Tokens of each row that were answered.
+    rounds : int
+        Forwards that verified, each of which read the full cache once.
+    tried, accepted : int
+        Drafted tokens that were compared, and those that stayed.
+    ties : int
+        Tokens of greedy answers whose runner-up was within rounding.
+    bytes_read : int
+        Bytes of the full cache that verifying read.
+    listens : bool
+        Whether the full cache stores what the reduced one is given.
+    """
+
+    full: Any = field(repr=False)
+    tokens: int = 0
+    rounds: int = 0
+    tried: int = 0
+    accepted: int = 0
+    ties: int = 0
+    bytes_read: int = 0
+    listens: bool = False
+
+    def appended(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Let the full cache store what the reduced one is given."""
+        if self.listens:
+            self.full.update(keys, values, layer)
+
+    @property
+    def acceptance(self) -> float | None:
+        """Return the share of the drafted tokens that stayed; None before any was tried."""
+        return self.accepted / self.tried if self.tried else None
+
+    @property
+    def tokens_per_round(self) -> float | None:
+        """Return the answered tokens for each read of the full cache; None before any."""
+        return self.tokens / self.rounds if self.rounds else None
+
+    @property
+    def full_bytes(self) -> int:
+        """Return the bytes of K and V that the full cache holds."""
+        return sum(tensor.nbytes for layer in self.full.layers for tensor in layer_tensors(layer))
+
+    @property
+    def facts(self) -> dict[str, int]:
+        """Return everything that was counted, as plain values."""
+        names = ("tokens", "rounds", "tried", "accepted", "ties", "bytes_read")
+        return {"full_bytes": self.full_bytes, **{name: getattr(self, name) for name in names}}
+
+    @property
+    def draft_tokens(self) -> int:
+        """Return the length of the next draft, by the acceptance so far.
+
+        Of a share a of tokens that stay, drafts of k stay whole with a^k, and a round gives
+        (1 - a^(k + 1)) / (1 - a) tokens (Leviathan et al. 2023).
+        """
+        share = (BEFORE[0] + self.accepted) / (BEFORE[1] + self.tried)
+        longest = math.log(EVEN_ODDS) / math.log(min(share, 1 - 1e-6)) if share > 0 else 1
+        return max(1, min(LONGEST_DRAFT, int(longest)))
+
+
 def verify_with(cache: BudgetCache, model: Any) -> None:
     """Keep the full cache beside an empty reduced one, so that answers are those of the full one.
 
@@ -80,15 +160,23 @@ def verify_with(cache: BudgetCache, model: Any) -> None:
     UnsupportedRequestError
         If the cache has seen tokens, or leaves entries unread at each decoded token.
     """
-    seen = cache.get_seq_length()
-    refuse(
-        lossless_apart=seen > 0 and (seen, 0),
-        drafts_read_all=cache.leaves_unread and cache.profile.policy.name,
-    )
+    _check_same(cache.get_seq_length(), 0)
+    for one in cache.extensions:
+        one.refuse_taking_back(cache)
     offloads = input_device(model).type == "cuda"
     full = DynamicCache(config=model.config, offloading=offloads)
-    refuse(drafts_slide_out=not all(map(names.can_take_back, full.layers)))
+    check_takes_back(full.layers)
+    listeners = [one for one in cache.extensions if not isinstance(one, Verifier)]
     cache.verifier = Verifier(full=full)
+    cache.extensions = [*listeners, cache.verifier]
+
+
+def _check_same(seen: int, held: int) -> None:
+    if seen != held:
+        raise UnsupportedRequestError(
+            f"the reduced cache has seen {seen} tokens and the full one beside it {held}, so no "
+            "answer can be verified; begin with a new cache"
+        )
 
 
 def check_lossless(model: nn.Module, arguments: Mapping[str, Any]) -> None:
@@ -99,17 +187,24 @@ def check_lossless(model: nn.Module, arguments: Mapping[str, Any]) -> None:
     UnsupportedRequestError
         For beams, drafts or a decoding of the caller's, a prompt in chunks or of embeddings.
     """
-    asked = partial(setting, model, arguments)
+    setting_of = partial(setting, model, arguments)
     among = {
-        "num_beams": (asked("num_beams") or 1) > 1,
+        "num_beams": (setting_of("num_beams") or 1) > 1,
         "custom_generate": arguments.get("custom_generate"),
-        "prefill_chunk_size": asked("prefill_chunk_size"),
+        "prefill_chunk_size": setting_of("prefill_chunk_size"),
         "drafts of another kind": is_assisted(model, arguments),
     }
-    refuse(
-        lossless_with=next((name for name, given in among.items() if given), None),
-        lossless_of_embeddings=arguments.get("inputs_embeds") is not None,
-    )
+    for name, is_set in among.items():
+        if is_set:
+            raise UnsupportedRequestError(
+                f"{option('lossless')} drafts and verifies by itself and takes one token after the "
+                f"other; leave out {name}"
+            )
+    if arguments.get("inputs_embeds") is not None:
+        raise UnsupportedRequestError(
+            f"{option('lossless')} reads again what it answered, as token ids; pass input_ids "
+            "instead of inputs_embeds"
+        )
 
 
 @dataclass
@@ -135,24 +230,28 @@ class _Answer:
     scores: list[Tensor]
 
     @property
+    def drafts(self) -> Drafts:
+        return Drafts.of(self.cache)
+
+    @property
     def verifier(self) -> Verifier:
-        found = self.cache.verifier
-        assert found is not None
-        return found
+        verifier: Verifier | None = self.cache.verifier
+        assert verifier is not None
+        return verifier
 
     def _logits(self, ids: Tensor, cache: Any, keep: int) -> Tensor:
         """Read all tokens that a cache has not seen; returns the last logits, in 32 bits."""
         seen, end = int(cache.get_seq_length()), int(ids.shape[1])
-        given: dict[str, Any] = {}
+        more: dict[str, Any] = {}
         if self.mask is not None:
             mask = nn.functional.pad(self.mask, (0, end - self.mask.shape[1]), value=1)
             positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-            given = {"attention_mask": mask, "position_ids": positions[:, seen:]}
+            more = {"attention_mask": mask, "position_ids": positions[:, seen:]}
         output = self.model(
             input_ids=ids[:, seen:],
             logits_to_keep=keep,
             **names.cache_keyword(self.model, cache),
-            **given,
+            **more,
         )
         logits: Tensor = output.logits[:, -keep:].float()
         return logits
@@ -164,21 +263,25 @@ class _Answer:
         cache is given is what a full one would store. A turn is read by each.
         """
         cache, full = self.cache, self.verifier.full
-        cache.draft_from(None)
+        self.drafts.given = None
         if not full.get_seq_length():
-            with _given_to(full, cache):
+            self.verifier.listens = True
+            try:
                 logits = self._logits(ids, cache, 1)
+            finally:
+                self.verifier.listens = False
         else:
             self._logits(ids, cache, 1)
             logits = self._logits(ids, full, 1)
         names.record_past(full.layers)
-        cache.draft_from(int(ids.shape[1]))
+        self.drafts.given = int(ids.shape[1])
+        names.record_past(cache.layers)
         return logits[:, -1]
 
     def draft(self, ids: Tensor, length: int) -> tuple[Tensor, list[Tensor]]:
         """Draft tokens with the reduced cache; returns all tokens, and what each was drawn from."""
         drawn_from = []
-        with self.cache.drafting():
+        with self.drafts.open():
             for _ in range(length):
                 logits = self._logits(ids, self.cache, 1)[:, -1]
                 drawn_from.append(self.sampling.shares(self.sampling.process(ids, logits)))
@@ -206,28 +309,28 @@ class _Answer:
         Tensor of int64, (rows, n_tokens + n_new)
         """
         verifier, sampling, n_tokens = self.verifier, self.sampling, int(ids.shape[1])
-        room = self.cache.room_for_drafts(LONGEST_DRAFT)
+        room = self.drafts.room(self.cache, LONGEST_DRAFT)
         length = max(0, min(verifier.draft_tokens, room, longest - 1))
         drafted, drawn_from = self.draft(ids, length)
         logits = self._logits(drafted, verifier.full, length + 1)
         verifier.rounds += 1
         verifier.bytes_read += verifier.full_bytes
         for place in range(length):
-            shares, token = self.noted(ids, logits[:, place]), drafted[:, n_tokens + place, None]
+            shares, token = self.verified(ids, logits[:, place]), drafted[:, n_tokens + place, None]
             odds = shares.gather(1, token) / drawn_from[place].gather(1, token)
             accepted = sampling.accepts(odds)
             if not accepted.all():
                 rest = (shares - drawn_from[place]).clamp(min=0)
-                again = sampling.draw(torch.where(accepted, shares, rest))
-                token = torch.where(accepted, token, again)
+                replacement = sampling.draw(torch.where(accepted, shares, rest))
+                token = torch.where(accepted, token, replacement)
             verifier.tried += 1
             verifier.accepted += bool(accepted.all())
             ids = torch.cat([ids, token], dim=1)
             if not accepted.all() or ends(ids):
                 return ids
-        return torch.cat([ids, sampling.draw(self.noted(ids, logits[:, length]))], dim=1)
+        return torch.cat([ids, sampling.draw(self.verified(ids, logits[:, length]))], dim=1)
 
-    def noted(self, ids: Tensor, logits: Tensor) -> Tensor:
+    def verified(self, ids: Tensor, logits: Tensor) -> Tensor:
         """Return the distribution of a verified token; note its scores, and whether it is a tie."""
         self.verifier.tokens += 1
         scores = self.sampling.process(ids, logits)
@@ -250,35 +353,16 @@ class _Answer:
             full.crop(-taken)
         seen = cache.get_seq_length()
         end = min(end, seen)
-        for rows, own in cache.groups:
-            for layer, exact in zip(own.layers, full.layers, strict=True):
-                if isinstance(layer, BudgetLayer):
-                    gone = seen - layer.dense_tokens
-                    layer.keys[:, :, begin - gone : end - gone] = exact.keys[rows, :, begin:end]
-                    layer.values[:, :, begin - gone : end - gone] = exact.values[rows, :, begin:end]
+        for layer, exact in zip(cache.layers, full.layers, strict=True):
+            if isinstance(layer, Store):
+                layer.write(begin, exact.keys[:, :, begin:end], exact.values[:, :, begin:end])
         cache.crop(end - seen)
 
     def level(self, ids: Tensor) -> None:
         """Let the reduced cache see these tokens where it has not: a draft that was accepted."""
-        self.cache.draft_from(None)
+        self.drafts.given = None
         if self.cache.get_seq_length() < ids.shape[1]:
             self._logits(ids, self.cache, 1)
-
-
-@contextmanager
-def _given_to(full: DynamicCache, cache: BudgetCache) -> Iterator[None]:
-    """Let a full cache store what a reduced one is given."""
-    update: Any = cache.update
-
-    def both(keys: Tensor, values: Tensor, layer: int, *args: Any, **kwargs: Any) -> Any:
-        full.update(keys, values, layer)
-        return update(keys, values, layer, *args, **kwargs)
-
-    vars(cache)["update"] = both
-    try:
-        yield
-    finally:
-        del vars(cache)["update"]
 
 
 @torch.no_grad()
@@ -326,11 +410,10 @@ def lossless_tokens(
     if not (seen := cache.get_seq_length()):
         verify_with(cache, model)  # also after a reset
     full: Any = cache.verifier.full if cache.verifier else None
-    held = 0 if full is None else int(full.get_seq_length())
-    refuse(lossless_apart=held != seen and (seen, held))
+    _check_same(seen, 0 if full is None else int(full.get_seq_length()))
     answer = _Answer(model, cache, sampling, mask, [] if scores is None else scores)
     first = int(ids.shape[1])
-    ids = torch.cat([ids, sampling.draw(answer.noted(ids, answer.read(ids)))], dim=1)
+    ids = torch.cat([ids, sampling.draw(answer.verified(ids, answer.read(ids)))], dim=1)
     shown, read = first, None
     while True:
         try:
@@ -356,10 +439,10 @@ def generate_lossless(
     stopping_criteria: Any,
     generation_config: Any,
     streamer: Any = None,
-    **given: Any,
+    **arguments: Any,
 ) -> Any:
     """Decode for ``generate(custom_generate=...)``: see `lossless_tokens`."""
-    cache, mask = names.cache_among(given), given.get("attention_mask")
+    cache, mask = names.cache_among(arguments), arguments.get("attention_mask")
     ids, scores = input_ids, list[Tensor]()
     padding, ends = generation_config.pad_token_id, generation_config.eos_token_id
     if padding is None:  # as generate() itself fills a row that has ended
@@ -367,16 +450,16 @@ def generate_lossless(
     unfinished = torch.ones(len(ids), 1, dtype=torch.bool, device=ids.device)
 
     def ended(tokens: Tensor) -> Tensor:
-        found: Tensor = stopping_criteria(tokens, None)
-        return found[:, None] & unfinished
+        result: Tensor = stopping_criteria(tokens, None)
+        return result[:, None] & unfinished
 
     def process(tokens: Tensor, logits: Tensor) -> Tensor:
-        found: Tensor = logits_processor(tokens, logits)
+        result: Tensor = logits_processor(tokens, logits)
         if bool(unfinished.all()):
-            return found
-        only = torch.full_like(found, -torch.inf)  # a row that has ended gives padding
+            return result
+        only = torch.full_like(result, -torch.inf)  # a row that has ended gives padding
         only[:, padding] = 0
-        return torch.where(unfinished, found, only)
+        return torch.where(unfinished, result, only)
 
     tokens = lossless_tokens(
         model,

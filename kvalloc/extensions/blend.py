@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,9 +25,8 @@ from kvalloc.models.attention import (
 from kvalloc.models.rope import rotate
 from kvalloc.models.structure import decoder_of, input_device
 from kvalloc.runtime.cache import BudgetCache
-from kvalloc.runtime.kept import KeptEntries
-from kvalloc.runtime.layer import BudgetLayer
-from kvalloc.runtime.packed import LayerEntries
+from kvalloc.runtime.kept import Part
+from kvalloc.runtime.store import Store
 from kvalloc.scorers.attention_rows import window_attention
 
 CHECK_LAYER = 1
@@ -49,36 +49,34 @@ class DenseLayer:
     ----------
     keys, values : Tensor, (1, n_kv_heads, n_tokens, head_dim)
         Of the model's type; 0 where nothing is kept.
-    kept : Tensor of bool, (1, n_kv_heads, n_tokens), or None
-        Where an entry is kept; None where all are, as they were.
+    present : Tensor of bool, (1, n_kv_heads, n_tokens), or None
+        Which are kept; None where all are, as they were.
     rounded : bool
         Whether kept entries are stored at other bits than the model computes in.
     """
 
     keys: Tensor
     values: Tensor
-    kept: Tensor | None = None
+    present: Tensor | None = None
     rounded: bool = False
 
     @classmethod
-    def of(cls, layer: BudgetLayer) -> DenseLayer:
-        """Return what a layer holds; not a copy where all of it is dense."""
-        tail, seen = (layer.keys, layer.values), layer.seen_tokens
-        if layer.entries is None:
-            return cls(keys=tail[0], values=tail[1])
-        *numbers, positions = layer.entries.padded()
-        n_heads, first = int(positions.shape[1]), seen - layer.dense_tokens
-        _, head, at = (positions < first).nonzero(as_tuple=True)
-        place = positions[0, head, at].long()
-        kept = torch.zeros(1, n_heads, seen, dtype=torch.bool, device=positions.device)
-        kept[0, head, place] = kept[..., first:] = True
+    def of(cls, layer: Store) -> DenseLayer:
+        """Return what a layer holds of its one row; not a copy where all of it is dense."""
+        if layer.kept is None:
+            return cls(keys=layer.keys, values=layer.values)
+        entries = layer.candidates(np.array([0]), lambda row: slice(None), layer.seen)
+        n_heads, seen = int(entries.keys.shape[1]), layer.seen
+        _, head, at = (entries.positions < seen).nonzero(as_tuple=True)
+        place = entries.positions[0, head, at].long()
+        present = torch.zeros(1, n_heads, seen, dtype=torch.bool, device=place.device)
+        present[0, head, place] = True
         dense = []
-        for own, following in zip(numbers, tail, strict=True):
-            one = own.new_zeros(1, n_heads, seen, own.shape[-1])
-            one[0, head, place], one[:, :, first:] = own[0, head, at], following
+        for states in (entries.keys, entries.values):
+            one = states.new_zeros(1, n_heads, seen, states.shape[-1])
+            one[0, head, place] = states[0, head, at]
             dense.append(one)
-        keys, values = dense
-        return cls(keys=keys, values=values, kept=kept, rounded=layer.entries.is_rounded)
+        return cls(keys=dense[0], values=dense[1], present=present, rounded=layer.kept.is_rounded)
 
     def empty(self, tokens: int) -> DenseLayer:
         """Return room for so many tokens, of the same sizes."""
@@ -89,17 +87,17 @@ class DenseLayer:
     @classmethod
     def joined(cls, parts: Sequence[DenseLayer]) -> DenseLayer:
         """Return a copy of what stands behind each other, as one."""
-        some = any(part.kept is not None for part in parts)
-        kept = [
+        present = [
             part.keys.new_ones(part.keys.shape[:3], dtype=torch.bool)
-            if part.kept is None
-            else part.kept
+            if part.present is None
+            else part.present
             for part in parts
         ]
+        any_absent = any(part.present is not None for part in parts)
         return cls(
             keys=torch.cat([part.keys for part in parts], dim=2),
             values=torch.cat([part.values for part in parts], dim=2),
-            kept=torch.cat(kept, dim=2) if some else None,
+            present=torch.cat(present, dim=2) if any_absent else None,
             rounded=any(part.rounded for part in parts),
         )
 
@@ -116,33 +114,33 @@ class DenseLayer:
         Tensor, (1, 1 or n_query_heads, n, n_tokens)
         """
         seen = torch.arange(int(self.keys.shape[2]), device=places.device) <= places[:, None]
-        seen = seen[None, None]
-        if self.kept is not None:
+        seen, lowest = seen[None, None], torch.finfo(self.keys.dtype).min
+        if self.present is not None:
             group = n_query_heads // int(self.keys.shape[1])
-            seen = seen & self.kept.repeat_interleave(group, dim=1)[:, :, None]
-        return self.keys.new_zeros(1).masked_fill(~seen, torch.finfo(self.keys.dtype).min)
+            seen = seen & self.present.repeat_interleave(group, dim=1)[:, :, None]
+        return self.keys.new_zeros(1).masked_fill(~seen, lowest)
 
-    def fill(self, layer: BudgetLayer, seen: int, bits: Any) -> None:
+    def fill(self, layer: Store, seen: int, bits: Any) -> None:
         """Put the first so many tokens into an empty layer, at these bits, (n_kv_heads,)."""
-        first = 0 if self.kept is None else seen
+        first = 0 if self.present is None else seen
         layer.lazy_initialization(self.keys, self.values)
         layer.keys, layer.values = (
-            own[:, :, first:seen].clone(memory_format=torch.contiguous_format)
-            for own in (self.keys, self.values)
+            part[:, :, first:seen].clone(memory_format=torch.contiguous_format)
+            for part in (self.keys, self.values)
         )
-        layer.seen_tokens = seen
-        if self.kept is None:
+        layer.seen = seen
+        if self.present is None:
             return
-        kept = self.kept[:, :, :seen]
-        columns = torch.arange(seen, dtype=torch.int32, device=kept.device)
-        entries = KeptEntries(
+        kept = self.present[:, :, :seen]
+        positions = torch.arange(seen, dtype=torch.int32, device=kept.device)
+        part = Part(
             keys=self.keys[:, :, :seen][kept],
             values=self.values[:, :, :seen][kept],
-            positions=columns.expand_as(kept)[kept],
-            lengths=kept.sum(dim=2).cpu().numpy(),
+            positions=positions.expand_as(kept)[kept],
+            segments=np.arange(kept.shape[1]),
+            lengths=kept.sum(dim=2).cpu().numpy().ravel(),
         )
-        packed, whole = LayerEntries.packed, LayerEntries.whole
-        layer.entries = packed(entries, bits) if self.rounded else whole(entries)
+        layer.replace(np.array([0]), part, bits if self.rounded else None)
 
 
 @dataclass(kw_only=True)
@@ -188,13 +186,13 @@ class Documents:
             RoPE inverse frequencies.
         """
         before, layers = len(ids[0]), []
-        for index, own in enumerate(frequencies):
+        for index, angles in enumerate(frequencies):
             parts, place = [], before
             for cache in caches:
                 part = DenseLayer.of(cache.layers[index])
                 if place:
                     by = torch.tensor([place], device=part.keys.device)
-                    part.keys = rotate(part.keys, by, own).to(part.keys.dtype)
+                    part.keys = rotate(part.keys, by, angles).to(part.keys.dtype)
                 parts.append(part)
                 place += cache.get_seq_length()
             rooms = (parts[0].empty(before), parts[0].empty(len(ids[-1])))
@@ -219,7 +217,7 @@ class Documents:
         def attend(states: AttentionStates, compute: Compute) -> AttentionResult:
             layer, at = self.layers[states.layer], places.to(states.keys.device)
             layer.keys[:, :, at], layer.values[:, :, at] = states.keys, states.values
-            plain = layer.kept is None
+            plain = layer.present is None
             mask = masks.get(plain)
             if mask is None or not plain or mask.device != at.device:
                 mask = masks[plain] = layer.mask(at, int(states.queries.shape[1]))[..., :end]
@@ -251,12 +249,12 @@ class Documents:
         def see(states: AttentionStates, mask: Tensor) -> None:
             if states.layer < first:
                 return
-            own = replace(states, keys=self.layers[states.layer].keys, mask=mask)
-            weights = window_attention(own, end - self.n_tokens)[..., : self.n_tokens]
+            document = replace(states, keys=self.layers[states.layer].keys, mask=mask)
+            weights = window_attention(document, end - self.n_tokens)[..., : self.n_tokens]
             totals.add_(weights.mean(dim=(0, 1, 2, 3)).cpu())
 
-        every = torch.arange(end, device="cpu")
-        self.recompute(torch.cat([every[: self.before], every[self.n_tokens :]]), see)
+        tokens = torch.arange(end, device="cpu")
+        self.recompute(torch.cat([tokens[: self.before], tokens[self.n_tokens :]]), see)
         return totals / (len(self.layers) - first)
 
     def value_change(self) -> Tensor:
@@ -272,20 +270,20 @@ class Documents:
         CacheBlend's check layer, of values alone.
         """
         check, n_tokens = min(CHECK_LAYER, len(self.layers) - 1), self.n_tokens
-        found = torch.zeros(n_tokens, device="cpu")
+        changes = torch.zeros(n_tokens, device="cpu")
 
         def attend(states: AttentionStates, compute: Compute) -> AttentionResult:
             layer = self.layers[states.layer]
             if states.layer < check:
                 return compute(None)  # causal among themselves: all are computed
             changed = (layer.values[:, :, :n_tokens] - states.values).float().square()
-            if layer.kept is not None:
-                changed = changed * layer.kept[:, :, :n_tokens, None]
-            found.add_(changed.sum(dim=(0, 1, 3)).cpu())
+            if layer.present is not None:
+                changed = changed * layer.present[:, :, :n_tokens, None]
+            changes.add_(changed.sum(dim=(0, 1, 3)).cpu())
             raise _Enough
 
         self._run(torch.arange(n_tokens, device="cpu"), attend)
-        return found
+        return changes
 
     def _run(self, places: Tensor, attend: Handler) -> None:
         """Let the model compute the tokens at these places, until `attend` has enough.
@@ -293,12 +291,12 @@ class Documents:
         Nothing is cached: what they attend to is what `attend` says.
         """
         device = input_device(self.model)
-        own, positions = self.ids[places].to(device), places.to(device)
+        ids, positions = self.ids[places].to(device), places.to(device)
         # a mask that is ready is taken as it is, and none is made
         ready = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
         with suppress(_Enough), torch.no_grad(), intercept_attention(self.model, attend):
             decoder_of(self.model)(
-                input_ids=own[None],
+                input_ids=ids[None],
                 position_ids=positions[None],
                 attention_mask=ready,
                 use_cache=False,

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Unpack
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Unpack
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kvalloc.errors import InputError
-from kvalloc.models.attention import AttentionStates
-from kvalloc.runtime.packed import LayerEntries
-from kvalloc.runtime.policies.base import Limits, Reader, VotedPolicy
-from kvalloc.runtime.selection import best_entries, keep_best, kept_places
+from kvalloc.accounting import IntArray
+from kvalloc.errors import InputError, UnsupportedRequestError
+from kvalloc.models.attention import AttentionStates, Compute
+from kvalloc.runtime.extension import Extension
+from kvalloc.runtime.kept import Kept
+from kvalloc.runtime.policies.base import Limits, VotedPolicy
+from kvalloc.runtime.selection import best_entries, gathered, keep_best, kept_places
 from kvalloc.scorers.parameters import Positive, Share, ShareAbove0
 
 _FIRST_PAIR = 2
@@ -82,12 +86,12 @@ class MPCache(VotedPolicy):
         """Choose the best by the rows' votes; see `EvictionPolicy.keep`."""
         return keep_best(self.votes(states), budgets, **limits)
 
-    def reader(self, *, sinks: int, window: int) -> ClusterReader:
-        """Return the dynamic half; see `EvictionPolicy.reader`."""
+    def extension(self, *, sinks: int, window: int) -> ClusterReader:
+        """Return the dynamic half; see `EvictionPolicy.extension`."""
         return ClusterReader(self, sinks=sinks, window=window)
 
 
-class ClusterReader(Reader):
+class ClusterReader(Extension):
     """Reads sinks, window, all decoded tokens, and the nearest clusters of the prompt's rest.
 
     Neighbours among the stored entries form clusters. A cluster is as near as
@@ -111,12 +115,62 @@ class ClusterReader(Reader):
     def __init__(self, settings: MPCache, *, sinks: int, window: int) -> None:
         self._settings = settings
         self._sinks, self._window = sinks, window
-        self._clusters = WeakKeyDictionary[LayerEntries, tuple[Tensor, Tensor]]()  # coarse and fine
+        self._clusters = WeakKeyDictionary[Kept, tuple[Tensor, Tensor]]()  # coarse and fine
         self._led: tuple[int, Tensor, Tensor] | None = None
 
-    def read(self, states: AttentionStates, *, place: int, kept: LayerEntries) -> Tensor | None:
-        """Choose the entries that the new token attends to; see `Reader.read`."""
-        settings, positions = self._settings, kept.columns
+    def planned(self, targets: Mapping[int, IntArray]) -> None:
+        """Refuse budgets that differ between the rows or heads of a layer."""
+        if any((counts != counts[0, 0]).any() for counts in targets.values()):
+            raise UnsupportedRequestError(
+                "the policy mpcache leaves entries unread at each decoded token, which needs the "
+                "same number of entries in all rows and heads of a layer; use a profile of layer "
+                "level and prompts of equal length, or another policy"
+            )
+
+    def refuse_taking_back(self, cache: Any) -> None:
+        """Refuse drafts, which come several at a time."""
+        raise UnsupportedRequestError(
+            "the policy mpcache leaves entries unread at each decoded token, but drafts come "
+            "several at a time and read all; call generate() without assistance, or choose another "
+            "policy"
+        )
+
+    def answer(self, cache: Any, store: Any, states: AttentionStates, compute: Compute) -> Any:
+        """Let a new token attend to sinks, window, what followed, and the nearest clusters."""
+        if store.tail.starts is not None or (store.kept.lengths != store.kept.lengths[0, 0]).any():
+            return None
+        *kept, positions = store.kept.padded(np.arange(store.rows))
+        pairs = zip(kept, (states.keys, states.values), strict=True)
+        keys, values = (torch.cat([old, new], dim=2) for old, new in pairs)
+        place = cache.profile.shape.full_layers.index(states.layer)
+        old = replace(states, keys=keys, values=values)
+        indices = self.chosen(old, positions, place=place, kept=store.kept)
+        if indices is None:
+            return compute(None, keys, values)
+        return compute(None, gathered(keys, indices), gathered(values, indices))
+
+    def chosen(
+        self, states: AttentionStates, positions: Tensor, *, place: int, kept: Kept
+    ) -> Tensor | None:
+        """Return the entries that the new token attends to; None for all.
+
+        Parameters
+        ----------
+        states : AttentionStates
+            One new token; its keys are the stored ones.
+        positions : Tensor of int32, (batch, n_kv_heads, n_kept)
+            Of the first of them.
+        place : int
+            Place of the layer among those that can be reduced, from 0.
+        kept : Kept
+            The first of the entries; another where they have changed.
+
+        Returns
+        -------
+        Tensor of int64, (batch, n_kv_heads, n_read), or None
+            Increasing.
+        """
+        settings = self._settings
         n_coarse = (int(positions.shape[-1]) - self._window - self._sinks) // settings.coarse_tokens
         if n_coarse < 2:
             self._led = None
@@ -144,7 +198,7 @@ class ClusterReader(Reader):
         parts = settings.coarse_tokens // settings.fine_tokens
         return coarse, math.ceil(settings.fine_share * coarse * parts)
 
-    def _compare(self, states: AttentionStates, kept: LayerEntries, entries: slice) -> Tensor:
+    def _compare(self, states: AttentionStates, kept: Kept, entries: slice) -> Tensor:
         """Return which fine clusters are nearest to the query, (batch, n_kv_heads, n_fine)."""
         settings = self._settings
         clusters = self._clusters.get(kept)
@@ -158,7 +212,7 @@ class ClusterReader(Reader):
         query = states.queries.view(batch, n_kv_heads, -1, head_dim).float().mean(dim=2)
         query = query[..., None]
         n_kept, n_fine = self._counts(n_coarse)
-        coarse, fine = ((own.float() @ query).squeeze(-1) for own in clusters)
+        coarse, fine = ((cluster.float() @ query).squeeze(-1) for cluster in clusters)
         open_coarse = _best(coarse, n_kept)
         parts = settings.coarse_tokens // settings.fine_tokens
         return _best(fine, n_fine, open_coarse.repeat_interleave(parts, dim=-1))
@@ -170,11 +224,11 @@ class ClusterReader(Reader):
         """
         if self._led is None or self._led[0] != place - 1:
             return None
-        led, inside = (own.to(where.device) for own in self._led[1:])
+        led, inside = (tensor.to(where.device) for tensor in self._led[1:])
         same = torch.searchsorted(led, where).clamp(max=led.shape[-1] - 1)
         shared = inside.gather(-1, same) & (led.gather(-1, same) == where)
-        held = shared.reshape(*shared.shape[:2], -1, self._settings.fine_tokens).sum(dim=-1)
-        return _best(held.float(), self._counts(n_coarse)[1])
+        counts = shared.reshape(*shared.shape[:2], -1, self._settings.fine_tokens).sum(dim=-1)
+        return _best(counts.float(), self._counts(n_coarse)[1])
 
 
 def _summary(keys: Tensor, size: int, alpha: float) -> Tensor:

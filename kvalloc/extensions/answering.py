@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 from transformers import Cache, RepetitionPenaltyLogitsProcessor
 
+from kvalloc.errors import InputError
+from kvalloc.extensions.lossless import Sampling, lossless_tokens
 from kvalloc.models.names import cache_keyword
 from kvalloc.models.structure import (
     context_limit,
-    decoder_of,
     end_tokens,
     input_device,
     repetition_penalty,
 )
 from kvalloc.runtime.cache import BudgetCache
-from kvalloc.runtime.lossless import Sampling, lossless_tokens
-from kvalloc.runtime.refusals import refuse
+from kvalloc.runtime.refusals import check_owner
 from kvalloc.units import check_temperature
 
 
@@ -99,8 +99,8 @@ def answer(
     generator = torch.Generator(ids.device).manual_seed(seed)
     sampling = Sampling(process=process, draws=temperature is not None, generator=generator)
     text = torch.cat([ids.new_zeros(1, seen), ids], dim=1)  # what was seen is not read again
-    own = cache if keep else copy.deepcopy(cache)
-    return _written(model, own, text, sampling, max_new_tokens, stops, ends_turn=keep)
+    writable = cache if keep else copy.deepcopy(cache)
+    return _written(model, writable, text, sampling, max_new_tokens, stops, ends_turn=keep)
 
 
 @torch.no_grad()
@@ -150,16 +150,23 @@ def _tokens(
 
 
 def _check(model: Any, cache: Cache, ids: Tensor, max_new_tokens: int) -> None:
-    owner = getattr(cache, "decoder", None)
-    other = owner is not None and owner() is not decoder_of(model)
-    refuse(asked_by_other=other and type(model).__name__)
-    (n_rows, n_tokens), held = ids.shape, int(cache.get_seq_length())
+    check_owner(model, cache)
+    (n_rows, n_tokens), seen = ids.shape, int(cache.get_seq_length())
     rows, limit = getattr(cache, "batch", 1), context_limit(model)
-    beyond = limit is not None and held + n_tokens + max_new_tokens > limit
-    refuse(
-        asked_in_rows=n_rows != 1 and n_rows,
-        asked_nothing=not n_tokens,
-        answers_nothing=max_new_tokens < 1 and (max_new_tokens,),
-        asked_of_rows=held > 0 and rows != 1 and rows,
-        asked_beyond=beyond and (held, n_tokens, max_new_tokens, limit),
-    )
+    if n_rows != 1:
+        raise InputError(f"a question has one row, but this one has {n_rows}; ask one by one")
+    if not n_tokens:
+        raise InputError("the question has no tokens; ask something")
+    if max_new_tokens < 1:
+        raise InputError(f"an answer of {max_new_tokens} tokens says nothing; allow at least 1")
+    if seen and rows != 1:
+        raise InputError(
+            f"the cache holds {rows} rows, and a question is about one; take one of them with "
+            "cache.batch_select_indices"
+        )
+    if limit is not None and seen + n_tokens + max_new_tokens > limit:
+        raise InputError(
+            f"{seen} tokens in the cache, a question of {n_tokens} and an answer of up to "
+            f"{max_new_tokens} are beyond the {limit} tokens that the model was made for; shorten "
+            "the question or the answer"
+        )

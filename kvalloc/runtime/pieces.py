@@ -1,4 +1,4 @@
-"""Forwards of assisted generation, which hold drafts behind what is known, cut into pieces."""
+"""A forward that is read in pieces: its arguments cut, the outputs put together."""
 
 from __future__ import annotations
 
@@ -23,27 +23,15 @@ def part(arguments: Mapping[str, Any], new: slice, columns: int | None = None) -
     columns : int, optional
         Tokens that a mask then covers, those seen before included; by default as before.
     """
-    found = dict(arguments)
-    for name, own in arguments.items():
-        if name == "inputs_embeds" and own is not None:
-            found[name] = own[:, new]
-        elif isinstance(own, Tensor) and name in BY_TOKEN:
-            found[name] = own[..., new]
-        elif isinstance(own, Tensor) and name == "attention_mask" and own.ndim == 2:
-            found[name] = own[:, :columns]
-    return found
-
-
-def unread(arguments: Mapping[str, Any], seen: int) -> Mapping[str, Any]:
-    """Return the arguments without tokens that the cache holds.
-
-    transformers (5.23) starts assisted generation with a filled cache by all tokens again, at
-    positions from 0 on.
-    """
-    positions = arguments.get("position_ids")
-    if positions is None or not 0 < seen < positions.shape[-1] or int(positions.min()):
-        return arguments
-    return part(arguments, slice(seen, None))
+    result = dict(arguments)
+    for name, value in arguments.items():
+        if name == "inputs_embeds" and value is not None:
+            result[name] = value[:, new]
+        elif isinstance(value, Tensor) and name in BY_TOKEN:
+            result[name] = value[..., new]
+        elif isinstance(value, Tensor) and name == "attention_mask" and value.ndim == 2:
+            result[name] = value[:, :columns]
+    return result
 
 
 def joined(outputs: Sequence[Any]) -> Any:

@@ -1,0 +1,1 @@
+"""What is built on top of a cache: each listens to it, and the runtime knows none of it."""

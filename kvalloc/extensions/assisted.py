@@ -1,0 +1,207 @@
+"""Assisted generation: forwards that hold drafts behind what is known, some of them taken back.
+
+What is evicted and rounded is then what it would be if the tokens that stay had come one at a time.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from kvalloc.errors import UnsupportedRequestError
+from kvalloc.models.names import can_take_back, record_past
+from kvalloc.runtime import plan
+from kvalloc.runtime.cache import BudgetCache
+from kvalloc.runtime.extension import Extension
+from kvalloc.runtime.pieces import part
+from kvalloc.runtime.refusals import setting
+from kvalloc.runtime.rows import Row
+
+
+def check_assisted(model: nn.Module, arguments: Mapping[str, Any]) -> None:
+    """Refuse a ``generate()`` call, by its keyword arguments, with drafts of the model's own.
+
+    Raises
+    ------
+    UnsupportedRequestError
+        For those.
+    """
+    if any(setting(model, arguments, name) for name in ("use_mtp", "speculation_type")):
+        raise UnsupportedRequestError(
+            "use_mtp and speculation_type draft by what only a full cache holds; leave them out, "
+            "or take prompt_lookup_num_tokens or assistant_model"
+        )
+
+
+def is_assisted(model: nn.Module, arguments: Mapping[str, Any]) -> bool:
+    """Return whether a ``generate()`` call, by its keyword arguments, tries drafts."""
+    names = ("prompt_lookup_num_tokens", "assistant_early_exit")
+    among = [arguments.get("assistant_model"), *(setting(model, arguments, n) for n in names)]
+    return any(one is not None for one in among)
+
+
+def check_takes_back(layers: Iterable[Any]) -> None:
+    """Refuse layers of a cache that take no drafts back.
+
+    Raises
+    ------
+    UnsupportedRequestError
+        If one does not.
+    """
+    if not all(map(can_take_back, layers)):
+        raise UnsupportedRequestError(
+            "this version of transformers takes back no drafts from sliding-window layers; install "
+            "a newer one, or call generate() without assistance"
+        )
+
+
+class Drafts(Extension):
+    """Where drafts begin, and what the cache was before anything became due among them.
+
+    Attributes
+    ----------
+    given : int or None
+        Columns behind which drafts may stand; None without any.
+    """
+
+    def __init__(self) -> None:
+        self.given: int | None = None
+        self._before: list[Any] = []
+        self._open = False
+
+    @classmethod
+    def of(cls, cache: BudgetCache) -> Drafts:
+        """Return that of a cache, which gets one if it has none."""
+        drafts = next((one for one in cache.extensions if isinstance(one, cls)), None)
+        if drafts is None:
+            cache.extensions.append(drafts := cls())
+        return drafts
+
+    def record(self, cache: Any, start: int | None) -> bool:
+        """From now on each forward may end in drafts; see `BudgetCache.activate_past_recording`.
+
+        Raises
+        ------
+        UnsupportedRequestError
+            If the cache is empty and no prompt was announced, or layers take nothing back.
+        """
+        columns = start or max(self.given or 0, cache.door.announced or 0, cache.get_seq_length())
+        if not columns:
+            raise UnsupportedRequestError(
+                "assisted generation sends the prompt and the first drafts in one forward; say how "
+                "long the prompt is: kvalloc.make_cache(model, profile, prompt_tokens=...), or use "
+                "kvalloc.apply, which does so"
+            )
+        check_takes_back(cache.layers)
+        for one in cache.extensions:
+            one.refuse_taking_back(cache)
+        self.given = columns
+        return True
+
+    def begin(self, cache: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Leave out tokens that the cache holds; nothing that is there is taken back any more."""
+        if self.given is None or self._open:
+            return arguments
+        arguments = _unread(arguments, cache.get_seq_length())
+        self._take(cache)
+        return arguments
+
+    def _take(self, cache: Any) -> None:
+        """Let go of what was kept to take drafts back."""
+        self._before = []
+        cache.catch_up()
+        for layer in cache.layers:
+            if getattr(layer, "record_past", False):
+                layer.crop(0)
+        if cache.prompt_complete:
+            record_past(cache.layers)
+
+    def cuts(self, cache: Any, end: int) -> Iterator[int]:
+        """Yield the columns behind what is given, and wherever something is then evicted."""
+        if self.given is None or self._open:
+            return
+        seen, columns = cache.get_seq_length(), {self.given}
+        rows = cache.rows
+        if not cache.prompt_complete:
+            prompt = self.given
+            rows = [
+                Row(method=method, profile=method.profile, seen=prompt, evicted_at=prompt)
+                for method in cache.methods
+            ]
+        for row in rows:
+            if row.method.goes_on:
+                memory = cache.memory_of(row) if cache.rows else row.method.options.memory
+                start = (
+                    max(seen, self.given)
+                    if not cache.prompt_complete
+                    else (seen - (row.seen - row.evicted_at))
+                )
+                if self.given - start >= plan.interval(row, memory, row.evicted_at):
+                    start = self.given
+                columns.update(plan.cuts(row, memory, start, end))
+        yield from (one for one in columns if max(seen + 1, self.given) <= one < end)
+
+    def read(self, cache: Any) -> None:
+        """Keep what the cache is before something becomes due of drafts."""
+        if self.given is not None and cache.prompt_complete:
+            record_past(cache.layers)
+        if self.given is not None and not self._open and cache.get_seq_length() > self.given:
+            shared = {id(tensor): tensor for tensor in cache.tensors()}
+            self._before.append(copy.deepcopy(cache, {**shared, id(self._before): []}))
+
+    @property
+    def holds(self) -> bool:
+        """Whether evictions after a forward wait."""
+        return self.given is not None
+
+    def crop(self, cache: Any, end: int) -> None:
+        """Bring back what the cache was before something became due of drafts."""
+        if before := next((one for one in self._before if one.get_seq_length() > end), None):
+            cache.adopt(before)
+            self._before = []
+
+    def cropped(self, cache: Any) -> None:
+        """Let go of what was kept to take drafts back."""
+        if self.given is not None:
+            self._take(cache)
+
+    def reset(self) -> None:
+        """Expect no drafts."""
+        self.given, self._before, self._open = None, [], False
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """All that comes inside is drafts: nothing goes before `crop` has said which stay."""
+        self._open = True
+        try:
+            yield
+        finally:
+            self._open = False
+
+    def room(self, cache: Any, longest: int) -> int:
+        """Return the number of drafts, at least 1, before what followed has to compete."""
+        for row in cache.rows:
+            if row.method.goes_on:
+                due = plan.interval(row, cache.memory_of(row), row.evicted_at)
+                longest = min(longest, row.evicted_at + due - row.seen)
+        return max(1, longest)
+
+
+def _unread(arguments: Mapping[str, Any], seen: int) -> Mapping[str, Any]:
+    """Return the arguments without tokens that the cache holds.
+
+    transformers (5.23) starts assisted generation with a filled cache by all tokens again, at
+    positions from 0 on.
+    """
+    positions = arguments.get("position_ids")
+    if (
+        not isinstance(positions, Tensor)
+        or not 0 < seen < positions.shape[-1]
+        or int(positions.min())
+    ):
+        return arguments
+    return part(arguments, slice(seen, None))

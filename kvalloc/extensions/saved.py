@@ -1,0 +1,307 @@
+"""A reduced cache in a file: ask today what was read yesterday."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from kvalloc.errors import ModelMismatchError, UnsupportedRequestError, option
+from kvalloc.extensions.making import extended
+from kvalloc.files import atomic_write
+from kvalloc.formats.saved_cache import SavedCacheHeader, StoredTensor, tensor_digest
+from kvalloc.models.structure import computing_device, decoder_layers, decoder_of
+from kvalloc.models.weights import weights_digest
+from kvalloc.runtime.cache import BudgetCache
+from kvalloc.runtime.kept import Kept, Part, joined, pack
+from kvalloc.runtime.making import Way, build_rows
+from kvalloc.runtime.options import CacheOptions
+from kvalloc.runtime.rows import Row
+from kvalloc.runtime.store import Store
+from kvalloc.runtime.tail import Tail
+
+KEPT = {
+    "kept_keys": "keys",
+    "kept_values": "values",
+    "kept_positions": "positions",
+    "key_scales": "key_scales",
+}
+"""What a `Part` has of these tensors of a layer's bits."""
+
+
+def save_cache(
+    cache: BudgetCache, path: str | Path, *, notes: Mapping[str, Any] | None = None
+) -> None:
+    """Write a cache to a file, from which `load_cache` brings it back.
+
+    Parameters
+    ----------
+    cache : BudgetCache
+    path : str or Path
+        Usually ``*.safetensors``: keys, values and positions as they are stored, and a JSON
+        header with the budget profile, the digests and what the cache has seen, token ids too where
+        it knows them.
+    notes : mapping, optional
+        Plain values of the caller's, such as where the text came from.
+
+    Raises
+    ------
+    UnsupportedRequestError
+        If no complete prompt is stored, or rows are kept in different ways.
+    InputError
+        If the folder does not exist or is read-only.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    if cache.interrupted is not None:
+        raise UnsupportedRequestError(cache.interrupted)
+    model, ways = cache.decoder(), {id(row.method) for row in cache.rows}
+    same = len({row.profile.digest for row in cache.rows}) < 2
+    one_by_one = len(ways) == len(cache.rows) and all(row.method.once for row in cache.rows)
+    if len(ways) > 1 and not one_by_one:
+        raise UnsupportedRequestError(
+            f"rows of this cache are kept in {len(ways)} different ways, and a file holds one; "
+            "read each row by itself, and save its cache"
+        )
+    if not cache.prompt_complete:
+        raise UnsupportedRequestError(
+            "this cache holds no complete prompt, so there is nothing to save; run the model with "
+            "it first"
+        )
+    if model is None:
+        raise UnsupportedRequestError(
+            "the model of this cache is gone, so the file could not say whose memory it holds; "
+            "save the cache while its model is loaded"
+        )
+    cache.end_turn()  # the queries of tokens that are not settled are not in the file
+    tensors, ids, seen = _tensors_of(cache), cache.read_ids, cache.get_seq_length()
+    if ids is not None and len(ids) == 1 and ids.shape[1] >= seen:
+        notes = {"ids": ids[0, :seen].tolist(), **(notes or {})}
+    raw = {name: stored(tensor) for name, tensor in tensors.items()}
+    first = cache.rows[0]
+    header = SavedCacheHeader(
+        model=type(model).__name__,
+        model_digest=weights_digest(model),
+        profile=cache.profile,
+        row_profiles=None if same and not one_by_one else cache.row_profiles,
+        longer_profile=first.method.longer_profile
+        if first.profile is first.method.profile
+        else None,
+        dtype=raw["0.keys"].dtype,  # type: ignore[arg-type]  # the record checks it
+        batch=cache.batch,
+        seen_tokens=seen,
+        prompt_tokens=cache.door.prompt_columns or seen,
+        ranked_tokens=tuple(row.ranked_at for row in cache.rows),
+        decode_every=cache.options.decode_every,
+        memory=cache.options.memory,
+        tensor_digest=tensor_digest(raw),
+        versions={"torch": str(torch.__version__)},
+        notes=dict(notes or {}),
+    )
+    metadata = {header.METADATA: json.dumps(header.record(), sort_keys=True)}
+    with atomic_write(path) as temporary:
+        try:
+            save_file(tensors, temporary, metadata=metadata)
+        except SafetensorError as error:  # a full disk is not an OSError there
+            raise OSError(str(error)) from error
+
+
+def _tensors_of(cache: BudgetCache) -> dict[str, Tensor]:
+    """Return everything that is stored, by layer and name."""
+    tensors: dict[str, Tensor] = {}
+    for index, layer in enumerate(cache.layers):
+        stored_tensors: dict[str, Tensor | None] = {"keys": layer.keys, "values": layer.values}
+        if isinstance(layer, Store) and layer.kept is not None and layer.tail is not None:
+            stored_tensors["latest"] = torch.from_numpy(layer.tail.lengths.copy())
+            for part in _by_width(layer.kept):
+                names = {name: getattr(part, field) for name, field in KEPT.items()}
+                names["lengths"] = torch.from_numpy(part.lengths.reshape(layer.rows, -1).copy())
+                stored_tensors |= {f"bits_{part.bits}.{name}": one for name, one in names.items()}
+        for name, tensor in stored_tensors.items():
+            if tensor is not None:
+                tensors[f"{index}.{name}"] = tensor.detach().contiguous().cpu()
+    if (visible := cache.door.visible) is not None:
+        tensors["visible"] = visible.to(torch.uint8)
+    return tensors
+
+
+def _by_width(kept: Kept) -> list[Part]:
+    """Return one part for each width: those whose scales differ are rounded again to agree."""
+    result = []
+    for bits in dict.fromkeys(part.bits for part in kept.parts):
+        same = [part for part in kept.parts if part.bits == bits]
+        if len(same) > 1:
+            whole = joined([part.unpacked(kept.like) for part in same])
+            same = [pack(one, bits, kind=torch.bfloat16) for one in whole]
+        result += same
+    return result
+
+
+def stored(tensor: Tensor) -> StoredTensor:
+    """Return a tensor's bytes without torch."""
+    return StoredTensor(
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        shape=tuple(tensor.shape),
+        data=tensor.reshape(-1).view(torch.uint8).numpy(),
+    )
+
+
+def load_cache(
+    path: str | Path, model: nn.Module, *, allow_other_model: bool = False
+) -> BudgetCache:
+    """Load a cache as it was when it was saved, for the same model.
+
+    Parameters
+    ----------
+    path : str or Path
+        Written by `save_cache`.
+    model : transformers.PreTrainedModel
+        The model that filled it: the same weights in the same type.
+    allow_other_model : bool
+        Accept other weights of the same sizes, such as a fine-tune's. Its answers are then those
+        of a model that was given somebody else's memory.
+
+    Returns
+    -------
+    BudgetCache
+        Pass it to the model as its cache. Each layer is on the device of the model's layer.
+
+    Raises
+    ------
+    ProfileFileError
+        If the file is missing, truncated, of another schema version, or not such a file as
+        `save_cache` writes: nothing of it is believed before it is checked
+        (`SavedCacheHeader.read`).
+    ModelMismatchError
+        If another model filled the cache.
+    """
+    return filled_cache(path, *SavedCacheHeader.read(path), model, allow_other_model)
+
+
+def filled_cache(
+    path: str | Path,
+    header: SavedCacheHeader,
+    tensors: Mapping[str, StoredTensor],
+    model: nn.Module,
+    allow_other_model: bool,
+) -> BudgetCache:
+    """Load a cache from a file that was read, and so checked, already; see `load_cache`."""
+    _check_model(path, header, model, allow_other_model=allow_other_model)
+    decided = header.row_profiles
+    options = CacheOptions(
+        allow_other_model=True,  # this model filled the cache, whatever its profile is of
+        decode_every=header.decode_every,
+        memory=header.memory and header.memory // len(decided or "1"),
+    )
+    ways = [
+        Way(
+            profile=stored_tensors,
+            options=options,
+            longer_profile=header.longer_profile,
+            once=decided is not None,
+        )
+        for stored_tensors in decided or (header.profile,)
+    ]
+    cache = build_rows(model, ways)
+    visible = None
+    if (shown := tensors.get("visible")) is not None:
+        visible = _tensor(shown).bool()
+    devices = _devices(model, len(cache.layers))
+    for index, (layer, device) in enumerate(zip(cache.layers, devices, strict=True)):
+        stored_tensors = {
+            name.removeprefix(f"{index}."): _tensor(tensor).to(device)
+            for name, tensor in tensors.items()
+            if name.startswith(f"{index}.")
+        }
+        layer.lazy_initialization(stored_tensors["keys"], stored_tensors["values"])
+        layer.keys, layer.values = stored_tensors["keys"], stored_tensors["values"]
+        if isinstance(layer, Store):
+            _fill(layer, stored_tensors, header, index)
+        else:
+            layer.cumulative_length = header.seen_tokens
+    fill_rows(cache, header.seen_tokens, header.prompt_tokens, visible, header.ranked_tokens)
+    if (ids := header.ids) is not None:
+        cache.read_ids = torch.tensor([ids], device="cpu")
+    return extended(cache)
+
+
+def fill_rows(
+    cache: BudgetCache,
+    seen: int,
+    prompt_columns: int,
+    visible: Tensor | None,
+    ranked: tuple[int, ...],
+) -> None:
+    """Let a cache whose layers have been filled go on behind a prompt, all of which is settled."""
+    cache.door.resume(visible, prompt_columns)
+    methods = cache.methods if len(cache.methods) == len(ranked) else cache.methods * len(ranked)
+    cache.rows = []
+    for place, (method, ranked_at) in enumerate(zip(methods, ranked, strict=True)):
+        tokens = cache.door.count(place, seen)
+        row = Row(method=method, profile=method.profile, prompt=tokens, seen=tokens)
+        cache.rows.append(replace(row, evicted_at=tokens, ranked_at=ranked_at))
+
+
+def _tensor(stored: StoredTensor) -> Tensor:
+    """Return a stored tensor as one of torch, in the same memory."""
+    dtype: torch.dtype = getattr(torch, stored.dtype)
+    if not stored.data.size:
+        return torch.empty(stored.shape, dtype=dtype, device="cpu")
+    return torch.frombuffer(stored.data, dtype=dtype).reshape(stored.shape)
+
+
+def _fill(layer: Store, tensors: dict[str, Tensor], header: SavedCacheHeader, index: int) -> None:
+    """Put a layer into the state that was saved."""
+    layer.seen, heads = header.seen_tokens, header.profile.shape.n_kv_heads
+    if "latest" not in tensors:
+        return
+    layer.tail = Tail(tensors["keys"], tensors["values"], tensors["latest"].cpu().numpy())
+    layer.keys, layer.values = layer.tail.states
+    widths = header.profile.widths[index]
+    segments = np.arange(header.batch * heads).reshape(header.batch, heads)
+    parts = []
+    for width in sorted(set(widths.tolist()), reverse=True):
+        named = {field: tensors.get(f"bits_{width}.{name}") for name, field in KEPT.items()}
+        parts.append(
+            Part(
+                **named,  # type: ignore[arg-type]
+                segments=segments[:, widths == width].ravel(),
+                lengths=tensors[f"bits_{width}.lengths"].cpu().numpy().ravel(),
+                bits=width,
+            )
+        )
+    like = tensors["keys"][0, 0, :0].clone(), tensors["values"][0, 0, :0].clone()
+    layer.kept = Kept(parts=tuple(parts), rows=header.batch, heads=heads, like=like)
+
+
+def _devices(model: nn.Module, n_layers: int) -> list[torch.device]:
+    """Return the device on which each layer of the model computes."""
+    modules = decoder_layers(model)
+    if modules is None or len(modules) < n_layers:
+        return [computing_device(model)] * n_layers
+    return [computing_device(module) for module in modules][:n_layers]
+
+
+def _check_model(
+    path: str | Path, header: SavedCacheHeader, model: nn.Module, *, allow_other_model: bool
+) -> None:
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    decoder = decoder_of(model)
+    if header.dtype != dtype:
+        raise ModelMismatchError(
+            f"{path} holds {header.dtype} entries, but the model computes in {dtype}; load the "
+            f"model in {header.dtype}"
+        )
+    if not allow_other_model and header.model_digest != weights_digest(decoder):
+        raise ModelMismatchError(
+            f"{path} was filled by a {header.model} with other weights, adapters or config than "
+            f"this {type(decoder).__name__}; load that model, or allow another one of the same "
+            f"sizes ({option('allow_other_model', True)})"
+        )

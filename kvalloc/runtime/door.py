@@ -1,0 +1,279 @@
+"""A batch with padding comes in, and rows of tokens go on: nothing behind it knows of padding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvalloc.accounting import IntArray
+from kvalloc.errors import UnsupportedRequestError
+from kvalloc.runtime.attention.masks import shown_columns
+from kvalloc.runtime.kept import on_device
+
+Columns: TypeAlias = "slice | Tensor"
+"""Which columns the tokens of a row are in: a slice, or int64, (n_tokens,), on the host."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Batch:
+    """The new tokens of one forward.
+
+    Attributes
+    ----------
+    seen, new : int
+        Columns before it, and its own.
+    lengths : ndarray of int64, (rows,)
+        New tokens of each row.
+    order : Tensor of int64, (rows, new), or None
+        Which new column stands at each place once the tokens of each row are the last ones, in
+        order; None where they are. On the host.
+    follows : bool
+        Whether its tokens follow the prompt.
+    completes : bool
+        Whether the prompt is complete after it.
+    hides : bool
+        Whether layers that store every column are to be told of padding.
+    """
+
+    seen: int
+    new: int
+    lengths: IntArray
+    order: Tensor | None
+    follows: bool
+    completes: bool
+    hides: bool
+    _starts: dict[Any, Tensor] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> int:
+        """Rows of its input."""
+        return len(self.lengths)
+
+    def aligned(self, states: Tensor) -> Tensor:
+        """Return states, (rows, heads, new, dim), with the tokens of each row at the end."""
+        if self.order is None:
+            return states
+        index = self.order.to(states.device)[:, None, :, None]
+        return states.gather(2, index.expand(-1, states.shape[1], -1, states.shape[3]))
+
+    def in_columns(self, output: Tensor) -> Tensor:
+        """Return an output of `aligned` tokens, (rows, new, heads, dim), column by column."""
+        if self.order is None:
+            return output
+        index = self.order.argsort(dim=1).to(output.device)[:, :, None, None]
+        return output.gather(1, index.expand(-1, -1, *output.shape[2:]))
+
+    def starts(self, starts: IntArray | None, device: torch.device) -> Tensor | None:
+        """Return numbers of the host on a device: layers that have the same share them."""
+        if starts is None:
+            return None
+        key = starts.tobytes(), str(device)
+        if key not in self._starts:
+            self._starts[key] = on_device(starts, device)
+        return self._starts[key]
+
+
+class Door:
+    """Follows the columns of one cache.
+
+    The prompt is the first forward, unless its length was announced. Everything after it follows.
+
+    Parameters
+    ----------
+    announced : int or None
+        Columns of the prompt, if they were announced.
+    lengths : sequence of int, optional
+        Tokens of each row of an announced prompt, if they are known.
+
+    Attributes
+    ----------
+    prompt_columns : int or None
+        Columns of the prompt that have come; None before the first.
+    complete : bool
+        Whether the whole prompt has come.
+    """
+
+    def __init__(self, announced: int | None, lengths: tuple[int, ...] | None = None) -> None:
+        self.announced, self._known = announced, lengths
+        self.forget()
+
+    def forget(self) -> None:
+        """Get ready for a new prompt."""
+        self.prompt_columns: int | None = None
+        self.complete = False
+        self._before: Tensor | None = None  # bool, (rows, seen); None where nothing is padding
+        self._visible: Tensor | None = None  # the same with the forward that runs
+        self._columns: dict[int, Columns] = {}
+
+    # One forward
+
+    def enter(
+        self, shape: tuple[int, int], seen: int, mask: object, *, may_change: bool = False
+    ) -> Batch:
+        """Return what the next forward is; raises where it cannot be served, and changes nothing.
+
+        Parameters
+        ----------
+        shape : (int, int)
+            Rows and columns of its input.
+        seen : int
+            Columns seen so far.
+        mask : object
+            Its ``attention_mask``.
+        may_change : bool
+            Whether nothing has gone, so that it may show and hide other tokens of the past.
+
+        Raises
+        ------
+        UnsupportedRequestError
+            If there are more tokens than announced, or the mask cannot be followed.
+        """
+        (rows, new), in_prompt = shape, not self.complete or not seen
+        end = seen + new
+        expected = self.announced if in_prompt and self.announced is not None else end
+        if end > expected:
+            raise UnsupportedRequestError(
+                f"the cache was made for a prompt of {expected} tokens, but {seen} seen and {new} "
+                "new ones are more; send the prompt and what follows it separately"
+            )
+        visible = self._after(seen, rows, new, mask, may_change=may_change)
+        lengths, order = np.full(rows, new), None
+        if visible is not None and not (shown := visible[:, seen:]).all():
+            lengths = shown.sum(dim=1).numpy()
+            order = shown.byte().argsort(dim=1, stable=True)
+            if (order == torch.arange(new, device="cpu")).all():
+                order = None
+        self._visible, self._columns = visible, {}
+        return Batch(
+            seen=seen,
+            new=new,
+            lengths=lengths,
+            order=order,
+            follows=not in_prompt,
+            completes=in_prompt and end == expected,
+            hides=mask is None and visible is not None,
+        )
+
+    def _after(
+        self, seen: int, rows: int, new: int, mask: object, *, may_change: bool
+    ) -> Tensor | None:
+        """Return what is no padding, old and new, bool, on the host; None where all is.
+
+        A mask is read here, once, and no later forward reads it again unless it brings one.
+        """
+        old = self._before if seen else None
+        if mask is None:
+            return None if old is None else torch.nn.functional.pad(old, (0, new), value=True)
+        if not isinstance(mask, Tensor) or mask.ndim != 2:
+            raise UnsupportedRequestError(
+                f"an attention_mask of the kind {type(mask).__name__} is unknown here; pass a 2-D "
+                'one or none, or load the model with attn_implementation="sdpa"'
+            )
+        if tuple(mask.shape) != (rows, seen + new):
+            raise UnsupportedRequestError(
+                f"attention_mask covers {mask.shape[1]} tokens in {mask.shape[0]} rows, expected "
+                f"{seen + new} in {rows}: all {seen} seen ones and the {new} new ones"
+            )
+        shown = mask.to("cpu", torch.bool, copy=True)
+        past = shown[:, :seen]
+        same = bool(past.all()) if old is None else torch.equal(past, old)
+        if not (may_change or same):
+            raise UnsupportedRequestError(
+                "attention_mask shows or hides other tokens of the past than it did when they "
+                "arrived, but what was padding is gone and what was not is kept; pass the same "
+                "values for them again"
+            )
+        return None if bool(shown.all()) else shown
+
+    def commit(self, batch: Batch) -> None:
+        """Note that a forward went through."""
+        self._before = self._visible
+        if not batch.follows:
+            self.prompt_columns, self.complete = batch.seen + batch.new, batch.completes
+
+    def resume(self, visible: Tensor | None, prompt_columns: int) -> None:
+        """Go on behind a complete prompt, and what followed it."""
+        self._visible = self._before = visible
+        self.prompt_columns, self.complete = prompt_columns, True
+
+    def abandon(self) -> None:
+        """Note that a forward did not go through."""
+        self._visible, self._columns = self._before, {}
+
+    @property
+    def visible(self) -> Tensor | None:
+        """What is no padding, bool, (rows, columns), for layers that store every column."""
+        return self._visible
+
+    # Rows
+
+    def tokens(self, batch: Batch) -> IntArray:
+        """Return the tokens of each row after a forward, (rows,)."""
+        if self._visible is None:
+            return np.full(batch.rows, batch.seen + batch.new)
+        counts: IntArray = self._visible.sum(dim=1).numpy()
+        return counts
+
+    def prompt_tokens(self, batch: Batch) -> IntArray:
+        """Return the tokens of each row of the whole prompt, as far as that is known, (rows,).
+
+        Where it is not, those so far and all columns that are still announced.
+        """
+        if self._known and not batch.rows % len(self._known):
+            return np.repeat(np.array(self._known), batch.rows // len(self._known))
+        end = batch.seen + batch.new
+        return self.tokens(batch) + ((self.announced or end) - end)
+
+    def columns(self, row: int) -> Columns:
+        """Return the columns of a row's tokens, all seen ones."""
+        if self._visible is None:
+            return slice(None)
+        if row not in self._columns:
+            shown = self._visible[row].nonzero()[:, 0]
+            first, count = (int(shown[0]), len(shown)) if len(shown) else (0, 0)
+            adjacent = count and int(shown[-1]) == first + count - 1
+            self._columns[row] = slice(first, first + count) if adjacent or not count else shown
+        return self._columns[row]
+
+    def place(self, row: int) -> object:
+        """Return what rows have in common whose tokens are in the same columns."""
+        columns = self.columns(row)
+        if isinstance(columns, slice):
+            return columns.start, columns.stop
+        return columns.numpy().tobytes()
+
+    def in_columns(self, row: int, tokens: Tensor) -> Tensor:
+        """Return the columns of some tokens of a row, counted without padding."""
+        columns = self.columns(row)
+        if isinstance(columns, slice):
+            return tokens + (columns.start or 0)
+        return columns.to(tokens)[tokens.long()] if len(tokens) else tokens
+
+    def count(self, row: int, end: int) -> int:
+        """Return the tokens of a row in the columns before one."""
+        return end if self._visible is None else int(self._visible[row, :end].sum())
+
+    def select(self, rows: Tensor) -> None:
+        """Let row i go on with what row ``rows[i]`` has seen."""
+        self._columns = {}
+        if self._visible is not None:
+            self._visible = self._before = self._visible[rows.cpu()]
+
+    def crop(self, columns: int) -> None:
+        """Forget all but the first columns."""
+        self._columns = {}
+        if self._visible is not None:
+            left = self._visible[:, :columns]
+            self._visible = self._before = None if bool(left.all()) else left
+
+
+def shown(arguments: Mapping[str, Any]) -> tuple[Any, bool]:
+    """Return the 2-D mask of a forward, and whether it came as a ready-made one."""
+    mask = arguments.get("attention_mask")
+    columns = shown_columns(mask)
+    return columns, columns is not mask

@@ -1,0 +1,137 @@
+"""The rows of a cache: each has its own budgets, and a method by which they are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from kvalloc.accounting import IntArray
+from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.runtime.options import CacheOptions
+from kvalloc.runtime.policies.base import EvictionPolicy
+
+Within: TypeAlias = Callable[[float, int], BudgetProfile]
+"""Given a share and a number of tokens: the budgets by which a conversation goes."""
+
+Widths: TypeAlias = Mapping[int, IntArray]
+"""Of layers that are rounded, bits of each KV head, (n_kv_heads,)."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Method:
+    """How rows keep their budgets.
+
+    Attributes
+    ----------
+    profile : BudgetProfile
+        Budgets and policy.
+    policy, after : EvictionPolicy
+        Who chooses among the entries of a prompt, and among what is kept and what followed.
+    options : CacheOptions
+    longer_profile : BudgetProfile or None
+        Budgets of a longer text, by which a conversation goes once their share holds.
+    within : callable or None
+        Gives the profile of a share and a length, for a conversation that outgrows the memory.
+    wide : bool
+        Whether the model's numbers take more than 16 bits.
+    once : bool
+        Whether the budgets were decided from one prompt, and are for no other.
+    """
+
+    profile: BudgetProfile
+    policy: EvictionPolicy
+    after: EvictionPolicy
+    options: CacheOptions
+    longer_profile: BudgetProfile | None = None
+    within: Within | None = None
+    wide: bool = False
+    once: bool = False
+
+    def holds(self, *, in_chunks: bool) -> bool:
+        """Return whether a prompt stays whole until it is complete, and all layers evict at once.
+
+        Else a layer evicts once it has read a forward of it.
+        """
+        across_layers = self.profile.by_prompt and not self.options.by_layer
+        return (
+            self.policy.scorer.later is not None
+            or (self.policy.holds and in_chunks)
+            or across_layers
+        )
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether what follows a prompt competes with what is kept of it."""
+        return self.profile.reduces or self.options.memory is not None
+
+    @property
+    def goes_on_observing(self) -> bool:
+        """Whether what the policy notes of a prompt is added to by what follows."""
+        return self.goes_on and self.after.observes
+
+    def widths(self, profile: BudgetProfile) -> Widths:
+        """Return the widths of layers that are rounded by a profile of this method's rows."""
+        all_layers = self.wide and self.profile.reduces
+        widths = profile.widths
+        full = profile.shape.full_layers
+        return {layer: widths[layer] for layer in full if all_layers or (widths[layer] != 16).any()}
+
+    def halves(self) -> Widths:
+        """Return the widths of layers while a prompt comes: of wide numbers 16 bits."""
+        return {
+            layer: np.full_like(widths, 16)
+            for layer, widths in (self.widths(self.profile) if self.wide else {}).items()
+        }
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Row:
+    """One text of a batch.
+
+    Attributes
+    ----------
+    method : Method
+    profile : BudgetProfile
+        Whose budgets hold now.
+    holds : bool
+        Whether its prompt stays whole until it is complete.
+    prompt : int
+        Tokens of its prompt, as far as that is known.
+    seen : int
+        Tokens seen.
+    evicted_at : int
+        Tokens seen at its latest eviction, all of which are within the budget.
+    ranked_at : int
+        Tokens seen when all that is kept was last ranked.
+    """
+
+    method: Method
+    profile: BudgetProfile
+    holds: bool = False
+    prompt: int = 0
+    seen: int = 0
+    evicted_at: int = 0
+    ranked_at: int = 0
+
+    def budgets(self, tokens: int) -> IntArray:
+        """Return what may stay of so many tokens, (n_layers, n_kv_heads)."""
+        if not tokens:
+            return np.zeros_like(self.profile.budgets)
+        return self.profile.budgets_for(tokens)
+
+    @property
+    def widths(self) -> Widths:
+        """Widths of layers that are rounded."""
+        return self.method.widths(self.profile)
+
+
+def alike(rows: Sequence[Row], among: IntArray) -> list[IntArray]:
+    """Return rows that evict together: of one method and one set of widths."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    for row in among.tolist():
+        one = rows[row]
+        groups.setdefault((id(one.method), id(one.profile.bits)), []).append(row)
+    return [np.array(each) for each in groups.values()]

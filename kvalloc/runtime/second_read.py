@@ -1,0 +1,229 @@
+"""A prompt that the model reads once more, for scorers to see what it looks up."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, DynamicLayer
+
+from kvalloc.errors import InputError
+from kvalloc.models.attention import AttentionStates, Compute, Observed, intercept_attention
+from kvalloc.models.names import cache_keyword
+from kvalloc.models.structure import context_limit
+from kvalloc.scorers import Scorer
+from kvalloc.scorers.later_pass import (
+    CARRIED_TOKENS,
+    SHOWN_FIRST,
+    SMALLEST_CHUNK,
+    Later,
+    LaterStep,
+)
+
+
+class LaterLayer(DynamicLayer):  # type: ignore[no-untyped-call]
+    """What a layer holds of a prompt, for one forward of later tokens.
+
+    Nothing of either is stored, so that what both are together goes with the layer's attention.
+
+    Parameters
+    ----------
+    held : (Tensor, Tensor)
+        Keys and values, (n_rows, n_kv_heads, n, head_dim) each.
+    places : Tensor of int64, (n_shown,), or None
+        Which of these later tokens see; None for all.
+    tokens : int
+        Tokens of the prompt.
+    sliding : bool
+        Whether its attention is that of a sliding window.
+    """
+
+    def __init__(
+        self, prompt: tuple[Tensor, Tensor], places: Tensor | None, tokens: int, *, sliding: bool
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._held, self._places, self._tokens = prompt, places, tokens
+        self.is_sliding = sliding
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return all keys and values, those of later tokens behind."""
+        prompt = (
+            self._held
+            if self._places is None
+            else [_taken(one, self._places) for one in self._held]
+        )
+        pairs = zip(prompt, (key_states, value_states), strict=True)
+        keys, values = (torch.cat(pair, dim=-2) for pair in pairs)
+        return keys, values
+
+    def get_seq_length(self) -> int:
+        """Return the number of tokens of the prompt."""
+        return self._tokens
+
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
+        """Return length and offset of what new tokens see: what is shown counts as the last."""
+        new = query_length.shape[0] if isinstance(query_length, Tensor) else query_length
+        shown = int(self._held[0].shape[2]) if self._places is None else len(self._places)
+        return shown + int(new), self._tokens - shown
+
+
+def _taken(states: Tensor, places: Tensor) -> Tensor:
+    """Return increasing places of the tokens: a view where they follow each other."""
+    count = len(places)
+    if count and int(places[-1] - places[0]) == count - 1:
+        return states.narrow(2, int(places[0]), count)
+    return states.index_select(2, places.to(states.device))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeldPrompt:
+    """Prompts of equal length in a full cache, from which the model can run on.
+
+    Attributes
+    ----------
+    decoder : nn.Module
+        The model without its language-model head.
+    layers : sequence of (Tensor, Tensor, bool)
+        Keys and values, (n_rows, n_kv_heads, n_tokens, head_dim), of a sliding layer those of the
+        last tokens, and whether it is one.
+    next_positions : Tensor of int64, (n_rows,)
+        Position of the token after each row.
+    read : Tensor of int64, (n_rows, n_tokens), or (n_rows, n_tokens, hidden_size)
+        The prompts, as token ids or as embeddings.
+    """
+
+    decoder: nn.Module
+    layers: Sequence[tuple[Tensor, Tensor, bool]]
+    next_positions: Tensor
+    read: Tensor
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of each row."""
+        return int(self.read.shape[1])
+
+    def cache(self, shown: Tensor | None) -> Cache:
+        """Return a new cache for tokens after the prompts, which go with it.
+
+        Parameters
+        ----------
+        shown : Tensor of int64, (n_shown,), or None
+            Tokens that the later ones see in full-attention layers; None for all.
+        """
+        return Cache(
+            layers=[
+                LaterLayer((keys, values), None if slides else shown, self.tokens, sliding=slides)
+                for keys, values, slides in self.layers
+            ]
+        )
+
+    def run(self, cache: Cache, read: Tensor) -> None:
+        """Let the decoder read some tokens, (n_rows, n_new_tokens, ...), behind the prompts."""
+        positions = self.next_positions.to(read.device)[:, None]
+        self.decoder(
+            **{"input_ids" if read.ndim == 2 else "inputs_embeds": read},
+            position_ids=positions + torch.arange(read.shape[1], device=read.device),
+            use_cache=True,
+            **cache_keyword(self.decoder, cache),
+        )
+
+
+@torch.no_grad()
+def read_again(
+    prompt: HeldPrompt, scorer: Scorer, later: Later, layers: Collection[int], *, sinks: int
+) -> dict[int, Observed]:
+    """Let the model read prompts again, as a scorer asks for; they are the same afterwards.
+
+    Parameters
+    ----------
+    prompt : HeldPrompt
+    scorer : Scorer
+    later : Later
+        How they are read.
+    layers : collection of int
+        Those that are looked at.
+    sinks : int
+        First tokens of the prompt that are never evicted.
+
+    Returns
+    -------
+    dict of int to Observed
+        What the scorer noted of each layer.
+
+    Raises
+    ------
+    InputError
+        If a repetition goes beyond the tokens that the model was made for.
+    """
+    notes: dict[int, Observed] = {}
+    if (limit := context_limit(prompt.decoder)) is not None:
+        check_context(later, prompt.next_positions.tolist(), prompt.tokens, limit)
+    for tokens, step in _pieces(prompt, later, sinks):
+
+        def look(states: AttentionStates, compute: Compute, step: LaterStep = step) -> Any:
+            if states.layer in layers:
+                noted_states = replace(states, observed=notes.get(states.layer))
+                notes[states.layer] = scorer.observe_later(noted_states, step, sinks=sinks)
+            return compute(states.mask)
+
+        with intercept_attention(prompt.decoder, look):
+            prompt.run(prompt.cache(step.shown), tokens)
+    return notes
+
+
+def check_context(later: Later, places: Sequence[int], tokens: int, limit: int) -> None:
+    """Refuse a prompt that does not fit, with its repetition, what the model was made for.
+
+    Parameters
+    ----------
+    later : Later
+        What comes after the prompt.
+    places : sequence of int
+        Position of the first token after each row of the prompt.
+    tokens : int
+        Tokens of the rows.
+    limit : int
+        Positions that the model has.
+
+    Raises
+    ------
+    InputError
+        If a row, or the repetition behind it, does not fit.
+    """
+    place, extent = max(places), later.furthest(tokens)
+    if place + extent <= limit:
+        return
+    room = limit - place - CARRIED_TOKENS
+    smaller = f"repeat shorter pieces (chunk={room}), " if room >= SMALLEST_CHUNK else ""
+    raise InputError(
+        f"a scorer has the model repeat the prompt right after it, in pieces of up to "
+        f"{later.tokens} tokens: {place} tokens and {extent} of a repetition are beyond the "
+        f"{limit} that the model was made for; {smaller}shorten the prompt, or choose another "
+        "scorer"
+    )
+
+
+def _pieces(prompt: HeldPrompt, later: Later, sinks: int) -> list[tuple[Tensor, LaterStep]]:
+    """Return what each repetition reads, (n_rows, n, ...), and what it is."""
+    places, pieces = torch.arange(prompt.tokens, device="cpu"), []
+    for begin in range(0, prompt.tokens, later.tokens):
+        repeated = places[begin : begin + later.tokens]
+        read = places[max(begin - CARRIED_TOKENS, 0) : begin + later.tokens]
+        leading, shown = places[: min(sinks, begin)], None
+        if later.nearby is not None:
+            first, end = max(begin - later.nearby, 0), begin + later.tokens + later.nearby
+            seen = torch.cat([places[: min(first, max(sinks, SHOWN_FIRST))], places[first:end]])
+            shown = seen if len(seen) < prompt.tokens else None
+        step = LaterStep(
+            n_prompt=prompt.tokens,
+            repeated=repeated,
+            leading=leading if len(leading) else None,
+            shown=shown,
+        )
+        pieces.append((prompt.read[:, int(read[0]) : int(read[-1]) + 1], step))
+    return pieces

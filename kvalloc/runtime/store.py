@@ -1,0 +1,310 @@
+"""One full-attention layer of a cache: whole until something of it goes, then row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import DynamicLayer
+
+from kvalloc.accounting import IntArray
+from kvalloc.models.attention import AttentionStates
+from kvalloc.runtime.door import Batch, Columns
+from kvalloc.runtime.kept import NO_COLUMN, Kept, Part, extended, joined, packed
+from kvalloc.runtime.notes import Notes
+from kvalloc.runtime.tail import Tail, rows_of
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Candidates:
+    """Entries of rows, as many of each row and head.
+
+    Attributes
+    ----------
+    keys, values : Tensor, (n_rows, n_kv_heads, n, head_dim)
+    positions : Tensor of int32, (n_rows, n_kv_heads, n)
+        Which token of its row each is.
+    front : int
+        How many of the first were kept by earlier evictions, places of no entry included.
+    absent : Tensor of bool, (n_rows, n_kv_heads, n), or None
+        True at places of no entry, where heads hold different numbers.
+    """
+
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    front: int = 0
+    absent: Tensor | None = None
+
+
+class Store(DynamicLayer):  # type: ignore[no-untyped-call]
+    """Keys and values of a layer.
+
+    *Whole*: nothing has gone, and this is transformers' own layer, operation for operation, so that
+    a budget of 100% is bit-identical. *Reduced*: what earlier evictions kept of each row stands in
+    `kept`, and what came since in `tail`.
+
+    Attributes
+    ----------
+    keys, values : Tensor, (rows, n_kv_heads, n_stored, head_dim)
+        All columns of a whole layer; of a reduced one those of the tail.
+    kept : Kept or None
+    tail : Tail or None
+    seen : int
+        Columns seen.
+    fresh : bool
+        Whether an eviction follows the next `update`, which then copies nothing that may go.
+    notes : Notes
+        What is remembered until the next eviction.
+    template : AttentionStates or None
+        What of its attention is the same in all forwards of a prompt: no tokens.
+    """
+
+    is_croppable = True  # `BudgetCache.crop` refuses to go behind the latest eviction
+
+    keys: Any  # transformers calls them optional
+    values: Any
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._forget()
+
+    def _forget(self) -> None:
+        self.kept: Kept | None = None
+        self.tail: Tail | None = None
+        self.seen, self.fresh = 0, False
+        self.notes = Notes()
+        self.template: AttentionStates | None = None
+
+    @property
+    def rows(self) -> int:
+        """Rows that are stored; 0 before the first update."""
+        return 0 if self.keys is None or self.keys.ndim < 4 else int(self.keys.shape[0])
+
+    def latest(self, tokens: IntArray) -> IntArray:
+        """Return how many tokens of each row have come since its latest eviction, (rows,).
+
+        Parameters
+        ----------
+        tokens : ndarray of int64, (rows,)
+            All that have come.
+        """
+        return tokens if self.tail is None else self.tail.lengths
+
+    def counts(self, tokens: IntArray) -> IntArray:
+        """Return the entries of each row and KV head, (rows, n_kv_heads)."""
+        heads = np.zeros((1, int(self.keys.shape[1])), dtype=np.int64)
+        kept = heads if self.kept is None else self.kept.lengths
+        return np.asarray(kept + self.latest(tokens)[:, None])
+
+    def stored_tensors(self) -> list[Tensor]:
+        """Return all tensors that are allocated now, positions of kept entries too."""
+        if self.kept is None or self.tail is None:
+            return [] if self.keys is None else [self.keys, self.values]
+        return [*self.tail.buffers, *self.kept.tensors()]
+
+    # What comes
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, batch: Batch, *args: Any, every: int
+    ) -> tuple[Tensor, Tensor]:
+        """Add new tokens; returns keys and values: all of a whole layer, else those of the tail.
+
+        Parameters
+        ----------
+        key_states, value_states : Tensor, (rows, n_kv_heads, n_new, head_dim)
+            The new tokens, positions applied.
+        batch : Batch
+        every : int
+            Tokens between two evictions.
+        """
+        self.seen += int(key_states.shape[-2])
+        if self.tail is not None:
+            states = batch.aligned(key_states), batch.aligned(value_states)
+            self.tail.add(states, batch.lengths, interval=every)
+            self.keys, self.values = self.tail.states
+        elif self.fresh and not self.rows:
+            if not self.is_initialized:
+                self.lazy_initialization(key_states, value_states)
+            self.keys, self.values = key_states, value_states
+        else:
+            super().update(key_states, value_states)
+        return self.keys, self.values
+
+    # What there is to choose from
+
+    def alike(self, row: int, place: Callable[[int], object]) -> tuple[object, ...]:
+        """Return what rows have in common whose candidates can be looked at together."""
+        if self.kept is None or self.tail is None:
+            return (place(row),)
+        return int(self.tail.lengths[row]), *self.kept.lengths[row].tolist()
+
+    def is_even(self, row: int) -> bool:
+        """Return whether all KV heads of a row hold as many entries."""
+        return self.kept is None or bool(
+            (self.kept.lengths[row] == self.kept.lengths[row, 0]).all()
+        )
+
+    def candidates(
+        self,
+        rows: IntArray,
+        columns: Callable[[int], Columns],
+        tokens: int | None = None,
+        *,
+        head: int | None = None,
+        latest: bool = False,
+    ) -> Candidates:
+        """Return what rows that are `alike` hold, or one KV head of a row.
+
+        Parameters
+        ----------
+        rows : ndarray of int64, (n_rows,)
+            Increasing.
+        columns : callable
+            Gives the columns of a row.
+        tokens : int, optional
+            Tokens of each of these rows; by default those that are here.
+        head : int, optional
+        latest : bool
+            Leave out what earlier evictions kept.
+        """
+        if self.kept is None or self.tail is None:
+            places = columns(int(rows[0]))
+            keys, values = (
+                _columns_of(rows_of(own, rows), places) for own in (self.keys, self.values)
+            )
+        else:
+            keys, values = self.tail.of(rows)
+        heads = slice(None) if head is None else slice(head, head + 1)
+        keys, values = keys[:, heads], values[:, heads]
+        end = int(keys.shape[2])
+        tokens = end if tokens is None else tokens
+        every = torch.arange(tokens - end, tokens, dtype=torch.int32, device=keys.device)
+        positions = every.expand(*keys.shape[:2], -1)
+        if self.kept is None or latest:
+            return Candidates(keys=keys, values=values, positions=positions)
+        lengths = self.kept.lengths[rows][:, heads]
+        front = int(lengths.max(initial=0))
+        before = [own[:, heads, :front] for own in self.kept.padded(rows)]
+        keys, values, positions = (
+            torch.cat(pair, dim=2) for pair in zip(before, (keys, values, positions), strict=True)
+        )
+        absent = positions == NO_COLUMN if (lengths != front).any() else None
+        return Candidates(keys=keys, values=values, positions=positions, front=front, absent=absent)
+
+    # What stays
+
+    def replace(
+        self,
+        rows: IntArray,
+        fresh: Part,
+        widths: IntArray | None,
+        others: Sequence[Part] = (),
+        *,
+        behind: bool = False,
+    ) -> None:
+        """Keep these entries of some rows, and free the rest of theirs.
+
+        Parameters
+        ----------
+        rows : ndarray of int64, (n_rows,)
+            Increasing.
+        fresh : Part
+            Numbers of the model's type: segments of these rows.
+        widths : ndarray of int64, (n_kv_heads,), or None
+            At which they are stored; None as they are.
+        others : sequence of Part
+            All that other rows have, of a layer that has been whole.
+        behind : bool
+            Whether they stand behind what was kept before, at the widths that that has.
+        """
+        before = self.kept
+        if before is None:
+            like = fresh.keys[:0].clone(), fresh.values[:0].clone()
+            n_rows, heads = self.rows, int(self.keys.shape[1])
+            before = Kept(parts=(), rows=n_rows, heads=heads, like=like)
+        own = before.of_rows(rows)
+        gone = np.isin(np.arange(before.rows), rows)
+        stay = [*others, *(before.of_rows(np.flatnonzero(~gone)) if not gone.all() else ())]
+        if behind:
+            new = [
+                extended(part, fresh.taken(np.flatnonzero(np.isin(fresh.segments, part.segments))))
+                for part in own
+            ]
+        elif widths is None:
+            new = [fresh]
+        else:
+            new = packed(fresh, widths[fresh.segments % before.heads], own)
+        self.kept = replace(before, parts=joined([*stay, *new]))
+        if self.tail is None:
+            empty = [states[:, :, :0].clone() for states in (self.keys, self.values)]
+            self.tail = Tail(empty[0], empty[1], np.zeros(before.rows, np.int64))
+        else:
+            self.tail.forget(rows)
+        self.keys, self.values = self.tail.states
+        self.fresh = False
+
+    # What transformers calls
+
+    def get_seq_length(self) -> int:
+        """Columns seen, so that positions stay true after eviction."""
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
+        """Sizes as if nothing had been evicted, which is what a 2-D attention mask covers.
+
+        Parameters
+        ----------
+        query_length : int or Tensor
+            New tokens; older transformers pass their positions instead.
+        """
+        new = query_length.shape[0] if isinstance(query_length, Tensor) else query_length
+        return self.seen + int(new), 0
+
+    def write(self, begin: int, keys: Tensor, values: Tensor) -> None:
+        """Put keys and values, (rows, n_kv_heads, n, head_dim), at columns from one on.
+
+        They have come since the latest eviction, and no row has padding among them.
+        """
+        place = begin - (self.seen - int(self.keys.shape[2]))
+        for own, new in ((self.keys, keys), (self.values, values)):
+            own[:, :, place : place + int(new.shape[2])] = new
+
+    def take_back(self, columns: int, tokens: IntArray) -> None:
+        """Remove so many of the latest columns, in which these are the tokens of each row."""
+        self.seen -= columns
+        if self.tail is not None:
+            self.tail.cut(tokens)
+            self.keys, self.values = self.tail.states
+        else:
+            self.keys, self.values = (
+                own[..., : own.shape[2] - columns, :].clone(memory_format=torch.contiguous_format)
+                for own in (self.keys, self.values)
+            )
+        self.notes.queries.cut(tokens)
+
+    def reset(self) -> None:
+        """Forget everything, and free it."""
+        self.keys = self.values = None
+        self.is_initialized = False
+        self._forget()
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only these rows; one may be kept more than once."""
+        if self.tail is None or self.kept is None:
+            super().batch_select_indices(indices)
+        else:
+            self.kept = self.kept.select(indices.cpu().numpy())
+            self.tail.select(indices)
+            self.keys, self.values = self.tail.states
+        self.notes.select(indices)
+
+
+def _columns_of(states: Tensor, columns: Columns) -> Tensor:
+    if isinstance(columns, slice):
+        return states[:, :, columns]
+    return states[:, :, columns.to(states.device)]
