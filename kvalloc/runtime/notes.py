@@ -40,10 +40,12 @@ class Queries:
             if (newer >= limit).all():
                 del self.pieces[: place + 1]
                 return
-            count = int(np.minimum(lengths, np.maximum(limit - newer, 0)).max())
+            left = np.where(newer < limit, lengths, 0)  # those of a row follow each other
+            count = int(np.minimum(left, np.maximum(limit - newer, 0)).max())
             if count < queries.shape[2] and (frees or place == len(self.pieces) - 1):
-                cut = queries[:, :, queries.shape[2] - count :].clone()
-                self.pieces[place] = (np.minimum(lengths, count), cut)
+                queries = queries[:, :, queries.shape[2] - count :].clone()
+                left = np.minimum(left, count)
+            self.pieces[place] = left, queries
             newer = newer + lengths
 
     @property
