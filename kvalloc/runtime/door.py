@@ -260,16 +260,17 @@ class Door:
 
     def select(self, rows: Tensor) -> None:
         """Let row i go on with what row ``rows[i]`` has seen."""
-        self._columns = {}
         if self._visible is not None:
-            self._visible = self._before = self._visible[rows.cpu()]
+            self._keep(self._visible[rows.cpu()])
 
     def crop(self, columns: int) -> None:
         """Forget all but the first columns."""
-        self._columns = {}
         if self._visible is not None:
-            left = self._visible[:, :columns]
-            self._visible = self._before = None if bool(left.all()) else left
+            self._keep(self._visible[:, :columns])
+
+    def _keep(self, visible: Tensor) -> None:
+        self._visible = self._before = None if bool(visible.all()) else visible
+        self._columns = {}
 
 
 def shown(arguments: Mapping[str, Any]) -> tuple[Any, bool]:
