@@ -90,7 +90,7 @@ def time_row(model: Any, asked: Asked, where: str, repeats: int) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder) / f"{n}.kv" for n in range(DOCUMENTS)]
         for path, own in zip(paths, asked.documents, strict=True):
-            document(model, own).save(path)
+            kvalloc.save_cache(document(model, own), path)
 
         def blended() -> list[int]:
             cache = kvalloc.blend(model, paths, question=asked.question, before=asked.before)
