@@ -1,1 +1,1 @@
-"""What is built on top of a cache: each listens to it, and the runtime knows none of it."""
+"""Listeners to a cache and what else is built on one; the runtime imports none of them."""

@@ -51,18 +51,18 @@ def answer(
     cache : transformers.Cache
         Holds a text, one row.
     question : Tensor of int64, (n_tokens,) or (1, n_tokens), or sequence of int
-        What follows the text.
+        Tokens after the text.
     max_new_tokens : int
         Longest answer.
     ends : collection of int, optional
-        Tokens that end an answer; those of the model's generation config by default.
+        Tokens that end an answer; by default the generation config's.
     keep : bool
         Leave question and answer in the cache, for a conversation. The last token of an answer is
-        not in it then: it belongs in front of what follows, unless it is one of the ends.
+        not in it then: it belongs in front of the next question, unless it is one of the ends.
     temperature : float, optional
         Draw each token at this temperature; by default the most likely one is taken.
     seed : int
-        Of what is drawn.
+        Of drawn tokens.
 
     Yields
     ------
@@ -98,7 +98,7 @@ def answer(
 
     generator = torch.Generator(ids.device).manual_seed(seed)
     sampling = Sampling(process=process, draws=temperature is not None, generator=generator)
-    text = torch.cat([ids.new_zeros(1, seen), ids], dim=1)  # what was seen is not read again
+    text = torch.cat([ids.new_zeros(1, seen), ids], dim=1)  # seen tokens are not read again
     writable = cache if keep else copy.deepcopy(cache)
     return _written(model, writable, text, sampling, max_new_tokens, stops, ends_turn=keep)
 

@@ -1,6 +1,6 @@
-"""Assisted generation: forwards that hold drafts behind what is known, some of them taken back.
+"""Assisted generation: forwards that hold drafts behind known tokens, some of them taken back.
 
-What is evicted and rounded is then what it would be if the tokens that stay had come one at a time.
+Entries are evicted and rounded as if the accepted tokens had come one at a time.
 """
 
 from __future__ import annotations
@@ -75,14 +75,14 @@ class Drafts(Extension):
 
     @classmethod
     def of(cls, cache: BudgetCache) -> Drafts:
-        """Return that of a cache, which gets one if it has none."""
+        """Return the drafts of a cache, which gets them if it has none."""
         drafts = next((one for one in cache.extensions if isinstance(one, cls)), None)
         if drafts is None:
             cache.extensions.append(drafts := cls())
         return drafts
 
     def record(self, cache: Any, start: int | None) -> bool:
-        """From now on each forward may end in drafts; see `BudgetCache.activate_past_recording`.
+        """Let each forward from now on end in drafts; see `BudgetCache.activate_past_recording`.
 
         Raises
         ------
@@ -111,7 +111,7 @@ class Drafts(Extension):
         return arguments
 
     def _take(self, cache: Any) -> None:
-        """Let go of what was kept to take drafts back."""
+        """Free the snapshots kept for rejected drafts."""
         self._before = []
         cache.catch_up()
         for layer in cache.layers:
@@ -121,7 +121,7 @@ class Drafts(Extension):
             record_past(cache.layers)
 
     def cuts(self, cache: Any, end: int) -> Iterator[int]:
-        """Yield the columns behind what is given, and wherever something is then evicted."""
+        """Yield the column where drafts begin, and those at which a row evicts."""
         if self.given is None or self._open:
             return
         seen, columns = cache.get_seq_length(), {self.given}
@@ -165,7 +165,7 @@ class Drafts(Extension):
             self._before = []
 
     def cropped(self, cache: Any) -> None:
-        """Let go of what was kept to take drafts back."""
+        """Free the snapshots kept for rejected drafts."""
         if self.given is not None:
             self._take(cache)
 
@@ -175,7 +175,7 @@ class Drafts(Extension):
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """All that comes inside is drafts: nothing goes before `crop` has said which stay."""
+        """Treat all tokens inside as drafts: nothing is evicted before a `crop`."""
         self._open = True
         try:
             yield
@@ -183,7 +183,7 @@ class Drafts(Extension):
             self._open = False
 
     def room(self, cache: Any, longest: int) -> int:
-        """Return the number of drafts, at least 1, before what followed has to compete."""
+        """Return the number of drafts, at least 1, before the next eviction."""
         for row in cache.rows:
             if row.method.goes_on:
                 due = plan.interval(row, cache.memory_of(row), row.evicted_at)

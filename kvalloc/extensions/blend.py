@@ -1,6 +1,6 @@
 """Caches of documents put behind each other, and brought up to date in part.
 
-A document that was read alone knows nothing of what stands in front of it now. Its keys are turned
+A document that was read alone knows nothing of the text in front of it now. Its keys are turned
 to their new places; keys and values of some of its tokens are computed anew.
 """
 
@@ -38,7 +38,7 @@ See: TypeAlias = Callable[[AttentionStates, Tensor], None]
 
 
 class _Enough(Exception):
-    """What was wanted of a forward is there."""
+    """Ends a forward early: its result is known."""
 
 
 @dataclass(kw_only=True)
@@ -79,14 +79,14 @@ class DenseLayer:
         return cls(keys=dense[0], values=dense[1], present=present, rounded=layer.kept.is_rounded)
 
     def empty(self, tokens: int) -> DenseLayer:
-        """Return room for so many tokens, of the same sizes."""
+        """Return room for ``n_tokens`` tokens, of the same sizes."""
         shapes = [(*one.shape[:2], tokens, one.shape[3]) for one in (self.keys, self.values)]
         keys, values = (self.keys.new_zeros(shape) for shape in shapes)
         return DenseLayer(keys=keys, values=values)
 
     @classmethod
     def joined(cls, parts: Sequence[DenseLayer]) -> DenseLayer:
-        """Return a copy of what stands behind each other, as one."""
+        """Return a copy of parts that follow each other, as one."""
         present = [
             part.keys.new_ones(part.keys.shape[:3], dtype=torch.bool)
             if part.present is None
@@ -102,7 +102,7 @@ class DenseLayer:
         )
 
     def mask(self, places: Tensor, n_query_heads: int) -> Tensor:
-        """Return what is added to the logits of tokens at these places, which see what is before.
+        """Return the additive causal mask of tokens at these places.
 
         Parameters
         ----------
@@ -121,7 +121,7 @@ class DenseLayer:
         return self.keys.new_zeros(1).masked_fill(~seen, lowest)
 
     def fill(self, layer: Store, seen: int, bits: Any) -> None:
-        """Put the first so many tokens into an empty layer, at these bits, (n_kv_heads,)."""
+        """Put the first ``seen`` tokens into an empty layer, at these bits, (n_kv_heads,)."""
         first = 0 if self.present is None else seen
         layer.lazy_initialization(self.keys, self.values)
         layer.keys, layer.values = (
@@ -145,7 +145,7 @@ class DenseLayer:
 
 @dataclass(kw_only=True)
 class Documents:
-    """Documents, what stands before them, and the question behind them.
+    """Documents, the tokens before them, and the question behind them.
 
     Attributes
     ----------
@@ -181,7 +181,7 @@ class Documents:
         caches : sequence of BudgetCache
             One row each, complete.
         ids : sequence of Tensor of int64
-            Of what stands before them, of each document, and of the question.
+            Of the tokens before them, of each document, and of the question.
         frequencies : sequence of Tensor, (n_layers,) of (n_rotated / 2,)
             RoPE inverse frequencies.
         """
@@ -205,13 +205,13 @@ class Documents:
         Parameters
         ----------
         places : Tensor of int64, (n_computed,)
-            Their positions, rising. They attend to what is kept, and to each other as computed.
+            Their positions, rising. They attend to kept entries, and to each other as computed.
         see : callable, optional
             ``see(states, mask)`` of each layer, once its keys and values are there.
         """
         if not len(places):
             return
-        end = int(places[-1]) + 1  # what stands behind is not looked at
+        end = int(places[-1]) + 1  # later tokens are not looked at
         masks: dict[bool, Tensor] = {}
 
         def attend(states: AttentionStates, compute: Compute) -> AttentionResult:
@@ -232,7 +232,7 @@ class Documents:
     def question_attention(self) -> Tensor:
         """Return what the question attends to in the deeper half of the layers, the mean of heads.
 
-        What stands before the documents is read on the way.
+        The tokens before the documents are read on the way.
 
         Returns
         -------

@@ -51,7 +51,7 @@ class Sampling:
     draws : bool
         Draw each token; otherwise the most likely one is taken.
     generator : torch.Generator or None
-        Of what is drawn; the default one where it is None.
+        Of drawn tokens; None for the default one.
     """
 
     process: Process
@@ -59,7 +59,7 @@ class Sampling:
     generator: torch.Generator | None = None
 
     def shares(self, scores: Tensor) -> Tensor:
-        """Return the distribution of what follows, (rows, vocabulary); greedy: all on one token."""
+        """Return the distribution of the next token, (rows, vocabulary); greedy: all on one."""
         if self.draws:
             return scores.softmax(dim=-1)
         return nn.functional.one_hot(scores.argmax(dim=-1), scores.shape[-1]).to(scores.dtype)
@@ -88,11 +88,11 @@ class Verifier(Extension):
     tokens : int
         Tokens of each row that were answered.
     rounds : int
-        Forwards that verified, each of which read the full cache once.
+        Forwards that verified; each read the full cache once.
     tried, accepted : int
-        Drafted tokens that were compared, and those that stayed.
+        Drafted tokens that were compared, and accepted.
     ties : int
-        Tokens of greedy answers whose runner-up was within rounding.
+        Tokens of greedy answers with a runner-up within rounding.
     bytes_read : int
         Bytes of the full cache that verifying read.
     listens : bool
@@ -147,7 +147,7 @@ class Verifier(Extension):
 
 
 def verify_with(cache: BudgetCache, model: Any) -> None:
-    """Keep the full cache beside an empty reduced one, so that answers are those of the full one.
+    """Keep the full cache beside an empty reduced one, so that answers equal the full one's.
 
     Parameters
     ----------
@@ -180,7 +180,7 @@ def _check_same(seen: int, held: int) -> None:
 
 
 def check_lossless(model: nn.Module, arguments: Mapping[str, Any]) -> None:
-    """Refuse a ``generate()`` call, by its keyword arguments, whose answer cannot be verified.
+    """Refuse a ``generate()`` call, by its keyword arguments, if its answer cannot be verified.
 
     Raises
     ------
@@ -218,7 +218,7 @@ class _Answer:
         With a `Verifier`.
     sampling : Sampling
     mask : Tensor of int64, (rows, n_tokens), or None
-        What is no padding of the tokens given; all that come are none. None where there is none.
+        Mask of real tokens in the input; None without padding. Later tokens are real.
     scores : list of Tensor, each (rows, vocabulary)
         Processed logits of the tokens so far.
     """
@@ -289,10 +289,10 @@ class _Answer:
         return ids, drawn_from
 
     def round(self, ids: Tensor, longest: int, ends: Callable[[Tensor], bool]) -> Tensor:
-        """Draft and verify; returns all tokens, with those that are accepted.
+        """Draft and verify; return all tokens, accepted ones included.
 
         Rows go on together: the first token that any refuses is the last of all. Each token is
-        distributed as the full cache has it, whatever the drafts were (Leviathan et al. 2023,
+        distributed as the full cache has it, for any drafts (Leviathan et al. 2023,
         algorithm 1): accepted with min(1, p / q), else drawn from what p has above q.
 
         Parameters
@@ -349,7 +349,7 @@ class _Answer:
         """
         cache, full = self.cache, self.verifier.full
         taken = int(full.get_seq_length()) - end
-        if taken or any(full.is_sliding):  # which also drop what has slid out
+        if taken or any(full.is_sliding):  # which also drop entries that have slid out
             full.crop(-taken)
         seen = cache.get_seq_length()
         end = min(end, seen)
@@ -385,14 +385,14 @@ def lossless_tokens(
     cache : BudgetCache
         See `verify_with`.
     ids : Tensor of int64, (rows, n_tokens)
-        All tokens, those that the cache has seen included.
+        All tokens, seen ones included.
     sampling : Sampling
     ends : callable
-        Given all tokens: whether the answer, or that of a row, ends with the last.
+        Given all tokens: whether the answer, or a row's answer, ends with the last.
     longest : int
         Tokens of an answer, at most.
     mask : Tensor of int64, (rows, n_tokens), optional
-        What is no padding.
+        Mask of real tokens.
     scores : list, optional
         Takes the processed logits of each token, (rows, vocabulary).
 

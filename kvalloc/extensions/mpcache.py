@@ -1,4 +1,4 @@
-"""MPCache: look once to evict, then let each decoded token read a few clusters of what is left."""
+"""MPCache: look once to evict, then let each decoded token read a few clusters."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _FIRST_PAIR = 2
 class MPCache(VotedPolicy):
     """Static: the best by the attention of the prompt's last rows. Dynamic: see `ClusterReader`.
 
-    The dynamic half reduces what is read, not what is stored.
+    The dynamic half reduces reads, not storage.
 
     Parameters
     ----------
     scorer : Scorer
         Not used.
     rows_share : float
-        Share of the prompt's rows, at its end, whose attention is added up for the static choice.
+        Share of the prompt's rows, at its end, for the static choice: their attention is added up.
     alpha : float
         Weight of a cluster's largest key against its smallest.
     coarse_tokens, fine_tokens : int
@@ -79,11 +79,11 @@ class MPCache(VotedPolicy):
             )
 
     def query_rows(self, n_tokens: int) -> int:
-        """Return how many rows vote; see `VotedPolicy.query_rows`."""
+        """Return how many rows are added up; see `VotedPolicy.query_rows`."""
         return math.ceil(n_tokens * self.rows_share)
 
     def keep(self, states: AttentionStates, budgets: Tensor, **limits: Unpack[Limits]) -> Tensor:
-        """Choose the best by the rows' votes; see `EvictionPolicy.keep`."""
+        """Choose the best by the rows' attention; see `EvictionPolicy.keep`."""
         return keep_best(self.votes(states), budgets, **limits)
 
     def extension(self, *, sinks: int, window: int) -> ClusterReader:
@@ -97,10 +97,10 @@ class ClusterReader(Extension):
     Neighbours among the stored entries form clusters. A cluster is as near as
     ``q . (alpha * r_max + (1 - alpha) * r_min)``, with the elementwise largest and smallest of its
     keys and the mean query of the KV head's query heads: first the coarse ones, then the fine ones
-    within those that are left. What does not fill a coarse cluster is read, too. Ties go to the
+    within those that are left. Entries that fill no coarse cluster are read, too. Ties go to the
     earlier cluster.
 
-    Of a pair of adjacent layers the second does not compare: it reads those of its fine clusters
+    Of a pair of adjacent layers the second does not compare: it reads the fine clusters
     that hold most of the positions that the first one reads. Where both store the same entries
     these are the same clusters, as in the paper.
 
@@ -136,7 +136,7 @@ class ClusterReader(Extension):
         )
 
     def answer(self, cache: Any, store: Any, states: AttentionStates, compute: Compute) -> Any:
-        """Let a new token attend to sinks, window, what followed, and the nearest clusters."""
+        """Let a new token attend to sinks, window, later tokens, and the nearest clusters."""
         if store.tail.starts is not None or (store.kept.lengths != store.kept.lengths[0, 0]).any():
             return None
         *kept, positions = store.kept.padded(np.arange(store.rows))
@@ -161,7 +161,7 @@ class ClusterReader(Extension):
         positions : Tensor of int32, (batch, n_kv_heads, n_kept)
             Of the first of them.
         place : int
-            Place of the layer among those that can be reduced, from 0.
+            Place of the layer among the full-attention ones, from 0.
         kept : Kept
             The first of the entries; another where they have changed.
 

@@ -1,4 +1,4 @@
-"""A reduced cache in a file: ask today what was read yesterday."""
+"""A reduced cache in a file: ask today about a text that was read yesterday."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def save_cache(
             "the model of this cache is gone, so the file could not say whose memory it holds; "
             "save the cache while its model is loaded"
         )
-    cache.end_turn()  # the queries of tokens that are not settled are not in the file
+    cache.end_turn()  # queries since the latest eviction are not in the file
     tensors, ids, seen = _tensors_of(cache), cache.read_ids, cache.get_seq_length()
     if ids is not None and len(ids) == 1 and ids.shape[1] >= seen:
         notes = {"ids": ids[0, :seen].tolist(), **(notes or {})}
@@ -133,7 +133,7 @@ def _tensors_of(cache: BudgetCache) -> dict[str, Tensor]:
 
 
 def _by_width(kept: Kept) -> list[Part]:
-    """Return one part for each width: those whose scales differ are rounded again to agree."""
+    """Return one part for each width: parts with other scales are rounded again to agree."""
     result = []
     for bits in dict.fromkeys(part.bits for part in kept.parts):
         same = [part for part in kept.parts if part.bits == bits]
@@ -177,7 +177,7 @@ def load_cache(
     ------
     ProfileFileError
         If the file is missing, truncated, of another schema version, or not such a file as
-        `save_cache` writes: nothing of it is believed before it is checked
+        `save_cache` writes: no part of it is believed before it is checked
         (`SavedCacheHeader.read`).
     ModelMismatchError
         If another model filled the cache.
@@ -196,7 +196,7 @@ def filled_cache(
     _check_model(path, header, model, allow_other_model=allow_other_model)
     decided = header.row_profiles
     options = CacheOptions(
-        allow_other_model=True,  # this model filled the cache, whatever its profile is of
+        allow_other_model=True,  # this model filled the cache, even with a profile of another one
         decode_every=header.decode_every,
         memory=header.memory and header.memory // len(decided or "1"),
     )
@@ -239,7 +239,7 @@ def fill_rows(
     visible: Tensor | None,
     ranked: tuple[int, ...],
 ) -> None:
-    """Let a cache whose layers have been filled go on behind a prompt, all of which is settled."""
+    """Let a cache with filled layers go on behind a prompt that is within its budget."""
     cache.door.resume(visible, prompt_columns)
     methods = cache.methods if len(cache.methods) == len(ranked) else cache.methods * len(ranked)
     cache.rows = []

@@ -1,4 +1,4 @@
-"""Budgets enforced in real inference: a cache that holds less, and frees what it does not hold.
+"""Budgets enforced in real inference: a cache that holds less, and frees evicted entries.
 
 Needs torch and transformers (the ``run`` extra).
 """

@@ -31,7 +31,7 @@ def ensure(holds: Tensor, fail: Callable[[], None]) -> None:
 
 
 class Checks:
-    """What has been noted and not yet read: a host that reads waits for the device."""
+    """Conditions that are collected and not yet read: a host that reads waits for the device."""
 
     def __init__(self) -> None:
         self._noted: Pending = []

@@ -66,7 +66,7 @@ def key_numbers(rows: Tensor, scales: Tensor, bits: int) -> Tensor:
     ----------
     rows : Tensor of uint8, (n, key_bytes)
     scales : Tensor of float16 or bfloat16, (n, 2, head_dim)
-        Those of the block of each.
+        Scales and minimum of each row's block.
     bits : int
         Of `WIDTHS`, but not 16.
     """
@@ -77,7 +77,7 @@ def key_numbers(rows: Tensor, scales: Tensor, bits: int) -> Tensor:
 def value_numbers(rows: Tensor, bits: int, head_dim: int, kind: torch.dtype) -> Tensor:
     """Return values, float32, (n, head_dim), of packed rows with their scales, (n, value_bytes).
 
-    Those that are turned are still `kvalloc.runtime.quantization.rotated`.
+    Turned values are still `kvalloc.runtime.quantization.rotated`.
     """
     width = WIDTHS[bits].values
     n_bytes = code_bytes(width, head_dim)
@@ -110,11 +110,11 @@ def unpacked_codes(packed: Tensor, bits: int, head_dim: int) -> Tensor:
 
 
 _WORDS = {4: torch.int16, 2: torch.int32, 1: torch.int64}
-"""What the numbers of a byte, of so many bits, are together before they are packed: one word."""
+"""By width, the type of one word that holds the unpacked codes of a byte."""
 
 
 def _packed_plane(codes: Tensor, width: int) -> Tensor:
-    """Return numbers (n, head_dim) of so many bits as bytes."""
+    """Return codes (n, head_dim) of ``width`` bits as bytes."""
     if width == 8:
         return codes.contiguous()
     # a product puts each number where it belongs in the word's last byte, where none overlap
@@ -134,7 +134,7 @@ def _unpacked_plane(packed: Tensor, width: int, head_dim: int) -> Tensor:
 
 @cache
 def _places(width: int, device: torch.device) -> Tensor:
-    """Return where numbers of so many bits begin in a byte, uint8, (8 / width,)."""
+    """Return the first bit of each code in a byte, uint8, (8 / width,)."""
     with torch.inference_mode(False):
         return torch.arange(0, 8, width, dtype=torch.uint8, device=device)
 

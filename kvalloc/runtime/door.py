@@ -162,7 +162,7 @@ class Door:
     def _after(
         self, seen: int, rows: int, new: int, mask: object, *, may_change: bool
     ) -> Tensor | None:
-        """Return what is no padding, old and new, bool, on the host; None where all is.
+        """Return the mask of real tokens, old and new, bool, on the host; None without padding.
 
         A mask is read here, once, and no later forward reads it again unless it brings one.
         """
@@ -197,7 +197,7 @@ class Door:
             self.prompt_columns, self.complete = batch.seen + batch.new, batch.completes
 
     def resume(self, visible: Tensor | None, prompt_columns: int) -> None:
-        """Go on behind a complete prompt, and what followed it."""
+        """Go on behind a complete prompt and the tokens after it."""
         self._visible = self._before = visible
         self.prompt_columns, self.complete = prompt_columns, True
 
@@ -207,7 +207,7 @@ class Door:
 
     @property
     def visible(self) -> Tensor | None:
-        """What is no padding, bool, (rows, columns), for layers that store every column."""
+        """Mask of real tokens, bool, (rows, columns), for layers that store every column."""
         return self._visible
 
     # Rows
@@ -241,7 +241,7 @@ class Door:
         return self._columns[row]
 
     def place(self, row: int) -> object:
-        """Return what rows have in common whose tokens are in the same columns."""
+        """Return a key that is equal for rows whose tokens are in the same columns."""
         columns = self.columns(row)
         if isinstance(columns, slice):
             return columns.start, columns.stop

@@ -18,7 +18,7 @@ class Extension:
     """
 
     def begin(self, cache: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the arguments of a forward, which may leave out what has been read."""
+        """Return the arguments of a forward, which may leave out tokens already read."""
         return arguments
 
     def appended(self, layer: int, keys: Tensor, values: Tensor) -> None:
@@ -51,7 +51,7 @@ class Extension:
         return None
 
     def crop(self, cache: Any, end: int) -> None:
-        """Prepare for a cache to be cut to so many columns; may change what it holds."""
+        """Prepare for a cache to be cut to ``end`` columns; may change its layers."""
 
     def cropped(self, cache: Any) -> None:
         """Note that a cache has been cut."""

@@ -1,4 +1,4 @@
-"""The one generic hook pair that lets ``model.generate(cache=cache)`` work by itself.
+"""The one generic hook pair that lets ``model.generate(cache=cache)`` work.
 
 `generate` offers no place to open a ``with``, so making a cache puts one pre-hook and one
 post-hook on the model's decoder. They carry no budgets, no masks and no cache: they look for a
@@ -83,7 +83,7 @@ class _OpenForward:
     ----------
     cache : BudgetCache
     outputs : list
-        Of what came first of it.
+        Of its first pieces.
     begun : bool
         Whether the cache has begun it.
     token : Token or None
@@ -111,7 +111,7 @@ class _OpenForward:
 
 @dataclass(slots=True)
 class _Installed:
-    """What one model carries, and the forwards that run on it now, by thread."""
+    """The hooks of one model, and the forwards that run on it now, by thread."""
 
     switch: AttentionSwitch
     handles: tuple[RemovableHandle, RemovableHandle]
@@ -122,7 +122,7 @@ class _Installed:
     open_forwards: dict[int, _OpenForward] = field(default_factory=dict)
     serving: list[weakref.WeakMethod[Serve]] = field(default_factory=list)
     forward: Any = None  # what the module got as a forward of its own
-    bare: set[int] = field(default_factory=set)  # threads whose call of the model brings no cache
+    bare: set[int] = field(default_factory=set)  # threads that call the model without a cache
 
 
 _ATTENTION = "kvalloc_token"
@@ -247,9 +247,9 @@ def _release(decoder: weakref.ref[nn.Module]) -> None:
 
 
 class _PlainState:
-    """The `__getstate__` of a module that carries something of ours: all but that.
+    """The `__getstate__` of a module that carries hooks of kvalloc: all but these.
 
-    Python asks the instance for it, whoever copies or pickles the module.
+    Python asks the instance for it at each copy and pickle of the module.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -268,14 +268,14 @@ class _PlainState:
 
 
 def keep_from_copies(module: nn.Module, change: Callable[[dict[str, Any]], None]) -> None:
-    """Let copies and pickles of a module go without what is lent to it, until `give_to_copies`.
+    """Leave lent attributes out of copies and pickles of a module, until `give_to_copies`.
 
     Parameters
     ----------
     module : nn.Module
         Holds one attribute more meanwhile, which copies have not.
     change : callable
-        Takes what is lent out of the state that a copy gets; a dict within it is not the copy's.
+        Removes lent attributes from the state that a copy gets; a dict within it is not the copy's.
     """
     vars(module).setdefault("__getstate__", _PlainState(module)).changes.append(change)
 
@@ -442,7 +442,7 @@ def _after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
 
 
 def _close(entry: _Installed, *, completed: bool) -> list[Any]:
-    """End this thread's forward, if one is open; returns the outputs of what came first of it."""
+    """End this thread's forward, if one is open; return the outputs of its first pieces."""
     with _lock:  # another thread may be looking through them
         forward = entry.open_forwards.pop(threading.get_ident(), None)
     if forward is not None and forward.begun:
@@ -468,7 +468,7 @@ def _hooked_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def named_arguments(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments of a call by name, those that come by their place, too."""
+    """Return the arguments of a call by name, also of positional ones."""
     if not args:
         return kwargs
     try:

@@ -26,7 +26,7 @@ SHORTEST_TILE = 16
 """Entries that are worth a program: as few as tensor cores multiply."""
 
 STEPS, STEP_BLOCKS = 8, 64
-"""A layer is rounded in so many steps, since that takes several times the bytes of its numbers, but
+"""A layer is rounded in up to 8 steps, since that takes several times the bytes of its numbers, but
 none is of fewer blocks of keys: at 2,048 tokens steps of 8 take an eighth more of an eviction's
 time (SmolLM2-135M)."""
 
@@ -62,7 +62,7 @@ def halved(*tensors: Tensor, lengths: IntArray) -> list[Tensor]:
 
 
 def _fits_float16(channels: Tensor) -> Tensor:
-    """Return whether float16 holds numbers, of which these are the largest of segment and channel.
+    """Return whether float16 holds numbers, by the largest of each segment and channel.
 
     A segment must not be all below `LEAST_NUMBER`, nor a channel below `LEAST_CHANNEL`.
     """
@@ -73,7 +73,7 @@ def _fits_float16(channels: Tensor) -> Tensor:
 
 
 def segment_max(values: Tensor, lengths: IntArray) -> Tensor:
-    """Return the largest of each segment that has rows, of so many rows each, by column."""
+    """Return the largest values of each segment that is not empty, by column."""
     counts = lengths[lengths > 0]
     if values.is_cpu:  # several times as fast there
         return torch.stack(
@@ -115,7 +115,7 @@ class Spans:
 
     @cached_property
     def first_scales(self) -> IntArray:
-        """Which key scale is the first of each segment, and how many there are, (n_segments + 1,).
+        """Index of each segment's first key scale, then the number of scales, (n_segments + 1,).
 
         Keys at fewer bits have one scale for each block.
         """
@@ -142,7 +142,7 @@ class Spans:
 
 
 def _gathered(firsts: IntArray, counts: IntArray, device: torch.device) -> Tensor:
-    """Return the numbers of so many entries from each first one on."""
+    """Return the indices of ``counts`` entries from each first one on."""
     ends = np.cumsum(counts)
     places = np.repeat(firsts - (ends - counts), counts) + np.arange(int(counts.sum()))
     return on_device(places, device)
@@ -169,7 +169,7 @@ class Part:
     bits : int
         Of `kvalloc.accounting.costs.WIDTHS`.
     key_scales : Tensor of float16 or bfloat16, (n_key_blocks, 2, head_dim), or None
-        Those of one segment after those of another; None at 16 bits. Those of values have its type.
+        Segment by segment; None at 16 bits. Scales of values have its type.
     """
 
     keys: Tensor
@@ -182,12 +182,12 @@ class Part:
 
     @cached_property
     def spans(self) -> Spans:
-        """Where each segment is."""
+        """Start and end of each segment."""
         return Spans(self.lengths, self.keys.device)
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What entries have in common that one part holds."""
+        """Key that is equal for parts whose entries can be stored as one part."""
         scales = None if self.key_scales is None else self.key_scales.dtype
         return -self.bits, str(self.keys.dtype), str(self.values.dtype), str(scales)
 
@@ -231,7 +231,7 @@ class Part:
 
 
 def joined(several: Sequence[Part]) -> tuple[Part, ...]:
-    """Return parts of which one holds all that is of its kind, the widest first."""
+    """Return one part for each kind, the widest first."""
     by_kind: dict[tuple[object, ...], list[Part]] = {}
     for one in several:
         if len(one.segments):
@@ -273,7 +273,7 @@ def pack(
     kind: torch.dtype = torch.float16,
     n_steps: int = 1,
 ) -> Part:
-    """Return numbers of the model's type at so many bits, rounded in as many steps.
+    """Return numbers of the model's type at a width, rounded in ``n_steps`` steps.
 
     Scales are float16, or bfloat16 if `fits_float16` says so.
 
@@ -353,7 +353,7 @@ def _packed_segments(
 
 
 def _without_ends(keys: Tensor, spans: Spans) -> Tensor:
-    """Return rows of full blocks without those that repeat the end of a segment."""
+    """Return rows of full blocks without the repeated ends of segments."""
     if int(spans.blocks.sum()) * KEY_BLOCK_TOKENS == int(spans.lengths.sum()):
         return keys
     return keys[_gathered(spans.first_scales[:-1] * KEY_BLOCK_TOKENS, spans.lengths, keys.device)]
@@ -374,7 +374,7 @@ def packed(part: Part, widths: IntArray, before: Sequence[Part] = ()) -> list[Pa
 def extended(part: Part, more: Part) -> Part:
     """Return entries with numbers of the model's type behind, segment by segment.
 
-    Values are rounded by token: those that were there stay as they are. A block of keys that was
+    Values are rounded by token: the stored ones stay as they are. A block of keys that was
     not full is rounded once more, with the keys that fill it.
 
     Parameters
@@ -443,7 +443,7 @@ def _interleaved(*pieces: tuple[Tensor, ...]) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Work:
-    """Kept entries of a layer in tiles of equal length, of which a program reads one each.
+    """Kept entries of a layer in tiles of equal length; each program reads one.
 
     Attributes
     ----------
@@ -504,7 +504,7 @@ class Kept:
         return any(part.keys.dtype != self.like[0].dtype for part in self.parts)
 
     def work(self, length: int) -> Work:
-        """Return tiles of so many entries, made once for each eviction; the latest are kept.
+        """Return tiles of ``length`` entries, made once for each eviction; the latest are kept.
 
         Parameters
         ----------
@@ -543,7 +543,7 @@ class Kept:
         return [part.taken(places) for part, places in pairs if len(places)]
 
     def select(self, rows: IntArray) -> Kept:
-        """Return a copy of which row i is row ``rows[i]`` of this one."""
+        """Return a copy that has row ``rows[i]`` in place i."""
         parts, segments = [], self._numbers_of(rows)
         for part in self.parts:
             place = np.full(self.rows * self.heads, -1)

@@ -92,7 +92,7 @@ def build_cache(
     longer_profile: BudgetProfile | None = None,
     within: Within | None = None,
 ) -> BudgetCache:
-    """Make a cache for a batch whose rows are all kept in one way; see `build_rows`."""
+    """Make a cache that keeps all rows of a batch in one way; see `build_rows`."""
     way = Way(profile=profile, options=options, longer_profile=longer_profile, within=within)
     return build_rows(model, [way], prompt_tokens=prompt_tokens)
 
@@ -104,7 +104,7 @@ def build_rows(
     prompt_tokens: int | None = None,
     lengths: Sequence[int] | None = None,
 ) -> BudgetCache:
-    """Make a cache for a batch, each of whose rows is kept in its own way.
+    """Make a cache that keeps each row of a batch in its own way.
 
     Parameters
     ----------
@@ -116,7 +116,7 @@ def build_rows(
         from the first one on. By default the first forward is the whole prompt, since a second
         chunk cannot be told from a follow-up question.
     lengths : sequence of int, optional
-        Tokens of each row of a prompt whose length is announced.
+        Tokens of each row of an announced prompt.
 
     Raises
     ------
@@ -125,7 +125,7 @@ def build_rows(
     UnsupportedModelError
         If the model's attention or cache is of a kind that cannot be reduced.
     UnsupportedRequestError
-        If a layer of the model is compiled by itself, or the policy cannot bound the memory.
+        If a single layer of the model is compiled, or the policy cannot bound the memory.
     InputError
         If the budgets or the scorer do not fit sinks and window, or there is no such policy.
     """

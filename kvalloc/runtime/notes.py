@@ -28,12 +28,12 @@ class Queries:
         self.pieces: list[tuple[IntArray, Tensor]] = []
 
     def add(self, queries: Tensor, lengths: IntArray, limit: int) -> None:
-        """Add those of a forward, and forget what is not among so many of the latest of a row."""
+        """Add the queries of a forward, and forget all but the latest ``limit`` of each row."""
         self.pieces.append((lengths, queries))
         self.trim(limit, frees=False)
 
     def trim(self, limit: int, *, frees: bool = True) -> None:
-        """Forget all but so many of the latest of each row; free what a piece has beside them."""
+        """Forget all but the latest ``limit`` of each row; ``frees`` copies cut pieces."""
         newer = np.zeros_like(self.pieces[-1][0]) if self.pieces else np.zeros(0, np.int64)
         for place in range(len(self.pieces) - 1, -1, -1):
             lengths, queries = self.pieces[place]
@@ -54,7 +54,7 @@ class Queries:
         return np.asarray(sum(lengths for lengths, _ in self.pieces))
 
     def signature(self, row: int) -> tuple[int, ...]:
-        """Return what rows have in common whose queries can be taken together."""
+        """Return a key that is equal for rows whose queries can be taken at once."""
         return tuple(int(lengths[row]) for lengths, _ in self.pieces)
 
     def of(self, rows: IntArray, limit: int) -> Tensor:
@@ -71,7 +71,7 @@ class Queries:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
     def cut(self, counts: IntArray) -> None:
-        """Forget so many of the latest of each row."""
+        """Forget the latest ``counts`` queries of each row."""
         for place in range(len(self.pieces) - 1, -1, -1):
             lengths, queries = self.pieces[place]
             removed = np.minimum(counts, lengths)
@@ -88,7 +88,7 @@ class Queries:
             self.pieces[place] = (left, queries.gather(2, taken))
 
     def forget(self, rows: IntArray) -> None:
-        """Forget those of some rows."""
+        """Forget the queries of some rows."""
         for place, (lengths, queries) in enumerate(self.pieces):
             lengths = lengths.copy()
             lengths[rows] = 0
@@ -96,7 +96,7 @@ class Queries:
         self.pieces = [piece for piece in self.pieces if piece[0].any()]
 
     def select(self, rows: Tensor) -> None:
-        """Let row i go on with those of row ``rows[i]``."""
+        """Let row i go on with the queries of row ``rows[i]``."""
         sources = rows.cpu().numpy()
         self.pieces = [
             (lengths[sources], queries[rows.to(queries.device)]) for lengths, queries in self.pieces
@@ -105,7 +105,7 @@ class Queries:
 
 @dataclass(slots=True)
 class Notes:
-    """What is remembered of a layer's rows.
+    """Notes about a layer's rows.
 
     Attributes
     ----------
@@ -122,7 +122,7 @@ class Notes:
     later: dict[int, Observed] = field(default_factory=dict)
 
     def forget(self, rows: IntArray, *, observed: bool) -> None:
-        """Forget what is known of some rows, what the policy observed only where that is said."""
+        """Forget the notes of some rows; those of the policy only if ``observed``."""
         self.queries.forget(rows)
         forgotten = set(rows.tolist())
         self.later = {row: note for row, note in self.later.items() if row not in forgotten}
@@ -146,7 +146,7 @@ class Notes:
     def observed_of(
         self, rows: Sequence[int], head: int | None, n_kv_heads: int
     ) -> Observed | None:
-        """Return what was noted of rows, or of one KV head of a row; None if it is not known."""
+        """Return the notes of rows, or of one KV head of a row; None if there are none."""
         result = []
         for row in rows:
             note = self.observed.get((row, head))

@@ -22,12 +22,12 @@ class CacheOptions:
         parameters such as ``"nacl:seed=1"``, stands for a policy or a scorer, see
         `kvalloc.runtime.policies.changed_policy`.
     decode_every : int, optional
-        Tokens after which what followed the prompt competes for the budget of all tokens seen,
-        beside what is kept; by default 64, or a sixteenth of the tokens seen. 1 keeps the budget at
+        Tokens after which kept and new entries are ranked together, within the budget of all
+        tokens seen; by default 64, or a sixteenth of the tokens seen. 1 keeps the budget at
         every token.
     by_layer : bool
-        Where each prompt hands the budgets out: the heads of each layer compete as it is read, not
-        those of all layers, for which the whole prompt is held.
+        For profiles whose budgets each prompt hands out: among the heads of each layer as it is
+        read, not among those of all layers, for which the whole prompt stays in memory.
     allow_other_model : bool
         Accept a profile of a model of another name with the same sizes, e.g. of a fine-tune.
     memory : int, optional

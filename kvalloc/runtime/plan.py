@@ -17,11 +17,11 @@ MIN_INTERVAL, OF_SEEN = 64, 16
 where more of this share of the tokens seen, so that to do so takes the same part of the time."""
 
 RANK_AGAIN = 1.5
-"""Where heads share their budgets, all that is kept is ranked again when so many times the tokens
-have been seen as when it was before; until then what is new competes for the places that it
-brought, and what has fitted values keeps its place (SmolLM2-135M at 20%, four speeches in blocks of
-64 tokens: 0.0048 nats a token, and 0.0076 if all compete each time). Where each head has its own
-budget, all compete each time (0.0085, and 0.0155 if what is new competes alone)."""
+"""Where heads share their budgets, kept entries are ranked again when the tokens seen have grown
+by this factor. Until then new entries are ranked alone, for the places that they
+brought, and entries with fitted values keep theirs (SmolLM2-135M at 20%, four speeches in blocks of
+64 tokens: 0.0048 nats a token, and 0.0076 if all are ranked each time). Where each head has its own
+budget, all are ranked each time (0.0085, and 0.0155 if new entries are ranked alone)."""
 
 REFIT = 0.8
 """Where the memory leaves so much less than the share that the budgets were decided for, others are
@@ -29,12 +29,12 @@ decided: fewer entries at fewer bits lose less than the same bits of still fewer
 
 
 def default_interval(seen: int) -> int:
-    """Return after how many tokens what follows so many competes, by default."""
+    """Return the default number of tokens between an eviction and the next one."""
     return max(MIN_INTERVAL, seen // OF_SEEN)
 
 
 def interval(row: Row, memory: int | None, seen: int) -> int:
-    """Return the number of tokens after which what follows so many competes.
+    """Return the number of tokens between an eviction and the next one.
 
     Parameters
     ----------
@@ -57,7 +57,7 @@ def token_bytes(profile: BudgetProfile) -> int:
 
 
 def cuts(row: Row, memory: int | None, start: int, end: int) -> Iterator[int]:
-    """Yield the columns before `end` at which what follows an eviction at `start` competes."""
+    """Yield the columns before `end` at which a row evicts again after `start`."""
     while (start := start + interval(row, memory, start)) < end:
         yield start
 
@@ -71,7 +71,7 @@ def prompt_targets(
     ----------
     row : Row
     tokens : int
-        Of the whole prompt, whose budgets these are.
+        Of the whole prompt.
     entries : ndarray of int64, (n_layers, n_kv_heads)
         Entries that there are.
     padded : bool
@@ -81,19 +81,19 @@ def prompt_targets(
     """
     profile, budgets = row.profile, row.budgets(tokens)
     fits, full = entries <= budgets, profile.shape.full_layers
-    if profile.by_prompt and not row.holds:  # heads of a layer compete, and share its budget
+    if profile.by_prompt and not row.holds:  # heads of a layer share its budget
         fits = np.broadcast_to(
             entries.sum(axis=1, keepdims=True) <= budgets.sum(axis=1, keepdims=True), fits.shape
         )
     goes = [i for i in full if padded or not fits[i].all() or i in rounded]
-    if goes and profile.by_prompt and row.holds:  # heads of all layers compete
+    if goes and profile.by_prompt and row.holds:  # heads of all layers share their budgets
         goes = [*full]
     counts = np.where(fits, entries, budgets)
     return {layer: counts[layer] for layer in goes}
 
 
 def grown(row: Row, left: int | None) -> BudgetProfile:
-    """Return by whose budgets a conversation goes on.
+    """Return the profile by which a conversation goes on.
 
     Parameters
     ----------
@@ -138,9 +138,9 @@ def turn_budgets(row: Row, left: int | None) -> IntArray:
 
 
 def _within(memory: int, budgets: IntArray, row: Row) -> IntArray:
-    """Return budgets of full layers whose entries take at most so many bytes.
+    """Return budgets of full layers within ``memory`` bytes.
 
-    Where the memory is all that is asked, they take as much of it as a row of so many tokens can,
+    If the memory alone is requested, they take as much of it as the row's tokens can,
     in the proportions that were decided.
     """
     profile = row.profile
@@ -159,7 +159,7 @@ def _within(memory: int, budgets: IntArray, row: Row) -> IntArray:
 
 
 def new_alone(row: Row, budgets: IntArray, kept: IntArray, new: IntArray) -> bool:
-    """Return whether what is kept of a row stays, and only what is new competes.
+    """Return whether a row keeps its stored entries, and only new ones are ranked.
 
     Where heads share their budgets, something has gone, and the newest tokens fit behind: as
     entries, and as bytes, scales included.
@@ -184,14 +184,14 @@ def new_alone(row: Row, budgets: IntArray, kept: IntArray, new: IntArray) -> boo
 
 
 def turn_targets(room: IntArray, entries: IntArray, *, protected: int, shared: bool) -> IntArray:
-    """Return how many of what competes in a row stay, (n_full_layers, n_kv_heads).
+    """Return how many candidates of a row stay, (n_full_layers, n_kv_heads).
 
     Parameters
     ----------
     room, entries : ndarray of int64, (n_full_layers, n_kv_heads)
-        Entries that may stay, and all that compete.
+        Entries that may stay, and all candidates.
     protected : int
-        Entries that stay in any case: latest tokens, and sinks where these compete.
+        Entries that stay in any case: latest tokens, and sinks if they are candidates.
     shared : bool
         Whether the heads of all layers share their room: the sum over both counts.
     """

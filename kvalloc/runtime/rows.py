@@ -29,7 +29,7 @@ class Method:
     profile : BudgetProfile
         Budgets and policy.
     policy, after : EvictionPolicy
-        Who chooses among the entries of a prompt, and among what is kept and what followed.
+        For the entries of a prompt, and for a turn's kept and new entries.
     options : CacheOptions
     longer_profile : BudgetProfile or None
         Budgets of a longer text, by which a conversation goes once their share holds.
@@ -64,12 +64,12 @@ class Method:
 
     @property
     def goes_on(self) -> bool:
-        """Whether what follows a prompt competes with what is kept of it."""
+        """Whether rows evict after their prompt, too."""
         return self.profile.reduces or self.options.memory is not None
 
     @property
     def goes_on_observing(self) -> bool:
-        """Whether what the policy notes of a prompt is added to by what follows."""
+        """Whether the policy's notes of a prompt go on with later tokens."""
         return self.goes_on and self.after.observes
 
     def widths(self, profile: BudgetProfile) -> Widths:
@@ -95,7 +95,7 @@ class Row:
     ----------
     method : Method
     profile : BudgetProfile
-        Whose budgets hold now.
+        Its budgets now.
     holds : bool
         Whether its prompt stays whole until it is complete.
     prompt : int
@@ -103,7 +103,7 @@ class Row:
     seen : int
         Tokens seen.
     evicted_at : int
-        Tokens seen at its latest eviction, all of which are within the budget.
+        Tokens seen at its latest eviction, which left it within the budget.
     ranked_at : int
         Tokens seen when all that is kept was last ranked.
     """
@@ -117,7 +117,7 @@ class Row:
     ranked_at: int = 0
 
     def budgets(self, tokens: int) -> IntArray:
-        """Return what may stay of so many tokens, (n_layers, n_kv_heads)."""
+        """Return the budgets of a text of this length, (n_layers, n_kv_heads)."""
         if not tokens:
             return np.zeros_like(self.profile.budgets)
         return self.profile.budgets_for(tokens)

@@ -1,4 +1,4 @@
-"""A prompt that the model reads once more, for scorers to see what it looks up."""
+"""A prompt that the model reads once more, so that scorers see which entries it looks up."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class LaterLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         return self._tokens
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
-        """Return length and offset of what new tokens see: what is shown counts as the last."""
+        """Return length and offset of the tokens seen by new ones: shown ones count as the last."""
         new = query_length.shape[0] if isinstance(query_length, Tensor) else query_length
         shown = int(self._held[0].shape[2]) if self._places is None else len(self._places)
         return shown + int(new), self._tokens - shown
@@ -146,7 +146,7 @@ def read_again(
     later : Later
         How they are read.
     layers : collection of int
-        Those that are looked at.
+        Layers to look at.
     sinks : int
         First tokens of the prompt that are never evicted.
 
@@ -182,7 +182,7 @@ def check_context(later: Later, places: Sequence[int], tokens: int, limit: int) 
     Parameters
     ----------
     later : Later
-        What comes after the prompt.
+        The repetition after the prompt.
     places : sequence of int
         Position of the first token after each row of the prompt.
     tokens : int
@@ -209,7 +209,7 @@ def check_context(later: Later, places: Sequence[int], tokens: int, limit: int) 
 
 
 def _pieces(prompt: HeldPrompt, later: Later, sinks: int) -> list[tuple[Tensor, LaterStep]]:
-    """Return what each repetition reads, (n_rows, n, ...), and what it is."""
+    """Return the tokens of each repetition, (n_rows, n, ...), and its description."""
     places, pieces = torch.arange(prompt.tokens, device="cpu"), []
     for begin in range(0, prompt.tokens, later.tokens):
         repeated = places[begin : begin + later.tokens]

@@ -1,4 +1,4 @@
-"""Which entries a KV head keeps, and how many: sinks, window, and the best of the rest."""
+"""Which entries a KV head keeps, and how many: sinks, window, and the best others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvalloc.runtime.checks import ensure
 
 
 def keep_best(scores: Tensor, budgets: Tensor, *, sinks: int, window: int) -> Tensor:
-    """Mask of what each KV head keeps: sinks, window, and the best of the rest.
+    """Return the mask of entries that each KV head keeps: sinks, window, and the best others.
 
     Parameters
     ----------
@@ -51,7 +51,7 @@ def keep_best(scores: Tensor, budgets: Tensor, *, sinks: int, window: int) -> Te
 
 
 def evictable(entries: Tensor, *, sinks: int, window: int) -> Tensor:
-    """What a policy may decide: all but sinks and window.
+    """Return the mask of entries that a policy may evict: all but sinks and window.
 
     Parameters
     ----------
@@ -69,7 +69,7 @@ def evictable(entries: Tensor, *, sinks: int, window: int) -> Tensor:
 
 
 def free_counts(entries: Tensor, budgets: Tensor, *, sinks: int, window: int) -> Tensor:
-    """How many of the `evictable` entries each KV head keeps, (batch, n_kv_heads).
+    """Return how many `evictable` entries each KV head keeps, (batch, n_kv_heads).
 
     Parameters
     ----------
@@ -144,7 +144,7 @@ def flat_entries(
 ) -> tuple[Tensor, Tensor]:
     """Return entries one after the other as they are stored, (n, dim), and where some of them are.
 
-    What is copied by whole entries takes a fifth of the time of a `gather` of their numbers.
+    A copy of whole entries takes a fifth of the time of a `gather` of their numbers.
 
     Parameters
     ----------
@@ -173,7 +173,7 @@ def best_entries(scores: Tensor, counts: Tensor, *, among: Tensor) -> Tensor:
     scores : Tensor, (batch, n_kv_heads, n_tokens)
         Finite where `among` is True.
     counts : Tensor of int64, (batch, n_kv_heads)
-        How many to take, at most as many as `among` offers; best on the host.
+        How many to take, no more than `among` offers; best on the host.
     among : Tensor of bool, (batch, n_kv_heads, n_tokens)
         Entries that may be taken.
 
@@ -209,7 +209,7 @@ def best_entries(scores: Tensor, counts: Tensor, *, among: Tensor) -> Tensor:
 
 
 def handed_out(scores: Sequence[Tensor], total: int, *, protected: int) -> IntArray:
-    """How many entries each head keeps of one prompt.
+    """Return how many entries each head keeps of one prompt.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What came since a layer's latest eviction: tokens of rows, the latest of each at the end."""
+"""Tokens since a layer's latest eviction, the latest of each row at the end."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ BLOCK_TOKENS = 64
 """Tokens that a tail gets room for at a time: until then none is copied, and no address changes."""
 
 FIRST_TOKENS = 8
-"""So many of the first that come one by one take no room to spare: a short answer to a short prompt
+"""The first decoded tokens take no room to spare: a short answer to a short prompt
 would store more than that prompt."""
 
 
 def room_for(tokens: int, interval: int) -> int:
-    """Return the tokens that there is room for where so many have come, one after the other.
+    """Return the room, in tokens, for decoded tokens.
 
     Those alone at first, then whole blocks, but no more than come before the next eviction.
 
@@ -45,14 +45,14 @@ class Tail:
     buffers : tuple of Tensor, each (rows, n_kv_heads, room, head_dim)
         Contiguous.
     tokens : int
-        So many of the first places are used.
+        Places in use, from the first.
     lengths : ndarray of int64, (rows,)
         Tokens of each row.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, lengths: IntArray) -> None:
         self.buffers, self.tokens, self.lengths = (keys, values), int(keys.shape[2]), lengths
-        self._alone = 0  # how many have come one by one
+        self._alone = 0  # tokens that came one at a time
 
     @property
     def states(self) -> tuple[Tensor, Tensor]:
@@ -118,7 +118,7 @@ class Tail:
         self.tokens, self.lengths = end, both
 
     def cut(self, removed: IntArray) -> None:
-        """Remove so many of the latest tokens of each row, (rows,), and free them."""
+        """Remove the latest tokens of each row, (rows,) of them, and free them."""
         lengths = self.lengths - removed
         if (removed == removed[0]).all():
             self._keep(self.tokens - int(removed[0]) - int(lengths.max()), int(lengths.max()))
@@ -146,7 +146,7 @@ class Tail:
         self._keep(self.tokens - longest, longest)
 
     def _keep(self, first: int, count: int) -> None:
-        """Copy so many places, from one on: a slice would keep the rest alive."""
+        """Copy ``count`` places from ``first`` on: a slice would keep all alive."""
         self.buffers = tuple(  # type: ignore[assignment]
             buffer.narrow(2, first, count).clone(memory_format=torch.contiguous_format)
             for buffer in self.buffers

@@ -63,14 +63,14 @@ class AttentionCall:
 
     @property
     def visible(self) -> Tensor | None:
-        """Which of the tokens that followed a row has, bool, (batch, n_following); None for all."""
+        """Mask of a row's following tokens, bool, (batch, n_following); None for all."""
         if self.starts is None:
             return None
         return torch.arange(self.keys.shape[2], device=self.keys.device) >= self.starts[:, None]
 
     @property
     def work_type(self) -> torch.dtype:
-        """In which torch's operations compute: at least float32."""
+        """Type in which torch's operations compute: at least float32."""
         return torch.promote_types(self.queries.dtype, torch.float32)
 
     def capped(self, logits: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 What `kvalloc.runtime.attention.triton` is on CUDA: each entry is read once, as it is stored
 (float32, half precision, codes of 8 to 3 bits), by threads that share all entries of a layer
 equally, however different segments are. `cpu.c` is built when kvalloc is installed where there is a
-compiler (setup.py), and by ``make kernel``: on x86 twice, of which the processor's own is taken.
+compiler (setup.py), and by ``make kernel``: on x86 twice, and the processor takes its own.
 Without it torch's operations do the same, slower.
 """
 
@@ -108,7 +108,7 @@ class CpuBackend(Backend):
         MemoryError
             If there is no memory to work with.
         UnsupportedModelError
-            If heads, sizes or types of the call and of what is kept do not fit together.
+            If heads, sizes or types of the call and of the kept entries do not fit together.
         """
         return cpu_attention(call, kept, threads=torch.get_num_threads())
 
@@ -184,7 +184,7 @@ def cpu_attention(call: AttentionCall, kept: Kept, *, threads: int) -> Tensor:
     batch, n_query_heads, n_new, key_dim = call.queries.shape
     n_kv_heads, n_following, value_dim = *call.keys.shape[1:3], call.values.shape[-1]
     output = call.queries.new_empty(batch, n_new, n_query_heads, value_dim, dtype=torch.float32)
-    # what is pointed to has a name, so that it lives until the call is over
+    # tensors behind pointers have names, so that they live until the call is over
     queries = call.queries.float().contiguous()
     latest, room = (call.keys, call.values), _room(call.keys, call.values)
     if room is None:
@@ -230,7 +230,7 @@ def cpu_attention(call: AttentionCall, kept: Kept, *, threads: int) -> Tensor:
 
 
 def _check_call(call: AttentionCall) -> None:
-    """Raise if what is handed to C does not fit together: C reads storage without a look."""
+    """Raise if tensors for C do not fit together: C reads storage without a look."""
     queries, keys, values = states = call.queries, call.keys, call.values
     batch, n_query_heads, n_new, key_dim = queries.shape
     n_kv_heads, n_following = keys.shape[1:3]

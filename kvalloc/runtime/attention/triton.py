@@ -1,9 +1,9 @@
 """Attention of a few new tokens over kept entries on CUDA, in two launches.
 
 The entries that are kept and the tokens that followed are cut into tiles (segment, start, end) of
-equal length, whatever segment they belong to, so that long heads are shared by as many programs as
+equal length in all segments, so that long heads are shared by as many programs as
 they need. Each program leaves the partial softmax of its tile, and one more launch adds the partial
-softmaxes of each segment and writes the answer in its final layout. Which tiles of what is kept
+softmaxes of each segment and writes the answer in its final layout. Which kept tiles
 belong to which segment stands on the device, made once for each eviction; as many programs are
 launched as entries of that number can need. Lengths and numbers of tiles are arguments at run time,
 so a longer answer compiles nothing anew, and nothing here asks the device for a value.
@@ -83,7 +83,7 @@ def _wanted_programs(device: torch.device) -> int:
 
 
 def triton_attention(call: AttentionCall, kept: Kept, *, programs: int) -> Tensor:
-    """Attend with about so many programs, more where segments are short."""
+    """Attend with about ``programs`` programs, more where segments are short."""
     call = call.with_dense_vectors()
     batch, n_query_heads, n_new, head_dim = call.queries.shape
     n_kv_heads, n_following, value_dim = *call.keys.shape[1:3], call.values.shape[-1]
@@ -136,9 +136,9 @@ def _stored(kept: Part) -> tuple[Any, ...]:
 
 
 def _tile_length(n_entries: int, programs: int) -> int:
-    """Return the entries of a tile, so that about so many programs share all of them.
+    """Return the entries of a tile, so that about ``programs`` programs share all.
 
-    Those that a program reads together share a key scale, so a tile is a part of a block or blocks.
+    Entries that a program reads at once share a key scale, so a tile is part of a block or blocks.
     """
     each = max(-(-n_entries // programs), SHORTEST_TILE)
     if each > KEY_BLOCK_TOKENS:
@@ -155,7 +155,7 @@ def _sizes(
     columns: int,
     dtype: torch.dtype,
 ) -> Any:
-    """Return what is compiled into a kernel."""
+    """Return the sizes that are compiled into a kernel."""
     from kvalloc.runtime.attention.triton_kernels import Codes, Sizes
 
     value_block = max(_power_of_two(value_dim), 16)

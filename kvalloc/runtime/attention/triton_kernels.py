@@ -2,11 +2,11 @@
 
 With ``TRITON_INTERPRET=1`` the same kernels run on the CPU, where they are tested.
 
-A softmax over what was read so far is, for each query row, the largest logit ``most``, the sum of
+A softmax over the entries so far is, for each query row, the largest logit ``largest``, the sum of
 ``exp(logit - most)`` ``total``, and the values weighted by the same, ``summed``. Entries are added
 a block of columns at a time, and read from memory once: as numbers, or as the codes that are
 stored at fewer bits, which become numbers in registers. What belongs together comes as a tuple;
-None stands for what is not there, and nothing is compiled for it.
+None stands for an absent tensor, and nothing is compiled for it.
 
 Query row r of a KV head is new token ``r % n_new`` of the head's query head ``r // n_new``.
 """
@@ -45,7 +45,7 @@ class Codes(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What is compiled into a kernel: sizes of a model's heads, none of them a length.
+    """Constants that are compiled into a kernel: sizes of a model's heads, none of them a length.
 
     Attributes
     ----------
@@ -60,7 +60,7 @@ class Sizes(NamedTuple):
     channels : int
         Channels of a value that share a scale.
     codes : tuple of Codes
-        Of each part of what is kept.
+        Of each part of the kept entries.
     turned : bool
         Whether values of any part are.
     precision : str
@@ -98,7 +98,7 @@ def read_tile(  # type: ignore[no-untyped-def]
 ):
     """Write the softmax of one block of query rows over one tile, kept or following.
 
-    Parts of ``partial`` are (n_rows, value_dim + 2): summed, most, total. First come those of at
+    Parts of ``partial`` are (n_rows, value_dim + 2): summed, largest, total. First come parts of at
     most ``n_tiles`` tiles of ``length`` kept entries, then ``following_tiles`` of each segment,
     ``tile`` entries each of ``n_following``. ``kept`` are segments as `kvalloc.runtime.kept.Work`
     has them and, of each part, keys, values and scales; ``queries_in`` and ``followed`` are
@@ -113,7 +113,7 @@ def read_tile(  # type: ignore[no-untyped-def]
     row = tl.program_id(1) * SIZES.rows + tl.arange(0, SIZES.rows)
     dims, value_dims = tl.arange(0, SIZES.head_block), tl.arange(0, SIZES.value_block)
     is_kept = part < n_tiles
-    later = part - n_tiles  # negative for what is kept
+    later = part - n_tiles  # negative for kept entries
     divisor = tl.maximum(following_tiles, 1)
     segment = _segment_of(part, segments, tl.where(is_kept, n_segments, 0))
     if segment == n_segments:
@@ -163,7 +163,7 @@ def read_tile(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _segment_of(tile, segments, n_segments):  # type: ignore[no-untyped-def]
-    """Return the segment of a tile of kept entries: as many as end before it."""
+    """Return the segment of a tile of kept entries: the number that end before it."""
     count = tl.zeros([], dtype=tl.int64)
     for first in range(0, n_segments, 64):
         place = first + tl.arange(0, 64)
@@ -262,7 +262,7 @@ def _add_parts(  # type: ignore[no-untyped-def]
 def _turned(vectors, SIZE: tl.constexpr, DIM: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return vectors times Hadamard's matrix over the root of its size, (SIZE / DIM, DIM).
 
-    Each step adds and subtracts neighbours; after as many as DIM has binary digits, all are mixed.
+    Each step adds and subtracts neighbours; after one for each binary digit of DIM, all are mixed.
     """
     LEFT: tl.constexpr = SIZE // DIM
     STEPS: tl.constexpr = DIM.bit_length() - 1
@@ -279,7 +279,7 @@ def _add_entries(  # type: ignore[no-untyped-def]
     """Add the entries of a span (start, end, first key scale) to a softmax.
 
     ``entries`` are keys and values, each with the step between tokens, and at fewer bits scales.
-    Of tokens that followed, those that ask see no later ones (``asking``: batch row, places) and
+    Of following tokens, the asking ones see no later ones (``asking``: batch row, places) and
     no padding (its last).
     """
     start, end, first_scale = span
@@ -347,7 +347,7 @@ def _keys(  # type: ignore[no-untyped-def]
 def _values(entries, column, inside, SIZES: tl.constexpr, CODES: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return values in rows, (columns, value_block).
 
-    At fewer bits a row's scales and minima, of which `channels` share one each, stand behind its
+    At fewer bits a row's scales and minima, one for `channels` numbers, stand behind its
     codes; ``scales[1]`` are the same rows in their type.
     """
     _, _, values, value_token, scales = entries

@@ -101,7 +101,7 @@ class AttentionMatching(Score):
     def combine(
         self, states: AttentionStates, kept: Tensor, budgets: Tensor, **limits: Unpack[Limits]
     ) -> tuple[Tensor, Tensor]:
-        """Give what stays its new values; see `EvictionPolicy.combine`.
+        """Give kept entries their new values; see `EvictionPolicy.combine`.
 
         Raises
         ------
@@ -146,7 +146,7 @@ class AttentionMatching(Score):
         return states.keys, values
 
     def _known(self, states: AttentionStates, heads: slice) -> tuple[Tensor, Tensor] | None:
-        """Return `known_rows` of the references, where the same queries have just voted."""
+        """Return `known_rows` of the references, if the scorer has just used the same queries."""
         voted = [states.kv_head(head) for head in range(heads.start, heads.stop)]
         known = [rows for one in voted if (rows := known_rows(one, _AHEAD_TOKENS)) is not None]
         if len(known) < len(voted):
@@ -158,7 +158,7 @@ class AttentionMatching(Score):
         return weights, divisors
 
     def scores(self, states: AttentionStates, *, sinks: int) -> Tensor:
-        """Return the scorer's; what it computes of the queries that are matched is kept."""
+        """Return the scorer's scores, and keep what it computes for the reference queries."""
         want_rows(states, self.rows, self.every)
         return super().scores(states, sinks=sinks)
 
@@ -177,7 +177,7 @@ class AttentionMatching(Score):
 def _alike(sizes: list[int]) -> list[tuple[slice, int]]:
     """Return heads that keep about as many entries, to be fitted at once, and their maximum.
 
-    They are neighbours, so that nothing of theirs is copied. Heads of size 0 are left out.
+    They are neighbours, so that they are not copied. Heads of size 0 are left out.
     """
     groups: list[tuple[slice, int]] = []
     first, low, high = 0, sizes[0], sizes[0]
@@ -261,7 +261,7 @@ def ridge_step(design: Tensor, target: Tensor, sizes: Tensor) -> Tensor:
     Parameters
     ----------
     design : Tensor, (..., n_rows, n_columns)
-        Its type is that of all but the small system, which is solved in float64.
+        In its type all is computed but the small system, which is solved in float64.
     target : Tensor, (..., n_rows, n_targets)
     sizes : Tensor of int64, (...)
         Columns of each design, from the first; all others are 0.

@@ -1,4 +1,4 @@
-"""The contract of a policy: which entries stay within the budgets, and what happens to the rest."""
+"""The contract of a policy: which entries stay within the budgets, and what happens to others."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class EvictionPolicy(Parameterized, ABC):
         Parameters
         ----------
         states : AttentionStates
-            What one layer's attention sees when the prompt is complete, without padding;
+            One layer's attention when the prompt is complete, without padding;
             ``states.observed`` is what `observe` left of earlier chunks.
         budgets : Tensor of int64, (batch, n_kv_heads)
             Entries that each KV head keeps, sinks and window included. The cache has them on the
@@ -87,7 +87,7 @@ class EvictionPolicy(Parameterized, ABC):
     def combine(
         self, states: AttentionStates, kept: Tensor, budgets: Tensor, **limits: Unpack[Limits]
     ) -> tuple[Tensor, Tensor] | None:
-        """Put something of the evicted entries into the kept ones, whose number stays the same.
+        """Merge evicted entries into kept ones; their number stays the same.
 
         Parameters
         ----------
@@ -129,7 +129,7 @@ class EvictionPolicy(Parameterized, ABC):
         return self.scorer.query_rows(n_tokens)
 
     def turn_policy(self, *, rotates: bool) -> EvictionPolicy:
-        """Return who chooses among what is kept and what followed.
+        """Return the policy that ranks kept and new entries after the prompt.
 
         Parameters
         ----------
@@ -139,7 +139,7 @@ class EvictionPolicy(Parameterized, ABC):
         return replace(self, scorer=self._turn_scorer(rotates=rotates))
 
     def _turn_scorer(self, *, rotates: bool) -> Scorer:
-        """Return `Scorer.again`, or the votes of the latest queries."""
+        """Return `Scorer.again`, or a scorer by the latest queries."""
         if (scorer := self.scorer.again) is not None:
             return scorer
         latest = latest_votes(window=self.scorer.window, rotates=rotates)
@@ -169,7 +169,7 @@ class VotedPolicy(EvictionPolicy):
 
     @abstractmethod
     def query_rows(self, n_tokens: int) -> int:
-        """Return how many of a prompt's last rows vote."""
+        """Return how many of a prompt's last rows are added up."""
 
     @property
     def observes(self) -> bool:
@@ -177,9 +177,9 @@ class VotedPolicy(EvictionPolicy):
         return False
 
     def votes(self, states: AttentionStates) -> Tensor:
-        """Return the rows' votes, (batch, n_kv_heads, n_tokens).
+        """Return the sums of the rows' attention, (batch, n_kv_heads, n_tokens).
 
-        Where the keys of some rows are gone, all rows of the states vote: there are no others.
+        Where the keys of some rows are gone, all rows of the states are added up.
         """
         votes = torch.ones(states.queries.shape[2], device="cpu")
         if not states.gaps:

@@ -1,4 +1,4 @@
-"""Merging: what is evicted is put into the most similar entry that stays."""
+"""Merging: evicted entries go into the most similar entry that stays."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Merge(Score):
 
     Notes
     -----
-    KVMerger merges runs of neighbours around a pivot, whatever the budget; here the budget is
+    KVMerger merges runs of neighbours around a pivot, at any budget; here the budget is
     given, and the kept entry is the pivot.
 
     References
@@ -68,7 +68,7 @@ class Merge(Score):
     def combine(
         self, states: AttentionStates, kept: Tensor, budgets: Tensor, **limits: Unpack[Limits]
     ) -> tuple[Tensor, Tensor]:
-        """Merge what goes into what stays; see `EvictionPolicy.combine`."""
+        """Merge evicted entries into kept ones; see `EvictionPolicy.combine`."""
         free = evictable(states.keys, **limits)
         n_kept = free_counts(states.keys, budgets, **limits)
         n_gone = int(kept.shape[2]) - budgets

@@ -1,4 +1,4 @@
-"""NaCl: proxy tokens vote, and a share of the budget is drawn at random."""
+"""NaCl: proxy tokens score entries, and a share of the budget is drawn at random."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from kvalloc.scorers.parameters import Count, Share
 
 @dataclass(frozen=True, kw_only=True)
 class NaCl(VotedPolicy):
-    """Proxy tokens stay and score the others; some of the rest are drawn from those scores.
+    """Proxy tokens stay and score the others; some others are drawn from these scores.
 
     1. ``F = sum over proxy rows of softmax(A)``, mean over the query heads of a KV head.
     2. The proxies stay. Where they alone are more than the budget, the last ones stay.
-    3. Of what is left of the budget, a share is drawn without replacement from ``softmax(F)``,
-       other than by score, with another seed in each layer and KV head; the rest are the best by F.
+    3. A share of the remaining budget is drawn without replacement from ``softmax(F)``,
+       other than by score, with another seed in each layer and KV head; others are the best by F.
 
     The profile's scorer is not used. The same seed draws the same entries, on every device and
     whatever else is in the batch.
