@@ -48,7 +48,7 @@ _HEAD = "head"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionStates:
-    """What one layer's attention sees.
+    """Queries, keys and values of one layer's attention.
 
     Attributes
     ----------
@@ -82,7 +82,7 @@ class AttentionStates:
     older : int
         How many of the first queries are of earlier chunks.
     first_head : int
-        Which KV head of the layer is the first one here: not 0 where heads are shown one by one.
+        Number of the first KV head: not 0 if heads are shown separately.
     gaps : bool
         Whether entries between those of the queries' own tokens are gone, so that the last keys
         are not theirs; the mask tells which keys each query sees.
@@ -91,7 +91,7 @@ class AttentionStates:
     positions : Tensor of int32, (batch, n_kv_heads, n_tokens), or None
         Position of each key, where some between them are gone; None where they are 0, 1, 2, ...
     later : Observed or None
-        What the scorer noted of a second read of the prompt; its columns may be those of all query
+        Notes of the scorer about a second read of the prompt; its columns may be those of all query
         heads.
     absent : Tensor of bool, (batch, n_kv_heads, n_tokens), or None
         True at places of no entry, where heads hold different numbers; no query sees them. Scorers
@@ -313,7 +313,7 @@ def intercept_attention(model: nn.Module, handler: Handler) -> Iterator[None]:
 
 
 class AttentionSwitch:
-    """The reusable half of `intercept_attention`: what has to be found out once for a model.
+    """The reusable half of `intercept_attention`: facts that are looked up once for a model.
 
     The first switch of a decoder runs it over a few tokens (`kvalloc.models.probe`).
     Entering sets one context variable and lends each attention module its view, as long as anybody
@@ -513,7 +513,7 @@ def _answered(
         values=value,
         scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         mask=attention_mask,
-        # sdpa knows neither, and says so: what it leaves out must not be scored either
+        # sdpa knows neither, and says so: scores leave them out as well
         softcap=None if softcap is None or base == "sdpa" else float(softcap),
         sink_logits=None if base == "sdpa" else _sink_logits(module, kwargs),
         output_projection=_output_projection(module, query.shape[1] * value.shape[-1]),

@@ -72,7 +72,7 @@ class LoadedModel:
     model_id: str
 
     def __repr__(self) -> str:
-        """Return one line; the model by itself fills a screen."""
+        """Return one line; the model's own text fills a screen."""
         model, dtype = self.model, str(self.model.dtype).removeprefix("torch.")
         kind = type(model).__name__
         return f"LoadedModel({self.model_id}, {kind}, {dtype} on {model.device})"
@@ -80,7 +80,7 @@ class LoadedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
-    """What is loaded, and how; see `load_model`."""
+    """A loaded model and how it was loaded; see `load_model`."""
 
     source: str
     dtype: str = "float32"
@@ -214,7 +214,7 @@ def shape_of(model: Any, *, model_id: str | None = None) -> ModelShape:
     Raises
     ------
     UnsupportedModelError
-        If the model has no attention layers, or some whose cache kvalloc cannot account for.
+        If the model has no attention layers, or kvalloc cannot account for their cache.
     """
     check_not_loaded(model)
     name = type(model).__name__
@@ -308,10 +308,10 @@ def _locate(source: str, dtype: str, notify: Callable[[str], None] | None) -> tu
 
 
 def _check_shards(folder: Path) -> None:
-    """Refuse a list of weight files some of which are outside: transformers reads any path."""
+    """Refuse a list of weight files with any file outside: transformers reads any path."""
     for index in folder.glob("*.index.json"):
         files: Any = ()
-        with suppress(Exception):  # of whatever kind, transformers refuses it
+        with suppress(Exception):  # transformers refuses any other kind
             files = json.loads(index.read_bytes())["weight_map"].values()
         for file in filter(lambda one: isinstance(one, str), files):
             if PurePath(file).is_absolute() or ".." in PurePath(file).parts:
@@ -324,7 +324,7 @@ def _check_shards(folder: Path) -> None:
 def _check_sizes(folder: Path) -> None:
     """Refuse a config of far more numbers than there are weights, which would be made by chance."""
     config: Any = {}
-    with suppress(Exception):  # of whatever kind, transformers refuses it
+    with suppress(Exception):  # transformers refuses any other kind
         stated = json.loads((folder / "config.json").read_bytes())
         config = stated.get("text_config", stated)
     names = ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")
@@ -394,7 +394,7 @@ def _read_pretrained(folder: str, model_id: str, options: dict[str, Any] | None)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
-        # said here, or transformers would ask whoever sits before a terminal
+        # said here, or transformers would ask at the terminal
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         if options is None:
             return None, tokenizer
@@ -402,7 +402,7 @@ def _read_pretrained(folder: str, model_id: str, options: dict[str, Any] | None)
     except ImportError as error:
         raise MissingDependencyError(f"{model_id} cannot be loaded: {one_line(error)}") from error
     except Exception as error:
-        # transformers has no error class of its own: whatever it says, it is about this model
+        # transformers has no error class of its own: any error is about this model
         if "trust_remote_code" in str(error):
             raise UnsupportedModelError(
                 f"{model_id} brings code of its own, which kvalloc does not run; if you trust it, "

@@ -51,7 +51,7 @@ class Probe:
     rotations : dict of int to Rotation
         By layer. It has no strong reference to the decoder.
     heads : dict of int to Heads
-        Those that each layer asks with and stores. Empty if they were not seen.
+        Heads that each layer asks with and stores. Empty if they were not seen.
     final : bool
         Whether a later probe would find the same. Not if the forward failed, queries were zeros,
         or the model is in training mode.
@@ -72,7 +72,7 @@ def probe(
     layers: Mapping[int, nn.Module],
     intercepting: Callable[[Callable[..., Any]], AbstractContextManager[None]],
 ) -> Probe:
-    """Run a decoder over a few tokens, once, and return what it shows.
+    """Run a decoder over a few tokens, once, and return its findings.
 
     Warns if the forward fails, since policies that rotate queries are then not used.
 

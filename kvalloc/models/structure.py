@@ -31,7 +31,7 @@ def decoder_layers(model: Any) -> Any:
 def has_compiled_layers(model: Any) -> bool:
     """Return whether ``torch.compile`` has taken a layer of a model, or a part of one.
 
-    What is compiled reads once which attention it goes through, and a cache may come later.
+    A compiled model reads once which attention it uses, and a cache may come later.
     """
     layers = list(decoder_layers(model) or ())
     return any(is_compiled(one) for layer in layers for one in (layer, *layer.children()))
@@ -64,7 +64,7 @@ def computing_device(module: Any) -> torch.device:
 
 
 def input_device(model: Any) -> torch.device:
-    """Return the device of token ids: that of the embeddings."""
+    """Return the device of token ids: where the embeddings are."""
     return computing_device(model.get_input_embeddings())
 
 
@@ -83,7 +83,7 @@ class Heads(NamedTuple):
     value_dim: int
 
     def differences(self, theirs_heads: Heads) -> str:
-        """Return in words what is not as in others."""
+        """Return in words how they differ from others."""
         words = (
             "{} query heads",
             "{} KV heads",

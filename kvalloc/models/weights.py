@@ -131,11 +131,11 @@ def _parts(module: nn.Module) -> list[_Part]:
         fields = {name: value for name, value in vars(config).items() if name[0] != "_"}
         parts.append(_Part(str(fields), lambda: [_effective(config)]))
         rotary = rotary_settings(config) or ""
-    # frequencies that depend on the length of what was read
+    # frequencies that depend on the length of the text
     varies = any(kind in rotary for kind in ("dynamic", "longrope"))
 
     def collect(module: Any, name: str, hooks: Mapping[str, Any]) -> None:
-        """Add the parts of a module; ``hooks`` of accelerate are those of modules around it."""
+        """Add the parts of a module; ``hooks`` of accelerate belong to modules around it."""
         if is_packed(module):
             methods = [getattr(module, name, str) for name in ("weight", "bias")]
             read = partial(lambda methods: [method() for method in methods], methods)
@@ -186,7 +186,7 @@ def _effective(config: Any) -> str:
 
 
 def _plain_tensors(tensor: Any) -> list[Tensor]:
-    """Return the plain tensors of which a tensor consists: several if it has a class of its own."""
+    """Return the plain tensors in a tensor: several if it has a class of its own."""
     if not hasattr(type(tensor), "__tensor_flatten__"):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()

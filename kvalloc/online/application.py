@@ -100,14 +100,14 @@ def apply(
         with kvalloc.apply(model, target_retention=0.9): # decided for each prompt (XKV)
             model.generate(**inputs)
 
-    It ends with the ``with``; without one, with ``remove()`` of what is returned. Every call gets
-    a fresh cache, but one that brings a cache keeps it. A forward that makes a
+    It ends with the ``with``; without one, with ``remove()`` of the returned object. Every call
+    gets a fresh cache, but one that brings a cache keeps it. A forward that makes a
     cache, ``model(**inputs)``, is taken for a whole prompt, and its cache goes on from there.
 
     The first call for a model runs two tokens through its layers (`kvalloc.models.probe`).
     A budget is a share of the bytes of a cache at 16 bits a number. Alone it is kept by default
-    (`kvalloc.online.default`), with ``memory`` beside it in a way whose peak fits. ``memory`` alone
-    is the largest budget whose peak fits. Which way was taken is logged
+    (`kvalloc.online.default`), with ``memory`` beside it in a way that fits at its peak. ``memory``
+    alone is the largest budget that fits at its peak. The way is logged
     (``kvalloc.online.default``, level INFO) and stands in ``last_cache.profile.detail``. Whoever
     says how budgets are decided or entries are picked, such as ``scorer="snapkv",
     solver="uniform"``, gets budgets decided for each prompt.
@@ -120,7 +120,7 @@ def apply(
         Budgets made for this model, their file, or the name of shipped ones. Without any, exactly
         one target is given.
     allow_other_model : bool
-        With a profile or a fitted file: accept that of a model of another name with the same sizes.
+        With a profile or a fitted file: accept a model of another name with the same sizes.
     policy, decode_every : optional
         As for `kvalloc.make_cache`.
     fitted : str or Path, optional
@@ -129,7 +129,7 @@ def apply(
         cache folder for these weights, or the one that ships for them.
     across : {"rows"}, optional
         With a budget alone: the prompts of a batch share the bytes of all by their predicted
-        losses, so that short ones get a larger share than long ones. What follows a prompt is kept
+        losses, so that short ones get a larger share than long ones. Tokens after a prompt are kept
         at its row's share. By default each row has the budget as it has it alone.
     lossless : bool
         Answer as the full cache does, token by token: tokens are drafted with the reduced cache and
@@ -310,7 +310,7 @@ class Applied:
         if other is not None and not self._lossless:
             self._say_plain(other)
         if ids is None or self._lossless or not uses or other is not None:
-            return None  # what is missing the model says itself
+            return None  # the model names missing arguments itself
         # Where no mask says so, a forward takes nothing for padding.
         mask, chunked = _mask(None, arguments, ids), _is_chunked(self._model, {})
         size = _size(ids, mask, chunked=chunked, known=not self._embeds)
@@ -370,7 +370,7 @@ _REPLACED = ("generate", _PAGED)
 
 
 def _uncover(attributes: dict[str, Any], ended: Callable[[Applied], bool]) -> None:
-    """Bring back the methods that lie below those that have ended."""
+    """Bring back the methods below ended ones."""
     for name in _REPLACED:
         current = attributes.get(name, _MISSING)
         while (applied := getattr(current, _APPLIED, None)) is not None and ended(applied):
@@ -381,7 +381,7 @@ def _uncover(attributes: dict[str, Any], ended: Callable[[Applied], bool]) -> No
 
 
 def _without_applied(state: dict[str, Any]) -> None:
-    """Let a copy of the model generate by itself."""
+    """Let a copy of the model generate as a plain model."""
     _uncover(state, lambda applied: True)
 
 
@@ -463,7 +463,7 @@ def _reduced(applied: Applied, generate: Callable[..., Any]) -> Callable[..., An
 
 
 def _check_turn(cache: BudgetCache, ids: Tensor) -> None:
-    """Refuse a turn whose tokens do not go on from those that the cache has seen.
+    """Refuse a turn that does not begin with the tokens that the cache has seen.
 
     Parameters
     ----------
@@ -504,7 +504,7 @@ def _size(ids: Tensor, mask: Tensor, *, chunked: bool, known: bool) -> PromptSiz
 
 
 def _mask(model: Any, arguments: Mapping[str, Any], ids: Tensor) -> Tensor:
-    """Return what is no padding of a prompt, (rows, tokens), as ``generate()`` will see it."""
+    """Return the mask of real tokens of a prompt, (rows, tokens), as ``generate()`` will see it."""
     shown = shown_columns(arguments.get("attention_mask"))
     pad = setting(model, arguments, "pad_token_id")
     if isinstance(shown, Tensor) and shown.shape == ids.shape[:2]:

@@ -1,4 +1,4 @@
-"""Documents that were read one by one, put together in front of a question.
+"""Documents that were read separately, put together in front of a question.
 
 References
 ----------
@@ -53,7 +53,7 @@ def blend(
 
     They are not read again: keys are turned to their new places (RoPE). Each document knows nothing
     of those in front of it, though, so keys and values of some tokens are computed anew: of those
-    that the question attends to and whose values change most.
+    by how much the question attends to them and their values change.
 
     Parameters
     ----------
@@ -64,7 +64,7 @@ def blend(
     question : Tensor of int64, (n_question,), or sequence of int, optional
         What will be asked, not read into the cache. Needed for `recompute`.
     before : Tensor of int64, (n_before,), or sequence of int
-        What stands in front of the first document, such as the beginning of a chat; it is read.
+        Tokens in front of the first document, such as the beginning of a chat; it is read.
     recompute : float or str, optional
         Tokens that are computed anew, ``0.15`` or ``"15%"``; 15% where there is a question, else
         none. Beside them all tokens go through the first layer, and the question through all.
@@ -145,7 +145,7 @@ def _cache_of(documents: Documents, like: BudgetCache, allow_other_model: bool) 
 def _check_joinable(
     model: Any, names: Sequence[str], caches: Sequence[BudgetCache], beside_documents: int
 ) -> None:
-    """Refuse documents that cannot stand behind each other, in front of so many other tokens."""
+    """Refuse documents that cannot follow each other, beside this number of other tokens."""
     widths = [cache.row_profiles[0].widths for cache in caches]
     for name, widths_of in zip(names, widths, strict=True):
         if not np.array_equal(widths_of, widths[0]):

@@ -24,13 +24,13 @@ class Conflict(NamedTuple):
     Attributes
     ----------
     options : tuple of str
-        Options, any of which is refused.
+        Options; each is refused.
     message : str
         With ``{0}`` for the one that is given, and ``{1}`` for the other.
     excluded : tuple of str
-        Others beside any of which it is refused.
+        Other options; it is refused beside each of them.
     without : tuple of str
-        Others without all of which it is refused.
+        Other options; it is refused unless one of them is set.
     """
 
     options: tuple[str, ...]

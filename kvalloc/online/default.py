@@ -50,8 +50,8 @@ class Default:
     Parameters
     ----------
     share : float, optional
-        Of the bytes of a cache at 16 bits a number, whatever the model's type; above 0 and up to 1.
-        Without it, and without a loss, it is the largest one whose peak fits in the memory.
+        Of the bytes of a cache at 16 bits a number, for any type of the model; above 0 and up to 1.
+        Without it, and without a loss, it is the largest one that fits in the memory at its peak.
     target_loss : float, optional
         Instead of a share: the least one that is predicted to lose no more, nats per token.
     options : CacheOptions
@@ -97,13 +97,13 @@ class Default:
         return cls(share=share, options=options or CacheOptions())
 
     def cache(self, model: Any, size: PromptSize = UNKNOWN) -> BudgetCache:
-        """Make a cache for one prompt, each of whose rows is served by what it is itself.
+        """Make a cache for one prompt; each row is served by its own length.
 
         Parameters
         ----------
         model : transformers.PreTrainedModel
         size : PromptSize
-            Of a prompt whose length is not known the full cache is taken to fit.
+            If the length of a prompt is not known, its full cache is taken to fit.
 
         Raises
         ------
@@ -127,7 +127,7 @@ class Default:
             way = way_of(setting, None)
             options = replace(self.options, by_layer=way.by_layer)
             return build_cache(model, way.profile(None), options, prompt_tokens=size.announced)
-        # nothing of a row of padding alone is kept, whatever its way
+        # a row of padding alone keeps nothing in any way
         lengths = [max(length, 1) for length in size.lengths or (tokens,)]
         settings = [setting] * len(lengths)
         if self.options.across is not None:
@@ -170,7 +170,7 @@ class Default:
         )
 
     def _largest_share(self, shape: ModelShape, size: PromptSize) -> float:
-        """Return the largest share of a prompt whose peak fits in the memory."""
+        """Return the largest share of a prompt that fits in the memory at its peak."""
         if (columns := size.tokens) is None:
             return 1.0
         memory, lengths = self.options.memory or 0, size.lengths or (columns,)
@@ -196,7 +196,7 @@ class Default:
             part = bisect.bisect_left(parts, True, key=partial(over, decided=decided))
             if part and unfilled(part) >= 0:
                 return part / _PARTS
-        return (part + 1) / _PARTS  # the least share, which is refused with what it needs
+        return (part + 1) / _PARTS  # the smallest share, refused with its bytes
 
     def _least_share(self, model: Any, loss: float, size: PromptSize) -> float:
         """Return the least share that is predicted to lose no more at a prompt's length."""
@@ -209,7 +209,7 @@ class Default:
     def setting(self, shape: ModelShape, *, rotates: bool = True) -> Setting:
         """Return what all ways of a model share.
 
-        Its fitted file is the one that is named, else the one of the model, if there is one.
+        Its fitted file is the named one, else the model's, if it exists.
 
         Raises
         ------
@@ -271,7 +271,7 @@ class Default:
 def _profile_within(
     setting: Setting, text: str, memory: int | None, share: float, tokens: int
 ) -> BudgetProfile:
-    """Return the budgets by which a conversation of so many tokens goes at a share."""
+    """Return the budgets of a conversation of a length at a share."""
     way = chosen_way(replace(setting, share=share), tokens)
     if not isinstance(way, Decided | Whole):
         way = Early(setting=way.setting)
@@ -292,7 +292,7 @@ def _requested(
 
 
 def _settings_of_rows(setting: Setting, lengths: Sequence[int]) -> list[Setting]:
-    """Return the setting of each row, where those that the curves cover share their bytes."""
+    """Return the setting of each row; rows within the curves share their bytes."""
     covered = [row for row, tokens in enumerate(lengths) if setting.solved_tokens(tokens)]
     shared = shares_of_rows(str(setting.file), setting.share, tuple(lengths[r] for r in covered))
     shares = dict(zip(covered, shared, strict=True))
@@ -305,7 +305,7 @@ def _text(
     lengths: Sequence[int],
     read: Rows,
 ) -> tuple[str, str]:
-    """Return the line of detail of rows of these lengths, and the rest: way, peak and cost."""
+    """Return the line of detail of rows of these lengths, and its end: way, peak and cost."""
     shape, share, peak = profile.shape, way.setting.share, way.peak_bytes(read)
     full = list(shape.full_layers)
     kept = sum(profile.budgets_for(n)[full].mean() for n in lengths) / sum(lengths)
@@ -330,7 +330,7 @@ def _text(
 
 
 def _alike(lengths: Sequence[int], ways: Sequence[Way]) -> dict[Way, tuple[int, ...]]:
-    """Return the rows that are served alike, those of the longest row first."""
+    """Return groups of rows that are served alike, the group of the longest row first."""
     longest_first = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     return {
         way: tuple(row for row, other in enumerate(ways) if other == way)

@@ -129,10 +129,10 @@ def fit(
     layers = len(facts.shape.full_layers)
     each = (2 * layers, layers * (2 + len(WIDTHS)), layers * (1 + len(ERROR_SHARES)))
     prompts = [len(one.samples) for one in (second, losses, other_samples)]
-    begun, unsaid = perf_counter(), [] if resume else [notify]  # what is resumed takes less
+    begun, unsaid = perf_counter(), [] if resume else [notify]  # a resumed job takes less
 
     def stage(number: int) -> Callable[[int, int], None]:
-        """Return the progress of one stage within that of the job."""
+        """Return the progress of one stage as the job's."""
 
         def count(done: int, total: int) -> None:
             measured = prompts[number] * done // max(total, 1)

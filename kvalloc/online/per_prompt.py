@@ -40,9 +40,9 @@ NOT_OF_A_PROMPT = RequestOptions.__annotations__.keys() - {
 
 
 class PromptOptions(RequestOptions, total=False):
-    """What is to be reached for each prompt, and how it is measured and decided.
+    """The target for each prompt, and how it is measured and decided.
 
-    Of the options of a request: one of the targets that are no loss, `level`, `min_tokens`,
+    Options of a request: a target other than a loss, `level`, `min_tokens`,
     `max_tokens` and `page`.
     """
 
@@ -65,9 +65,9 @@ class PromptTarget:
     Attributes
     ----------
     request : Request
-        What is to be reached.
+        The target.
     scorer : Scorer
-        Whose scores are measured.
+        Its scores are measured.
     sinks : int
         First tokens, never evicted.
     solver : str
@@ -80,7 +80,7 @@ class PromptTarget:
     InputError
         If a value is out of range, there is no such solver or scorer, or not exactly one target.
     UnsupportedRequestError
-        If the scorer looks at what comes after a prompt.
+        If the scorer looks at tokens after a prompt.
     """
 
     request: Request
@@ -117,7 +117,7 @@ class PromptTarget:
         return cls(request=request, scorer=scorer, options=options or CacheOptions(), **decided_by)
 
     def cache(self, model: Any, size: PromptSize = UNKNOWN) -> BudgetCache:
-        """Make a cache whose budgets are decided from its prompt.
+        """Make a cache with budgets that are decided from its prompt.
 
         In the prompt's forward, a mini-prefill over the prompt comes first, then the solver, then
         the prefill with eviction. That takes about as long as another prefill; no cache exists
@@ -131,8 +131,8 @@ class PromptTarget:
         Returns
         -------
         BudgetCache
-            Its ``profile`` is the decision once the prompt has come, its ``row_profiles`` those of
-            the rows, its ``decision_seconds`` what deciding took.
+            Its ``profile`` is the decision once the prompt has come, its ``row_profiles`` one for
+            each row, its ``decision_seconds`` what deciding took.
 
         Raises
         ------
@@ -203,7 +203,7 @@ class PromptTarget:
         row: IntArray,
         columns: int,
     ) -> BudgetProfile:
-        """Return the budgets of one row, in a batch whose longest row has ``columns`` columns."""
+        """Return the budgets of one row, in a batch of ``columns`` columns."""
         shape, target = undecided.shape, request.target
         whole = undecided.replace(
             detail="keeps the prompt whole, which is too short to leave any out"

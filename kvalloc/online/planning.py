@@ -39,7 +39,7 @@ MEASURED_TOKENS = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedBatch:
-    """A number of rows at a share, and what is predicted of them.
+    """A number of rows at a share, and predictions for them.
 
     Attributes
     ----------
@@ -97,9 +97,9 @@ def plan_batch(
 ) -> BatchPlan:
     """Return how many rows at which share give the most tokens a second.
 
-    Bytes and losses are those of `kvalloc.apply` with that budget. A step takes the time of the
-    model, once for all rows, and that of each row's cache; and every so many tokens what followed
-    competes with what is kept.
+    Bytes and losses are as with `kvalloc.apply` and that budget. A step takes the time of the
+    model, once for all rows, and of each row's cache; at an interval each row
+    evicts.
 
     Parameters
     ----------
@@ -112,8 +112,8 @@ def plan_batch(
     target_loss : float
         Largest predicted loss, nats per token.
     times : StepTimes or str, optional
-        Instead of measuring: those of an earlier plan; or ``"a100"``, ``"h100"`` or ``"h200"``, by
-        its published figures.
+        Instead of measuring: the times of an earlier plan; or ``"a100"``, ``"h100"`` or ``"h200"``,
+        by its published figures.
     fitted, allow_other_model : optional
         As `kvalloc.apply`.
 
@@ -225,8 +225,8 @@ class Load:
     answer : int
         Tokens of the answer.
     parts : tuple of (int, int, int, int)
-        Of each part of the answer between two times that what followed competes: its tokens, those
-        seen before it, the bytes that are kept, and those that have followed in the mean.
+        Of each part of the answer between two evictions: its tokens, those
+        seen before it, the bytes of kept entries, and of the tail in the mean.
     plain : bool
         Whether the cache is a plain one.
     """
@@ -240,7 +240,7 @@ class Load:
 
     @classmethod
     def of(cls, way: Decided, shape: ModelShape, prompt: int, answer: int) -> Load:
-        """Return that of a prompt and its answer, as the default keeps them."""
+        """Return the load of a prompt and its answer, as the default keeps them."""
         profile = way.profile(prompt)
         token = len(shape.full_layers) * reading_bytes(shape, 1)
         peak, parts = way.peak_bytes(Rows(prompt, 1, prompt)), []
@@ -263,7 +263,7 @@ class Load:
 
     @classmethod
     def of_plain(cls, shape: ModelShape, prompt: int, answer: int) -> Load:
-        """Return that of a plain cache, which holds all at its end."""
+        """Return the load of a plain cache, which holds all at its end."""
         return cls(
             share=1.0,
             predicted_loss=0.0,

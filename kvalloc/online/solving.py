@@ -68,7 +68,7 @@ def solve_measured(
         The model that they were measured on.
     tokenizer : transformers.PreTrainedTokenizerBase
     prompts : iterable of str, Document or Prompt, optional
-        What is measured on: every prompt, and 16 pieces of running text. By default 16 prompts of
+        Texts to measure on: every prompt, and 16 pieces of running text. By default 16 prompts of
         the kinds that ``kvalloc profile --loss`` measures on, others than those.
     output : str or Path, optional
         The budget profile to write. Finished measurements are kept in ``OUTPUT.partial`` until
@@ -94,7 +94,7 @@ def solve_measured(
     Raises
     ------
     InputError
-        If prompts cannot be made or used, or are those of the curves.
+        If prompts cannot be made or used, or were used for the curves.
     ModelMismatchError
         If the score profile is of another model.
     InfeasibleError
@@ -137,7 +137,7 @@ def _meet(
     decide: Callable[[Request], BudgetProfile],
     measure: Callable[[BudgetProfile], dict[str, Any]],
 ) -> BudgetProfile:
-    """Return the smallest decision found whose measured loss is within the target.
+    """Return the smallest decision found with a measured loss within the target.
 
     As long as none is, less is asked of the curves; then the way between what was asked for the
     last that missed the target and for the first that met it is halved, in logarithms, until the

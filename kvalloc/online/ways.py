@@ -1,13 +1,13 @@
-"""The ways in which the default serves a prompt: what each keeps, what it takes and what it costs.
+"""The ways in which the default serves a prompt: entries, peak and cost of each.
 
 At equal bytes it pays to round first and to evict then, and to evict what a second read of the
 prompt does not look up. Where there is a fitted file of the model, its curves say how many entries
 each head keeps, and at how many bits, and its surrogate of a second read says which. Below what
 they cover, and without a file, entries are stored at 5 bits (8 where the share is large, 4 where it
-is small), as many as fit, and the values of those that stay are fitted to what all of them gave.
+is small), as many as fit, and the values of kept entries are fitted to the output of all.
 The model then reads the prompt twice, for which it holds the full cache. Where it cannot, the
-prompt's length is not known or memory does not allow that, the heads of each layer compete as it is
-read, by the surrogate or the votes of the prompt's last tokens.
+prompt's length is not known or memory does not allow that, the heads of each layer share its budget
+as it is read, by the surrogate or the attention of the prompt's last tokens.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ FAR = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What all ways of serving a request know: the share, the model, and what was fitted to it.
+    """The share, the model and its fitted file, for all ways of serving a request.
 
     Attributes
     ----------
@@ -158,7 +158,7 @@ class Way:
     cost : float
         Time of a prompt of 2,048 tokens over a plain prefill's (SmolLM2-135M, two threads).
     text, action : str
-        What it does, in a log and in a line of detail.
+        Its method, in a log and in a line of detail.
     by_layer : bool
         Option of that name of the caches that serve it, see `CacheOptions`.
     by_prompt : bool
@@ -181,13 +181,13 @@ class Way:
 
     @property
     def scorer(self) -> Scorer:
-        """Return who chooses the entries: the surrogate, or the votes of the last tokens."""
+        """Return the scorer: the surrogate, or the attention of the last tokens."""
         if (file := self.setting.file) is not None:
             return get_scorer("surrogate", file=file, window=WINDOW)
         return latest_votes(window=WINDOW, rotates=self.setting.rotates)
 
     def profile(self, tokens: int | None) -> BudgetProfile:
-        """Return the budget profile, whose budgets hold for all lengths.
+        """Return the budget profile; its budgets hold for all lengths.
 
         Parameters
         ----------
@@ -233,12 +233,12 @@ class Way:
 
     @property
     def brief(self) -> str:
-        """Return the same in a line of detail, and what is known of the loss."""
+        """Return the same in a line of detail, with the predicted loss."""
         known = "nothing measured" if self.setting.file is None else "no loss predicted"
         return f"{known}: {self.action}" if self.action else known
 
     def says(self, *, chunked: bool) -> str:
-        """Return what it does with a prompt that comes in several forwards, or in one."""
+        """Return its method for a prompt that comes in several forwards, or in one."""
         return self.text
 
     def advice(self, tokens: int) -> str:
@@ -247,7 +247,7 @@ class Way:
 
     @property
     def other_weights(self) -> str:
-        """Return of which file to be warned: it is taken, or could be, and is of other weights."""
+        """Return a warning about a file of other weights that is taken, or could be."""
         file, shape = self.setting.file, self.setting.shape
         of_these = file is not None and load_fitted(file).shape.has_weights_of(shape)
         similar = file or fitted_of_same_sizes(shape)
@@ -289,7 +289,7 @@ class Whole(Way):
 
 @dataclass(frozen=True, kw_only=True)
 class Early(Way):
-    """The heads of each layer compete as it is read, by the surrogate or the last tokens' votes."""
+    """The heads of each layer share its budget as it is read."""
 
     cost = 1.2
     text = action = "evicts while the prompt is read"
@@ -341,7 +341,7 @@ class Decided(Way):
         return self._holding_bytes(read) if read.chunked else super().peak_bytes(read)
 
     def says(self, *, chunked: bool) -> str:
-        """Return what it does, and the fitted file; see `Way.says`."""
+        """Return its method, and the fitted file; see `Way.says`."""
         return (self.in_chunks if chunked else self.text).format(self.setting.file)
 
     def advice(self, tokens: int) -> str:
@@ -372,7 +372,7 @@ class Twice(Way):
         return get_scorer("reconstruction", chunk=PIECE, nearby=NEARBY, window=WINDOW)
 
     def peak_bytes(self, read: Rows) -> int:
-        """Return it, with what is read again and what one layer shows of the prompt."""
+        """Return it, with the pieces of the second read and one layer of the prompt."""
         tokens, rows, columns, _ = read
         shown = min(SHOWN_FIRST + PIECE, tokens)
         second_read = plain_bytes(self.setting.shape, min(CARRIED_TOKENS + PIECE, tokens), rows)

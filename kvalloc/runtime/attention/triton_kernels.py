@@ -3,8 +3,8 @@
 With ``TRITON_INTERPRET=1`` the same kernels run on the CPU, where they are tested.
 
 A softmax over the entries so far is, for each query row, the largest logit ``largest``, the sum of
-``exp(logit - most)`` ``total``, and the values weighted by the same, ``summed``. Entries are added
-a block of columns at a time, and read from memory once: as numbers, or as the codes that are
+``exp(logit - largest)`` ``total``, and the values weighted by the same, ``summed``. Entries are
+added a block of columns at a time, and read from memory once: as numbers, or as the codes that are
 stored at fewer bits, which become numbers in registers. What belongs together comes as a tuple;
 None stands for an absent tensor, and nothing is compiled for it.
 
