@@ -1,4 +1,4 @@
-"""A transformers cache whose layers and heads keep what a budget profile grants them."""
+"""A transformers cache that keeps a budget of entries in each layer and KV head."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ class _Running:
     every : int
         Tokens between two evictions, for which layers get room.
     planned : dict of int to list of (Eviction, ndarray)
-        What goes of each layer once it has attended.
+        Evictions of each layer once it has attended.
     observing : list of Eviction
-        Rows whose policies note what they want of a chunk after which nothing goes of a layer.
+        Rows whose policies note a chunk after which a layer evicts nothing.
     noted : int
         Latest queries of each row that are kept of it; 0 for none.
     """
@@ -82,7 +82,7 @@ class _Running:
 
 
 class _Read:
-    """What is known of a prompt that the model is to read again.
+    """Tokens and positions of a prompt that the model is to read again.
 
     Attributes
     ----------
@@ -114,7 +114,7 @@ class _Read:
         self.positions = torch.cat([before, positions], dim=1) if seen else positions
 
     def next_position(self, row: int, columns: Any) -> int:
-        """Return the position of what follows a row."""
+        """Return the position of a row's next token."""
         own = self.positions[row, columns]
         return int(own.max()) + 1 if len(own) else 0
 
@@ -124,13 +124,13 @@ class BudgetCache(Cache, hooks.HookedCache):
 
     While the prompt runs, each full-attention layer first attends to all it holds, then the
     policy ranks the entries and only the budget stays: sinks, window and, for each row and KV
-    head, its own best. What is evicted is freed before the next layer runs. Where a policy has to
+    head, its own best. Evicted entries are freed before the next layer runs. Where a policy has to
     see the whole prompt, all layers evict at its end. Tokens that follow, turns and answers, any
-    number at a time, are added; every so many (``decode_every``) and at the end of a turn they
-    compete with what is kept for the budgets of all tokens seen. Positions stay true:
-    `get_seq_length` is the number of tokens seen. Make one with `kvalloc.make_cache`; budgets,
-    entries and masks belong to this object and not to the model, so any number of caches can be
-    interleaved.
+    number at a time, are added; whenever ``decode_every`` have followed, and at the end of a turn,
+    kept and new entries are ranked together, within the budgets of all tokens seen.
+    Positions stay true: `get_seq_length` is the number of tokens seen. Make one with
+    `kvalloc.make_cache`; budgets, entries and masks belong to this object and not to the model, so
+    any number of caches can be interleaved.
 
     Attributes
     ----------
@@ -178,7 +178,7 @@ class BudgetCache(Cache, hooks.HookedCache):
         self._checks = Checks()
 
     def __repr__(self) -> str:
-        """Model, tokens and share; layers each by itself would fill screens."""
+        """Return model, tokens and share; a line for each layer would fill screens."""
         stored = self.share_text if self.batch else "empty"
         state = "" if self.interrupted is None else ", interrupted"
         return (
@@ -195,7 +195,7 @@ class BudgetCache(Cache, hooks.HookedCache):
 
     @property
     def profile(self) -> BudgetProfile:
-        """Whose budgets hold, of the first row; its detail tells of all ways of keeping them."""
+        """Profile of the first row; its detail tells of all ways of keeping rows."""
         first = self.rows[0].profile if self.rows else self.methods[0].profile
         details = dict.fromkeys(method.profile.detail for method in self.methods)
         if len(details) < 2:
@@ -204,12 +204,12 @@ class BudgetCache(Cache, hooks.HookedCache):
 
     @property
     def row_profiles(self) -> tuple[BudgetProfile, ...]:
-        """Whose budgets each row keeps, ``(batch,)``."""
+        """Profile of each row, ``(batch,)``."""
         return tuple(row.profile for row in self.rows)
 
     @property
     def options(self) -> CacheOptions:
-        """How it keeps its budgets, as it was asked."""
+        """Options by which it was made."""
         return self.methods[0].options
 
     @property
@@ -219,7 +219,7 @@ class BudgetCache(Cache, hooks.HookedCache):
 
     @property
     def interrupted(self) -> str | None:
-        """Why only `reset` helps: a forward failed half-way; None if none did."""
+        """Reason why only `reset` helps: a forward failed half-way; None if none did."""
         return self._broken or (None if self._running is None else HALF_WAY)
 
     @property
@@ -254,7 +254,7 @@ class BudgetCache(Cache, hooks.HookedCache):
 
     @property
     def share_text(self) -> str:
-        """What was asked for, if that is known, and all that is stored."""
+        """Requested share, if it is known, and stored bytes."""
         return share_text(self.retained_bytes, self.full_bytes, self.profile.target_text)
 
     @property
@@ -299,7 +299,7 @@ class BudgetCache(Cache, hooks.HookedCache):
         return np.array([row.seen for row in self.rows], dtype=np.int64)
 
     def tensors(self) -> Iterator[Tensor]:
-        """All K and V tensors."""
+        """Return all K and V tensors."""
         return (tensor for layer in self.layers for tensor in layer_tensors(layer))
 
     def kept_indices(self, layer: int) -> Tensor:
@@ -406,7 +406,7 @@ class BudgetCache(Cache, hooks.HookedCache):
     def begin_forward(
         self, decoder: nn.Module, arguments: Mapping[str, Any]
     ) -> Mapping[str, Any] | None:
-        """Check a forward before anything of it runs, and plan what goes of it.
+        """Check a forward before it runs, and plan its evictions.
 
         Returns
         -------
@@ -465,7 +465,7 @@ class BudgetCache(Cache, hooks.HookedCache):
             )
 
     def attend(self, states: AttentionStates, compute: Compute) -> Any:
-        """Run one layer's attention over all that it holds; evict what is not to stay."""
+        """Run one layer's attention over all that it holds; then evict."""
         store = self.layers[states.layer]
         if not isinstance(store, Store):
             output = compute(states.mask)
@@ -497,7 +497,7 @@ class BudgetCache(Cache, hooks.HookedCache):
     def _attended(
         self, store: Store, states: AttentionStates, queries: Tensor, running: _Running
     ) -> None:
-        """A layer has attended to all that it holds: note what is needed, evict what has to go."""
+        """Note queries and evict, once a layer has attended to all that it holds."""
         layer, batch = states.layer, running.batch
         if store.template is None:
             store.template = _without_tokens(states)
@@ -522,7 +522,7 @@ class BudgetCache(Cache, hooks.HookedCache):
                     rest.observe(layer, store)
 
     def end_forward(self, *, completed: bool) -> None:
-        """Clean up after a forward; after a failed one, find out what it left."""
+        """Clean up after a forward, also a failed one."""
         running, self._running = self._running, None
         if running is None:  # it was interrupted, and `reset` has tidied up before this
             return
@@ -542,7 +542,7 @@ class BudgetCache(Cache, hooks.HookedCache):
             self.catch_up()
 
     def _failed(self, batch: Batch) -> None:
-        """Find out what a forward that failed has left: a turn that broke off was not read."""
+        """Clean up after a forward that failed: a turn that broke off was not read."""
         self._checks = Checks()
         self.door.abandon()
         for store in self.stores.values():
@@ -556,7 +556,7 @@ class BudgetCache(Cache, hooks.HookedCache):
 
     @contextmanager
     def _half_way(self) -> Iterator[None]:
-        """What fails inside leaves layers that disagree; what was noted to be checked is read."""
+        """Mark the cache as broken if anything inside fails; read the collected checks."""
         self._broken = HALF_WAY
         with self._checks.collected():
             yield
@@ -589,7 +589,7 @@ class BudgetCache(Cache, hooks.HookedCache):
         ]
 
     def _begin_prompt(self, batch: Batch, arguments: Mapping[str, Any]) -> _Running:
-        """Plan what goes of each layer once it has read a forward of the prompt."""
+        """Plan the evictions of each layer once it has read a forward of the prompt."""
         rows = self.rows if batch.seen else self._new_rows(batch)
         for row in rows if not batch.seen else ():
             _check_chunks(row, batch)
@@ -702,7 +702,7 @@ class BudgetCache(Cache, hooks.HookedCache):
 
     @torch.no_grad()
     def _end_prompt(self) -> None:
-        """The prompt is complete: what has been held is read again, where that is asked for."""
+        """Evict in rows that stayed whole until now, after a second read if they need one."""
         held, tokens = np.array([row.holds for row in self.rows]), self._tokens
         for group in alike(self.rows, np.flatnonzero(held)):
             method = self.rows[group[0]].method
@@ -836,7 +836,7 @@ class BudgetCache(Cache, hooks.HookedCache):
         return wanted
 
     def catch_up(self) -> None:
-        """Go back to the budgets of the rows of which enough has followed."""
+        """Evict in rows in which enough tokens have followed the latest eviction."""
         if not self.door.complete:
             return
         full = self._is_full()
@@ -864,8 +864,8 @@ class BudgetCache(Cache, hooks.HookedCache):
     def end_turn(self) -> None:
         """Keep no more than the budget of all tokens seen: a turn has been read and answered.
 
-        What followed the latest eviction competes with what was kept. `kvalloc.apply` does so
-        after each ``generate()``; without it, it happens every so many tokens.
+        Kept and new entries are ranked together. `kvalloc.apply` does so after each
+        ``generate()``; without it, it happens every `decode_every` tokens.
 
         Raises
         ------
@@ -932,7 +932,7 @@ class BudgetCache(Cache, hooks.HookedCache):
             self.rows[number] = plan.evicted(row, ranked=not alone)
 
     def _settle_alike(self, group: IntArray, goals: Mapping[int, Any], full: list[int]) -> None:
-        """Evict in rows of one method, in which what was kept stays, or in none."""
+        """Evict in rows of one method, in all of which kept entries stay, or in none."""
         row, alone, _, _ = goals[int(group[0])]
         targets: dict[bytes, tuple[list[int], dict[int, list[IntArray]]]] = {}
         for number in group.tolist():
@@ -959,7 +959,7 @@ class BudgetCache(Cache, hooks.HookedCache):
     def _left(self, row: Row) -> int | None:
         """Return the bytes that the memory leaves for a row's entries.
 
-        Beside them stand sliding layers, what follows, and lists of tiles.
+        Beside them stand sliding layers, the tail, and lists of tiles.
         """
         if (memory := self.memory_of(row)) is None:
             return None
@@ -1012,7 +1012,7 @@ class BudgetCache(Cache, hooks.HookedCache):
         self._forget()
 
     def take_back(self, seen: int) -> None:
-        """Forget all that followed so many tokens: a turn that broke off was not read.
+        """Forget all tokens after the first ``seen``: a turn that broke off was not read.
 
         Where something was evicted meanwhile, which cannot come back, the cache is `interrupted`.
         """
@@ -1065,7 +1065,7 @@ class BudgetCache(Cache, hooks.HookedCache):
             self.read_ids = self.read_ids[:, :end]
 
     def _check_crop(self, remove: int, gone: IntArray) -> None:
-        """Refuse to take so many columns back where that cannot be right."""
+        """Refuse to take columns back if that cannot be right."""
         if self.get_seq_length() and not self.door.complete:
             raise UnsupportedRequestError(
                 "cannot crop before the prompt is complete; reset the cache and start again"
@@ -1090,7 +1090,7 @@ class BudgetCache(Cache, hooks.HookedCache):
                 )
 
     def activate_past_recording(self, given: int | None = None) -> None:
-        """From now on each forward may end in tokens some of which a `crop` takes back.
+        """Let each forward from now on end in tokens that a `crop` may take back.
 
         Parameters
         ----------
@@ -1201,7 +1201,7 @@ def _check_chunks(row: Row, batch: Batch) -> None:
 
 
 def _without_tokens(states: AttentionStates) -> AttentionStates:
-    """Return what of a layer's attention is the same in all forwards of a prompt."""
+    """Return the part of a layer's attention that is the same in all forwards of a prompt."""
     queries, keys, values = (  # a view would keep them all alive
         own[:1, :, :0].detach().clone() for own in (states.queries, states.keys, states.values)
     )

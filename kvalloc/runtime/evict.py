@@ -1,4 +1,4 @@
-"""From what layers hold to what they keep: a policy chooses, and the choice is stored."""
+"""Eviction: a policy chooses among the entries of layers, and the choice is stored."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Bundle: TypeAlias = "tuple[IntArray, int | None]"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Eviction:
-    """What goes of some rows at one event: while a prompt is read, after it, or of a conversation.
+    """Eviction in some rows at one event: while a prompt is read, after it, or in a conversation.
 
     A policy looks at as many rows at once as are alike; at the heads of a row that hold different
     numbers of entries one by one.
@@ -62,11 +62,11 @@ class Eviction:
     latest : int
         Queries of each row that are kept for it.
     whole : bool
-        Whether the prompt has been held whole, of which nothing was observed.
+        Whether the prompt stayed whole, with nothing observed yet.
     behind : bool
-        Whether what earlier evictions kept stays, and targets are of what came since.
+        Whether entries kept by earlier evictions stay, and targets are for new entries.
     scored : dict
-        What `hand_out` has computed of each layer and bundle, until entries are kept by it.
+        Scores of `hand_out` for each layer and bundle, until entries are kept by them.
     """
 
     rows: IntArray
@@ -116,7 +116,7 @@ class Eviction:
     def look(
         self, layer: int, store: Store, bundle: Bundle, *, latest: bool = False
     ) -> tuple[AttentionStates, Tensor, int]:
-        """Return what one bundle of a layer chooses from.
+        """Return the candidates of one bundle of a layer.
 
         Parameters
         ----------
@@ -124,7 +124,7 @@ class Eviction:
         store : Store
         bundle : Bundle
         latest : bool
-            Leave out what earlier evictions kept.
+            Leave out entries kept by earlier evictions.
 
         Returns
         -------
@@ -169,7 +169,7 @@ class Eviction:
     def _gaps(
         self, store: Store, own: AttentionStates, positions: Tensor, tokens: int
     ) -> Tensor | None:
-        """Return what older queries see, where entries of their own tokens were evicted.
+        """Return the mask of older queries, if entries of their own tokens were evicted.
 
         Returns
         -------
@@ -188,7 +188,7 @@ class Eviction:
 
     @torch.no_grad()
     def observe(self, layer: int, store: Store) -> None:
-        """Let the policy note what it wants of a chunk after which nothing is evicted."""
+        """Let the policy observe a chunk after which nothing is evicted."""
         for bundle in self.bundles(store) if self.policy.observes else ():
             own, _, _ = self.look(layer, store, bundle)
             self._note(store, bundle, self.policy.observe(own, sinks=self.sinks))
@@ -224,7 +224,7 @@ class Eviction:
         granted : mapping of int to ndarray of int64, (n_rows, n_kv_heads)
             Number of entries that each layer may keep.
         profiles : sequence of BudgetProfile
-            Whose bytes are not exceeded, of each row.
+            Of each row; its bytes are not exceeded.
         """
         targets, beside = np.stack([*granted.values()], axis=1), []
         by_row: list[list[Tensor]] = [[] for _ in self.rows]
@@ -287,14 +287,14 @@ class Eviction:
 
     @torch.no_grad()
     def evict(self, layer: int, store: Store, targets: IntArray) -> None:
-        """Keep the best of what rows of a layer hold.
+        """Keep the best entries of rows of a layer.
 
         Parameters
         ----------
         layer : int
         store : Store
         targets : ndarray of int64, (n_rows, n_kv_heads)
-            Number of entries that each keeps; `behind`, of what came since.
+            Number of entries that each keeps; if `behind`, of new ones.
         """
         others = self._rest(store)
         pieces = [self._chosen(layer, store, bundle, targets) for bundle in self.bundles(store)]
@@ -332,7 +332,7 @@ class Eviction:
         return found
 
     def _chosen(self, layer: int, store: Store, bundle: Bundle, targets: IntArray) -> Part:
-        """Return what is kept of a bundle."""
+        """Return the kept entries of a bundle."""
         rows, head = bundle
         heads = slice(None) if head is None else slice(head, head + 1)
         budgets = torch.from_numpy(targets[np.searchsorted(self.rows, rows)][:, heads])
@@ -371,7 +371,7 @@ class Eviction:
         kept: Tensor | None = None,
         budgets: Tensor | None = None,
     ) -> None:
-        """Write down what was observed of a bundle, cut to the entries that stay."""
+        """Store the notes about a bundle, cut to the entries that stay."""
         (rows, head), notes = bundle, store.notes.observed
         for place, row in enumerate(rows.tolist()):
             notes.pop((row, head), None)
@@ -399,7 +399,7 @@ def _flat(
     kept: Tensor | None = None,
     counts: IntArray | None = None,
 ) -> Part:
-    """Return what is kept of a bundle, in fresh storage.
+    """Return the kept entries of a bundle, in fresh storage.
 
     One gather each, without asking the device.
     """
@@ -431,7 +431,7 @@ def widest(profile: BudgetProfile) -> int:
 
 
 def check_kept(policy: EvictionPolicy, kept: Tensor, budgets: Tensor) -> None:
-    """Refuse what a policy of another package kept, where it does not meet the budgets.
+    """Refuse a policy's choice that does not meet the budgets.
 
     Raises
     ------

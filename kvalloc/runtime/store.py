@@ -1,4 +1,4 @@
-"""One full-attention layer of a cache: whole until something of it goes, then row by row."""
+"""One full-attention layer of a cache: whole until its first eviction, then row by row."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Candidates:
     positions : Tensor of int32, (n_rows, n_kv_heads, n)
         Which token of its row each is.
     front : int
-        How many of the first were kept by earlier evictions, places of no entry included.
+        Number of first places that earlier evictions kept, places of no entry included.
     absent : Tensor of bool, (n_rows, n_kv_heads, n), or None
         True at places of no entry, where heads hold different numbers.
     """
@@ -45,8 +45,8 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
     """Keys and values of a layer.
 
     *Whole*: nothing has gone, and this is transformers' own layer, operation for operation, so that
-    a budget of 100% is bit-identical. *Reduced*: what earlier evictions kept of each row stands in
-    `kept`, and what came since in `tail`.
+    a budget of 100% is bit-identical. *Reduced*: entries that earlier evictions kept stand in
+    `kept`, and later tokens in `tail`.
 
     Attributes
     ----------
@@ -59,9 +59,9 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
     fresh : bool
         Whether an eviction follows the next `update`, which then copies nothing that may go.
     notes : Notes
-        What is remembered until the next eviction.
+        Queries and observations until the next eviction.
     template : AttentionStates or None
-        What of its attention is the same in all forwards of a prompt: no tokens.
+        Its attention without tokens: the part that is the same in all forwards of a prompt.
     """
 
     is_croppable = True  # `BudgetCache.crop` refuses to go behind the latest eviction
@@ -138,7 +138,7 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
     # What there is to choose from
 
     def alike(self, row: int, place: Callable[[int], object]) -> tuple[object, ...]:
-        """Return what rows have in common whose candidates can be looked at together."""
+        """Return a key that is equal for rows whose candidates can be looked at in one batch."""
         if self.kept is None or self.tail is None:
             return (place(row),)
         return int(self.tail.lengths[row]), *self.kept.lengths[row].tolist()
@@ -158,7 +158,7 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
         head: int | None = None,
         latest: bool = False,
     ) -> Candidates:
-        """Return what rows that are `alike` hold, or one KV head of a row.
+        """Return the entries of rows that are `alike`, or of one KV head of a row.
 
         Parameters
         ----------
@@ -207,7 +207,7 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
         *,
         behind: bool = False,
     ) -> None:
-        """Keep these entries of some rows, and free the rest of theirs.
+        """Keep these entries of some rows, and free all their others.
 
         Parameters
         ----------
@@ -220,7 +220,7 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
         others : sequence of Part
             All that other rows have, of a layer that has been whole.
         behind : bool
-            Whether they stand behind what was kept before, at the widths that that has.
+            Whether they stand behind entries kept before, at the widths of these.
         """
         before = self.kept
         if before is None:
@@ -275,7 +275,7 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
             own[:, :, place : place + int(new.shape[2])] = new
 
     def take_back(self, columns: int, tokens: IntArray) -> None:
-        """Remove so many of the latest columns, in which these are the tokens of each row."""
+        """Remove the latest columns, in which these are the tokens of each row."""
         self.seen -= columns
         if self.tail is not None:
             self.tail.cut(tokens)
