@@ -171,10 +171,10 @@ def verify_with(cache: BudgetCache, model: Any) -> None:
     cache.extensions = [*listeners, cache.verifier]
 
 
-def _check_same(seen: int, held: int) -> None:
-    if seen != held:
+def _check_same(seen: int, in_full: int) -> None:
+    if seen != in_full:
         raise UnsupportedRequestError(
-            f"the reduced cache has seen {seen} tokens and the full one beside it {held}, so no "
+            f"the reduced cache has seen {seen} tokens and the full one beside it {in_full}, so no "
             "answer can be verified; begin with a new cache"
         )
 

@@ -186,9 +186,9 @@ class ClusterReader(Extension):
             self._led = (place, where, inside)
         stored = int(states.keys.shape[2])
         read = nn.functional.pad(inside, (entries.start, stored - entries.stop), value=True)
-        others = stored - n_coarse * settings.coarse_tokens
+        n_outside = stored - n_coarse * settings.coarse_tokens
         fine = self._counts(n_coarse)[1] * settings.fine_tokens
-        counts = torch.full(read.shape[:2], others + fine, device="cpu")
+        counts = torch.full(read.shape[:2], n_outside + fine, device="cpu")
         return kept_places(read, counts).view(*counts.shape, -1)
 
     def _counts(self, n_coarse: int) -> tuple[int, int]:

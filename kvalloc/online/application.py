@@ -495,7 +495,7 @@ def _is_chunked(model: Any, arguments: Mapping[str, Any]) -> bool:
 
 
 def _size(ids: Tensor, mask: Tensor, *, chunked: bool, known: bool) -> PromptSize:
-    """Return what is known of a prompt to whoever makes its cache; its ids where they say it."""
+    """Return the sizes of a prompt, by which its cache is made; its ids if they are known."""
     lengths, rows = tuple(mask.sum(dim=1).tolist()), tuple[IntArray, ...]()
     if ids.ndim == 2 and known:
         pairs = zip(ids.cpu().numpy(), mask.cpu().numpy(), strict=True)

@@ -6,7 +6,7 @@ post-hook on the model's decoder. They carry no budgets, no masks and no cache: 
 little that ``torch.compile`` sees nothing of them. They are counted, and removed when the last
 cache made for the model is gone.
 
-Where Dynamo traces a forward of one token with a cache, they put operations of ours into the graph:
+Where Dynamo traces a token with a cache, they put kvalloc's operations into the graph:
 one begins the forward, and one in each layer adds the token and attends. These find the cache by
 its number, and what they run is what an uncompiled forward runs. For all else the graph breaks at
 the decoder, which then runs as Python.

@@ -21,7 +21,7 @@ class Queries:
     ----------
     pieces : list of (ndarray, Tensor)
         Of one forward after the other: how many are of each row, (rows,), and the queries,
-        (rows, n_query_heads, n, head_dim), those of each row at the end.
+        (rows, n_query_heads, n, head_dim), each row's at the end.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Queries:
         return np.asarray(sum(lengths for lengths, _ in self.pieces))
 
     def signature(self, row: int) -> tuple[int, ...]:
-        """Return a key that is equal for rows whose queries can be taken at once."""
+        """Return a key that is equal for rows with queries of one shape."""
         return tuple(int(lengths[row]) for lengths, _ in self.pieces)
 
     def of(self, rows: IntArray, limit: int) -> Tensor:
@@ -111,7 +111,7 @@ class Notes:
     ----------
     queries : Queries
     observed : dict of Observed
-        What the policy noted, by row and KV head; the head is None for what is noted of all. Of one
+        What the policy noted, by row and KV head; the head is None for notes about all. Of one
         row each.
     later : dict of Observed
         What the scorer noted of each row while its prompt was read again.
@@ -122,7 +122,7 @@ class Notes:
     later: dict[int, Observed] = field(default_factory=dict)
 
     def forget(self, rows: IntArray, *, observed: bool) -> None:
-        """Forget the notes of some rows; those of the policy only if ``observed``."""
+        """Forget the notes of some rows; the policy's only if ``observed``."""
         self.queries.forget(rows)
         forgotten = set(rows.tolist())
         self.later = {row: note for row, note in self.later.items() if row not in forgotten}
@@ -167,7 +167,7 @@ class Notes:
 
 
 def of_batch(notes: Sequence[Observed]) -> Observed:
-    """Return the notes of several rows as those of a batch."""
+    """Return the notes of several rows as one batch."""
     first = notes[0]
     if len(notes) == 1:
         return first

@@ -27,7 +27,7 @@ from kvalloc.scorers.later_pass import (
 class LaterLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     """What a layer holds of a prompt, for one forward of later tokens.
 
-    Nothing of either is stored, so that what both are together goes with the layer's attention.
+    Neither is stored, so that their sum goes with the layer's attention.
 
     Parameters
     ----------
@@ -38,7 +38,7 @@ class LaterLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     tokens : int
         Tokens of the prompt.
     sliding : bool
-        Whether its attention is that of a sliding window.
+        Whether its attention has a sliding window.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class LaterLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return all keys and values, those of later tokens behind."""
+        """Return all keys and values, later tokens behind."""
         prompt = (
             self._held
             if self._places is None
