@@ -152,9 +152,9 @@ def _kernel(name: str) -> tuple[str, str]:
     """Look for one that reads a reduced cache; where none serves, torch's operations do."""
     import torch
 
-    from kvalloc.runtime.attention.backends import BACKENDS
+    from kvalloc.runtime.attention.backends import backends
 
-    (backend,) = (one for one in BACKENDS if one.name == name)
+    (backend,) = (one for one in backends() if one.name == name)
     reason = backend.unavailable()
     if reason is None or (name == "CUDA kernel" and not torch.cuda.is_available()):
         return reason or "compiled", ""

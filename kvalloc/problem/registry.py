@@ -25,6 +25,9 @@ SCORERS = "kvalloc.scorers"
 POLICIES = "kvalloc.policies"
 """Entry-point group of policies: each names a subclass of `EvictionPolicy`."""
 
+ATTENTION = "kvalloc.attention"
+"""Entry-point group of backends of attention: each names a subclass of `Backend`."""
+
 T = TypeVar("T")
 
 

@@ -12,7 +12,7 @@ from test_decoding_attention import (  # noqa: F401  its tests and fixtures
 )
 
 import kvalloc
-from kvalloc.runtime.attention import triton
+from kvalloc.extensions import triton
 
 pytestmark = pytest.mark.gpu
 

@@ -229,7 +229,7 @@ def triton_cases(
 
 def check_triton(device: str) -> dict[torch.dtype, float]:
     """The largest error of the Triton kernels in each type; raises where it is too large."""
-    from kvalloc.runtime.attention.triton import TritonBackend, triton_attention
+    from kvalloc.extensions.triton import TritonBackend, triton_attention
 
     # Triton's interpreter has no bfloat16 (it multiplies the raw bits).
     halves = (torch.float16, torch.bfloat16) if device == "cuda" else (torch.float16,)

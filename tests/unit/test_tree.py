@@ -256,7 +256,7 @@ MODULES = sorted(
     and not module.name.endswith(("__main__", "._cpu", "._cpu_avx512"))  # C, for ctypes
 )
 
-NEEDS = {"kvalloc.runtime.attention.triton": "triton", "kvalloc.interop.lm_eval": "lm_eval"}
+NEEDS = {"kvalloc.extensions.triton": "triton", "kvalloc.interop.lm_eval": "lm_eval"}
 """Modules of an extra that the test environment may lack."""
 
 

@@ -1,8 +1,9 @@
 """Which backend attends: a kernel that reads entries as they are stored, or torch's operations.
 
-On CUDA the kernel is written in Triton (`kvalloc.runtime.attention.triton`), on the CPU in C
-(`kvalloc.runtime.attention.cpu`). torch's operations (`kvalloc.runtime.attention.torch`) serve
-every call. A backend that cannot serve a call says why; the reason is logged once.
+On the CPU the kernel is written in C (`kvalloc.runtime.attention.cpu`). Others, such as the one on
+CUDA, are found through the entry-point group ``kvalloc.attention`` and are asked first. torch's
+operations (`kvalloc.runtime.attention.torch`) serve every call. A backend that cannot serve a call
+says why; the reason is logged once.
 """
 
 from __future__ import annotations
@@ -12,16 +13,26 @@ from functools import cache
 
 from torch import Tensor
 
+from kvalloc.problem.registry import ATTENTION, load, names
 from kvalloc.runtime.attention.call import AttentionCall, Backend
 from kvalloc.runtime.attention.cpu import CpuBackend
 from kvalloc.runtime.attention.torch import TorchBackend
-from kvalloc.runtime.attention.triton import TritonBackend
 from kvalloc.runtime.kept import Kept
 
 _LOG = logging.getLogger(__name__)
 
-BACKENDS: tuple[Backend, ...] = (TritonBackend(), CpuBackend(), TorchBackend())
-"""In the order in which they are asked; the last one serves everything."""
+
+@cache
+def backends() -> tuple[Backend, ...]:
+    """Return all backends in the order in which they are asked; the last one serves everything.
+
+    Raises
+    ------
+    SolverError
+        If one of another package cannot be imported or is none.
+    """
+    found = [load(ATTENTION, name, Backend)() for name in names(ATTENTION)]
+    return (*found, CpuBackend(), TorchBackend())
 
 
 def attend(call: AttentionCall, kept: Kept) -> Tensor:
@@ -31,7 +42,7 @@ def attend(call: AttentionCall, kept: Kept) -> Tensor:
     ----------
     call : AttentionCall
     kept : Kept
-        What is kept of the prompt.
+        What earlier evictions kept.
 
     Returns
     -------
@@ -42,13 +53,12 @@ def attend(call: AttentionCall, kept: Kept) -> Tensor:
 
 
 def chosen(call: AttentionCall, kept: Kept) -> Backend:
-    """Return the first backend that serves a call."""
-    for backend in BACKENDS[:-1]:
-        reason = backend.refusal(call, kept)
-        if reason is None:
-            return backend
+    """Return the first backend that serves a call; the last one serves each."""
+    for backend in backends():
+        if (reason := backend.refusal(call, kept)) is None:
+            break
         _log_once(backend.name, reason)
-    return BACKENDS[-1]
+    return backend
 
 
 @cache

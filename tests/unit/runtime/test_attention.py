@@ -35,14 +35,14 @@ from live_storage import peak_bytes
 
 import kvalloc
 from kvalloc.errors import UnsupportedModelError
+from kvalloc.extensions import triton as by_triton
+from kvalloc.extensions.triton import TritonBackend
 from kvalloc.runtime.attention import backends, cpu
 from kvalloc.runtime.attention import torch as by_torch
-from kvalloc.runtime.attention import triton as by_triton
 from kvalloc.runtime.attention.backends import attend, chosen
 from kvalloc.runtime.attention.call import AttentionCall
 from kvalloc.runtime.attention.cpu import MOST_ROWS, CpuBackend, cpu_attention
 from kvalloc.runtime.attention.torch import TorchBackend
-from kvalloc.runtime.attention.triton import TritonBackend
 from kvalloc.runtime.kept import WORK_BYTES
 
 needs_kernel = pytest.mark.skipif(
@@ -141,7 +141,7 @@ def test_the_triton_kernel_compiles_for_a_gpu_that_is_not_here(monkeypatch, tmp_
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    from kvalloc.runtime.attention import triton_kernels
+    from kvalloc.extensions import triton_kernels
 
     compiled, tool = [], Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 

@@ -8,7 +8,7 @@ belong to which segment stands on the device, made once for each eviction; as ma
 launched as entries of that number can need. Lengths and numbers of tiles are arguments at run time,
 so a longer answer compiles nothing anew, and nothing here asks the device for a value.
 
-The kernels are in `kvalloc.runtime.attention.triton_kernels`, which is imported where there is
+The kernels are in `kvalloc.extensions.triton_kernels`, which is imported where there is
 Triton: torch for CUDA on Linux brings it along.
 """
 
@@ -156,7 +156,7 @@ def _sizes(
     dtype: torch.dtype,
 ) -> Any:
     """Return the sizes that are compiled into a kernel."""
-    from kvalloc.runtime.attention.triton_kernels import Codes, Sizes
+    from kvalloc.extensions.triton_kernels import Codes, Sizes
 
     value_block = max(_power_of_two(value_dim), 16)
     return Sizes(
@@ -190,6 +190,6 @@ def _power_of_two(number: int) -> int:
 
 def _launch(kernel: str, grid: tuple[int, int], *arguments: Any, **constants: Any) -> None:
     """Launch a kernel: the only place that launches anything beside torch's operations."""
-    from kvalloc.runtime.attention import triton_kernels
+    from kvalloc.extensions import triton_kernels
 
     getattr(triton_kernels, kernel)[grid](*arguments, **constants)

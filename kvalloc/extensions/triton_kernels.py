@@ -1,4 +1,4 @@
-"""Kernels of `kvalloc.runtime.attention.triton`, imported only where Triton is installed.
+"""Kernels of `kvalloc.extensions.triton`, imported only where Triton is installed.
 
 With ``TRITON_INTERPRET=1`` the same kernels run on the CPU, where they are tested.
 
