@@ -161,7 +161,7 @@ class Conversation:
         What was typed of the target of each prompt.
     loaded : LoadedModel
     make_cache : callable
-        Makes an empty cache for a prompt of that many tokens.
+        Makes an empty cache for a prompt of these tokens.
     in_chat : bool
         Whether turns are put into the model's chat form.
     cache : transformers.Cache or None
@@ -180,7 +180,7 @@ class Conversation:
     options: PromptOptions
     target: Mapping[str, Any]
     loaded: LoadedModel
-    make_cache: Callable[[int], Any]
+    make_cache: Callable[[Sequence[int]], Any]
     in_chat: bool
     cache: Any = None
     answered: bool = False
@@ -250,10 +250,10 @@ class Conversation:
                 "--max-new-tokens"
             )
 
-    def open_cache(self, n_tokens: int) -> None:
-        """Make the cache for a prompt of that many tokens, and say which way it takes."""
-        self.cache = self.make_cache(n_tokens)
-        note_way(self.cache, self.options, self.target, n_tokens)
+    def open_cache(self, ids: Sequence[int]) -> None:
+        """Make the cache for a prompt of these tokens, and say which way it takes."""
+        self.cache = self.make_cache(ids)
+        note_way(self.cache, self.options, self.target, len(ids))
 
     def read(self, ids: Sequence[int]) -> None:
         """Let the model read tokens into the cache."""
@@ -301,7 +301,7 @@ class Conversation:
         ids, options = self.turn_ids(text), self.options
         self.check_room(len(ids))
         if self.cache is None:
-            self.open_cache(len(ids))
+            self.open_cache(ids)
         streamer: Any = TextStreamer(self.loaded.tokenizer, skip_special_tokens=True)
         written = Answer()
         with ExitStack() as until_first, quiet_transformers():

@@ -112,7 +112,7 @@ def _with_document(
     conversation = Conversation.begin(options, target)
     ids = conversation.form.document_ids(conversation.loaded.tokenizer, text)
     _check_questions(conversation, questions, len(ids))
-    conversation.open_cache(len(ids))
+    conversation.open_cache(ids)
     with slow(f"reading {name}"):
         start = time.perf_counter()
         conversation.read(ids)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -61,7 +61,7 @@ class Reduction(FittedOptions, LoadOptions, ModelArgument):
                 "budgets to use with --profile P.json"
             )
 
-    def load(self, target: Mapping[str, Any]) -> tuple[LoadedModel, Callable[[int], Any]]:
+    def load(self, target: Mapping[str, Any]) -> tuple[LoadedModel, Callable[[Sequence[int]], Any]]:
         """Load the model, after everything that can be refused without it.
 
         Parameters
@@ -72,7 +72,7 @@ class Reduction(FittedOptions, LoadOptions, ModelArgument):
         Returns
         -------
         tuple of LoadedModel and callable
-            The model, and what makes an empty cache for a prompt of that many tokens.
+            The model, and what makes an empty cache for a prompt of these tokens.
 
         Raises
         ------
@@ -82,6 +82,8 @@ class Reduction(FittedOptions, LoadOptions, ModelArgument):
         from kvalloc.models.loading import require_run_packages
 
         require_run_packages()
+        import numpy as np
+
         from kvalloc.extensions.lossless import verify_with
         from kvalloc.online.application import cache_maker
         from kvalloc.online.prompt_size import UNKNOWN, PromptSize
@@ -94,8 +96,9 @@ class Reduction(FittedOptions, LoadOptions, ModelArgument):
         if self.profile is not None:
             make(loaded.model, UNKNOWN)  # of another model it is refused before all reading
 
-        def made(tokens: int) -> Any:
-            cache = make(loaded.model, PromptSize(tokens=tokens))
+        def made(ids: Sequence[int]) -> Any:
+            size = PromptSize(tokens=len(ids), rows=(np.array(ids, dtype=np.int64),))
+            cache = make(loaded.model, size)
             if self.lossless:
                 verify_with(cache, loaded.model)
             return cache

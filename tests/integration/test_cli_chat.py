@@ -181,7 +181,7 @@ def test_a_terminal_is_asked_until_ctrl_d(folder, monkeypatch, typed):
 
 
 def test_ctrl_c_ends_one_answer_and_the_conversation_goes_on(folder, monkeypatch, typed):
-    from kvalloc.runtime import answering
+    from kvalloc.extensions import answering
 
     written, calls = answering._written, []
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvalloc.runtime.attention import cpu, triton
+from kvalloc.extensions import triton
+from kvalloc.runtime.attention import cpu
 
 WITH, WITHOUT = "with_kernel", "without_kernel"
 

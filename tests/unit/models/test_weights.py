@@ -267,7 +267,7 @@ def test_a_quantized_form_is_a_model_of_its_own(tmp_path, quantized):
     assert shape_of(other).has_weights_of(shape_of(model)) is False
     assert shape_of(tiny_model()).has_weights_of(shape_of(model)) is None  # its name decides
     with kvalloc.apply(model, budget="50%"):
-        model(prompt(TOKENS)).past_key_values.save(tmp_path / "c.kv")
+        kvalloc.save_cache(model(prompt(TOKENS)).past_key_values, tmp_path / "c.kv")
     assert kvalloc.load_cache(tmp_path / "c.kv", plain).get_seq_length() == TOKENS
     for one in (other, tiny_model()):
         with pytest.raises(ModelMismatchError, match="other weights"):
