@@ -511,6 +511,7 @@ class BudgetCache(Cache, hooks.HookedCache):
                 )
         if running.noted:
             store.notes.queries.add(queries, batch.lengths, running.noted)
+            store.notes.noted_until = store.seen
         with self._checks.collected():  # the host reads once a forward what it has to know
             for eviction, targets in running.planned.get(layer, ()):
                 with torch.autocast(store.keys.device.type, enabled=False):
@@ -549,6 +550,9 @@ class BudgetCache(Cache, hooks.HookedCache):
             store.fresh = False
             if batch.follows and store.seen > batch.seen:
                 store.take_back(store.seen - batch.seen, batch.lengths)
+                if store.notes.noted_until > batch.seen:
+                    store.notes.queries.undo()
+                    store.notes.noted_until = batch.seen
         if {layer.get_seq_length() for layer in self.layers} != {batch.seen}:
             self._broken = HALF_WAY
         elif not batch.seen:
@@ -886,6 +890,10 @@ class BudgetCache(Cache, hooks.HookedCache):
     def _settle(self, due: IntArray) -> None:
         """Go back to the budgets of all tokens that these rows have seen."""
         stores = self.stores
+        noted = [store.notes.queries.counts for store in stores.values()]
+        least = np.min([np.broadcast_to(own, len(self.rows)) for own in noted], axis=0)
+        wanted = [self.rows[number].method.after.query_rows(1) for number in due.tolist()]
+        due = due[(least[due] > 0) | (np.array(wanted, dtype=int) == 0)]  # else nobody ranks
         if not len(due):
             return
         full, tokens = [*stores], self._tokens
@@ -1052,6 +1060,8 @@ class BudgetCache(Cache, hooks.HookedCache):
             for layer in self.layers:
                 if isinstance(layer, Store):
                     layer.take_back(remove, gone)
+                    layer.notes.queries.cut(gone)
+                    layer.notes.noted_until = end
                 else:
                     layer.crop(-remove)  # not every layer of transformers' own knows what to keep
             self.door.crop(end)

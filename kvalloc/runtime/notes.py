@@ -26,11 +26,17 @@ class Queries:
 
     def __init__(self) -> None:
         self.pieces: list[tuple[IntArray, Tensor]] = []
+        self._before: list[tuple[IntArray, Tensor]] = []
 
     def add(self, queries: Tensor, lengths: IntArray, limit: int) -> None:
         """Add the queries of a forward, and forget all but the latest ``limit`` of each row."""
+        self._before = [*self.pieces]
         self.pieces.append((lengths, queries))
         self.trim(limit, frees=False)
+
+    def undo(self) -> None:
+        """Undo the latest `add`: its forward failed."""
+        self.pieces = self._before
 
     def trim(self, limit: int, *, frees: bool = True) -> None:
         """Forget all but the latest ``limit`` of each row; ``frees`` copies cut pieces."""
@@ -110,6 +116,8 @@ class Notes:
     Attributes
     ----------
     queries : Queries
+    noted_until : int
+        Columns seen when the latest queries were added.
     observed : dict of Observed
         What the policy noted, by row and KV head; the head is None for notes about all. Of one
         row each.
@@ -118,6 +126,7 @@ class Notes:
     """
 
     queries: Queries = field(default_factory=Queries)
+    noted_until: int = 0
     observed: dict[tuple[int, int | None], Observed] = field(default_factory=dict)
     later: dict[int, Observed] = field(default_factory=dict)
 

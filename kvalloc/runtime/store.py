@@ -285,7 +285,6 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
                 own[..., : own.shape[2] - columns, :].clone(memory_format=torch.contiguous_format)
                 for own in (self.keys, self.values)
             )
-        self.notes.queries.cut(tokens)
 
     def reset(self) -> None:
         """Forget everything, and free it."""

@@ -11,6 +11,7 @@ from prompt_runs import failing_with, run
 import kvalloc
 from kvalloc.errors import InputError, KVAllocError, SolverError, UnsupportedRequestError
 from kvalloc.extensions.making import make_cache
+from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.policies.score import Score
 from kvalloc.runtime.selection import keep_best
 
@@ -105,6 +106,27 @@ def test_a_turn_that_breaks_off_was_not_read(kind, tokens, error):
     for turn in (turns[2], tiny.prompt(70, seed=9), tiny.prompt(1)):
         assert torch.equal(run(model, turn, cache), run(model, turn, before))
     assert (cache.kept_tokens == before.kept_tokens).all()
+
+
+def test_queries_before_a_turn_that_failed_in_attention_still_vote(model, monkeypatch):
+    """The layer had stored the turn's keys, and not yet noted its queries."""
+    caches = [cache_of(model, "head") for _ in range(2)]
+    for cache in caches:
+        for chunk in (*tiny.prompt(CONTEXT).split(CHUNK, dim=1), tiny.prompt(20, seed=1)):
+            run(model, chunk, cache)
+    attend = BudgetCache.attend
+
+    def fail(cache, states, compute):
+        if states.layer == 1:
+            raise ZeroDivisionError
+        return attend(cache, states, compute)
+
+    with monkeypatch.context() as patch, torch.no_grad(), pytest.raises(ZeroDivisionError):
+        patch.setattr(BudgetCache, "attend", fail)
+        model(tiny.prompt(9, seed=2), past_key_values=caches[0])
+    for cache in caches:
+        cache.end_turn()
+    assert tiny.same_kept(*caches)
 
 
 @pytest.mark.parametrize(
