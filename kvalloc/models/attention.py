@@ -16,7 +16,7 @@ import operator
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -534,3 +534,10 @@ def _output_projection(module: nn.Module, width: int) -> Tensor | Callable[[], T
     """Return the output projection's weight, or the method that unpacks a quantized one."""
     weight: Any = getattr(getattr(module, "o_proj", None), "weight", None)
     return weight if callable(weight) or getattr(weight, "shape", ())[1:] == (width,) else None
+
+
+def without_autocast(states: Tensor) -> AbstractContextManager[Any]:
+    """Return a context on the device of some states in which no product is rounded."""
+    import torch
+
+    return torch.autocast(states.device.type, enabled=False)

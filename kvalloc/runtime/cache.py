@@ -26,14 +26,14 @@ from kvalloc.errors import (
     option,
 )
 from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.models.attention import AttentionStates, Compute
+from kvalloc.models.attention import AttentionStates, Compute, without_autocast
 from kvalloc.models.structure import context_limit
 from kvalloc.runtime import hooks, plan, refusals
 from kvalloc.runtime.attention.backends import attend
 from kvalloc.runtime.attention.call import AttentionCall
 from kvalloc.runtime.checks import Checks
 from kvalloc.runtime.door import Batch, Door, shown
-from kvalloc.runtime.evict import Eviction
+from kvalloc.runtime.evict import Eviction, wanted_queries
 from kvalloc.runtime.extension import Extension
 from kvalloc.runtime.kept import WORK_BYTES
 from kvalloc.runtime.notes import Notes, of_row
@@ -72,6 +72,8 @@ class _Running:
         Rows whose policies note a chunk after which a layer evicts nothing.
     noted : int
         Latest queries of each row that are kept of it; 0 for none.
+    left : int
+        Those of them that are left once policies have looked at a chunk of the prompt.
     """
 
     batch: Batch
@@ -79,6 +81,7 @@ class _Running:
     planned: dict[int, list[tuple[Eviction, IntArray]]]
     observing: list[Eviction]
     noted: int
+    left: int = 0
 
 
 class _Read:
@@ -513,14 +516,16 @@ class BudgetCache(Cache, hooks.HookedCache):
             store.notes.queries.add(queries, batch.lengths, running.noted)
             store.notes.noted_until = store.seen
         with self._checks.collected():  # the host reads once a forward what it has to know
-            for eviction, targets in running.planned.get(layer, ()):
-                with torch.autocast(store.keys.device.type, enabled=False):
-                    self._evict(eviction, {layer: targets})
             planned = running.planned.get(layer, ())
+            for eviction, targets in planned:
+                self._evict(eviction, {layer: targets})
             gone = np.array([row for eviction, _ in planned for row in eviction.rows], dtype=int)
             for eviction in running.observing:
                 if (rest := eviction.without(gone)) is not None:
-                    rest.observe(layer, store)
+                    with without_autocast(store.keys):
+                        rest.observe(layer, store)
+            if planned or running.observing:
+                store.notes.queries.trim(running.left)
 
     def end_forward(self, *, completed: bool) -> None:
         """Clean up after a forward, also a failed one."""
@@ -601,11 +606,14 @@ class BudgetCache(Cache, hooks.HookedCache):
         now = self.door.tokens(batch)
         prompts = self.door.prompt_tokens(batch)
         rows = [replace(row, prompt=n) for row, n in zip(rows, prompts.tolist(), strict=True)]
-        if again := [row for row in rows if row.holds and row.method.policy.scorer.later]:
+        if any(row.holds and row.method.policy.scorer.later for row in rows):
             self._read.add(arguments, batch)
-            self._check_room(again, batch, rows)
-        latest = [_wanted(row.method.policy, row.prompt, whole=row.holds) for row in rows]
-        running = _Running(batch, self._every(), {}, [], max(latest, default=0))
+            self._check_room(rows, batch)
+        latest = max(
+            (wanted_queries(row.method.policy, row.prompt, whole=row.holds) for row in rows),
+            default=0,
+        )
+        running = _Running(batch, self._every(), {}, [], noted=latest, left=latest)
         there, width = self._there(batch), batch.seen + batch.new
         for group in alike(rows, np.flatnonzero(~held)):
             first = rows[group[0]]
@@ -627,7 +635,6 @@ class BudgetCache(Cache, hooks.HookedCache):
                 widths=widths,
                 remember=not batch.completes or method.goes_on_observing,
                 more=not batch.completes,
-                latest=running.noted,
             )
             goes = [
                 plan.prompt_targets(
@@ -668,17 +675,16 @@ class BudgetCache(Cache, hooks.HookedCache):
         new += batch.lengths[:, None, None]
         return new + self.kept_tokens_by_row if batch.seen else new
 
-    def _check_room(self, again: Sequence[Row], batch: Batch, rows: Sequence[Row]) -> None:
+    def _check_room(self, rows: Sequence[Row], batch: Batch) -> None:
         """Refuse a prompt that does not fit the model's limit with its second read."""
         decoder = self.decoder()
-        limit = None if decoder is None else context_limit(decoder)
-        for row in again if limit is not None else ():
-            number = next(i for i, own in enumerate(rows) if own is row)
-            columns = self.door.columns(number)
-            left = row.prompt - int(self.door.tokens(batch)[number])
-            place = self._read.next_position(number, columns) + left
-            if (later := row.method.policy.scorer.later) is not None:
-                check_context(later, [place], row.prompt, int(limit or 0))
+        if decoder is None or (limit := context_limit(decoder)) is None:
+            return
+        left = [row.prompt for row in rows] - self.door.tokens(batch)
+        for number, row in enumerate(rows):
+            if row.holds and (later := row.method.policy.scorer.later) is not None:
+                next_position = self._read.next_position(number, self.door.columns(number))
+                check_context(later, [next_position + int(left[number])], row.prompt, limit)
 
     def _eviction(
         self, rows: Sequence[Row], among: IntArray, policy: Any, **event: Any
@@ -695,14 +701,14 @@ class BudgetCache(Cache, hooks.HookedCache):
 
     def _evict(self, eviction: Eviction, targets: Mapping[int, IntArray]) -> None:
         """Evict in these layers; in all together, where their heads compete."""
-        stores, rows = self.stores, [self.rows[row] for row in eviction.rows]
-        if targets and rows[0].profile.by_prompt:
-            profiles = [row.profile for row in rows]
-            targets = eviction.hand_out(stores, targets, profiles)
-        for one in self.extensions:
-            one.planned(targets)
-        for layer, own in targets.items():
-            eviction.evict(layer, stores[layer], own)
+        stores, profiles = self.stores, [self.rows[row].profile for row in eviction.rows]
+        with without_autocast(self.layers[0].keys):
+            if targets and profiles[0].by_prompt:
+                targets = eviction.hand_out(stores, targets, profiles)
+            for one in self.extensions:
+                one.planned(targets)
+            for layer, own in targets.items():
+                eviction.evict(layer, stores[layer], own)
 
     @torch.no_grad()
     def _end_prompt(self) -> None:
@@ -746,12 +752,10 @@ class BudgetCache(Cache, hooks.HookedCache):
                     layer: np.stack([goes[row].get(layer, there[row, layer]) for row in goes])
                     for layer in layers
                 }
-                with torch.autocast(self.layers[0].keys.device.type, enabled=False):
-                    self._evict(eviction, targets)
+                self._evict(eviction, targets)
         self._read = _Read()
         for store in self.stores.values():
-            notes = store.notes
-            store.notes = Notes(observed=notes.observed)
+            store.notes = Notes(observed=store.notes.observed)
         self.rows = [plan.evicted(row, ranked=True) for row in self.rows]
 
     def _read_again(self, rows: IntArray, scorer: Scorer, layers: Sequence[int]) -> None:
@@ -759,15 +763,9 @@ class BudgetCache(Cache, hooks.HookedCache):
         decoder = self.decoder()
         assert decoder is not None, "it has just read the prompt"
         sinks = self.rows[rows[0]].profile.policy.sinks
-        alike_rows: dict[Any, list[int]] = {}
+        alike_rows: dict[object, list[int]] = {}
         for row in rows.tolist():
-            columns = self.door.columns(row)
-            key = (
-                (columns.start, columns.stop)
-                if isinstance(columns, slice)
-                else columns.numpy().tobytes()
-            )
-            alike_rows.setdefault(key, []).append(row)
+            alike_rows.setdefault(self.door.place(row), []).append(row)
         stores = self.stores
         for each in alike_rows.values():
             group = np.array(each)
@@ -844,18 +842,21 @@ class BudgetCache(Cache, hooks.HookedCache):
         if not self.door.complete:
             return
         full = self._is_full()
-        due = [
-            number
-            for number, row in enumerate(self.rows)
-            if row.method.goes_on
-            and row.seen > row.evicted_at
-            and (
-                full
+        self._settle(
+            [
+                number
+                for number, row in self._followed()
+                if full
                 or row.seen - row.evicted_at
                 >= plan.interval(row, self.memory_of(row), row.evicted_at)
-            )
-        ]
-        self._settle(np.array(due, dtype=np.int64))
+            ]
+        )
+
+    def _followed(self) -> Iterator[tuple[int, Row]]:
+        """Yield rows that evict after their prompt, too, and of which tokens have followed."""
+        for number, row in enumerate(self.rows):
+            if row.method.goes_on and row.seen > row.evicted_at:
+                yield number, row
 
     def _is_full(self) -> bool:
         """Return whether the memory has no room for one more token."""
@@ -879,22 +880,23 @@ class BudgetCache(Cache, hooks.HookedCache):
         if self.interrupted is not None:
             raise UnsupportedRequestError(self.interrupted)
         if self.door.complete:
-            due = [
-                number
-                for number, row in enumerate(self.rows)
-                if row.method.goes_on and row.seen > row.evicted_at
-            ]
-            self._settle(np.array(due, dtype=np.int64))
+            self._settle([number for number, _ in self._followed()])
 
     @torch.no_grad()
-    def _settle(self, due: IntArray) -> None:
+    def _settle(self, rows: Sequence[int]) -> None:
         """Go back to the budgets of all tokens that these rows have seen."""
         stores = self.stores
         noted = [store.notes.queries.counts for store in stores.values()]
-        least = np.min([np.broadcast_to(own, len(self.rows)) for own in noted], axis=0)
-        wanted = [self.rows[number].method.after.query_rows(1) for number in due.tolist()]
-        due = due[(least[due] > 0) | (np.array(wanted, dtype=int) == 0)]  # else nobody ranks
-        if not len(due):
+        queries = np.min([np.broadcast_to(own, len(self.rows)) for own in noted], axis=0)
+        due = np.array(
+            [
+                number
+                for number in rows
+                if queries[number] or not self.rows[number].method.after.query_rows(1)
+            ],
+            dtype=np.int64,
+        )
+        if not len(due):  # nobody ranks
             return
         full, tokens = [*stores], self._tokens
         counts = np.stack([store.counts(tokens) for store in stores.values()], axis=1)
@@ -909,10 +911,10 @@ class BudgetCache(Cache, hooks.HookedCache):
             room = plan.turn_budgets(row, left)[full]
             alone = not changed and plan.new_alone(row, room, kept, new)
             there = np.broadcast_to(new, kept.shape) if alone else kept + new
-            least = profile.policy.window if alone else profile.policy.protected_tokens
+            protected = profile.policy.window if alone else profile.policy.protected_tokens
             shared = profile.by_prompt
             targets = plan.turn_targets(
-                room - kept if alone else room, there, protected=least, shared=shared
+                room - kept if alone else room, there, protected=protected, shared=shared
             )
             padded = [store.kept is None and row.seen < store.seen for store in stores.values()]
             anew = [
@@ -961,8 +963,7 @@ class BudgetCache(Cache, hooks.HookedCache):
                 remember=row.method.goes_on_observing,
                 behind=alone,
             )
-            with torch.autocast(self.layers[0].keys.device.type, enabled=False):
-                self._evict(eviction, {i: np.stack(own) for i, own in by_layer.items()})
+            self._evict(eviction, {i: np.stack(own) for i, own in by_layer.items()})
 
     def _left(self, row: Row) -> int | None:
         """Return the bytes that the memory leaves for a row's entries.
@@ -1191,13 +1192,6 @@ class BudgetCache(Cache, hooks.HookedCache):
         if (decoder := self.decoder()) is not None:
             hooks.retain(clone, decoder)
         return clone
-
-
-def _wanted(policy: Any, tokens: int, *, whole: bool) -> int:
-    """Return how many of a prompt's latest queries a policy is to see."""
-    if whole and policy.observes:
-        return tokens
-    return int(policy.query_rows(tokens))
 
 
 def _check_chunks(row: Row, batch: Batch) -> None:

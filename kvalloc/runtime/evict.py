@@ -21,6 +21,7 @@ from kvalloc.runtime.checks import ensure
 from kvalloc.runtime.door import Door
 from kvalloc.runtime.kept import Part
 from kvalloc.runtime.notes import of_head, of_row
+from kvalloc.runtime.plan import widest
 from kvalloc.runtime.policies.base import EvictionPolicy, Limits
 from kvalloc.runtime.policies.score import Score
 from kvalloc.runtime.selection import flat_entries, handed_out, keep_best, kept_places
@@ -59,8 +60,6 @@ class Eviction:
         Whether there will be another event for which the policy has to note something.
     more : bool
         Whether more of the prompt is to come.
-    latest : int
-        Queries of each row that are kept for it.
     whole : bool
         Whether the prompt stayed whole, with nothing observed yet.
     behind : bool
@@ -80,19 +79,11 @@ class Eviction:
     unobserved: IntArray | None = None
     remember: bool = False
     more: bool = False
-    latest: int = 0
     whole: bool = False
     behind: bool = False
     scored: dict[tuple[int, bytes, int | None], Tensor] = field(default_factory=dict)
 
     # What a policy looks at
-
-    def wanted(self, place: int) -> int:
-        """Return how many of the latest queries of a row the policy is to see."""
-        tokens = int(self.prompt[place])
-        if self.whole and self.policy.observes:
-            return tokens
-        return self.policy.query_rows(tokens)
 
     def bundles(self, store: Store) -> list[Bundle]:
         """Return the rows that are looked at together, and heads one by one where they differ."""
@@ -140,7 +131,8 @@ class Eviction:
         tokens, n_heads = int(self.tokens[place]), int(store.keys.shape[1])
         found = store.candidates(rows, self.door.columns, tokens, head=head, latest=latest)
         new = tokens if self.unobserved is None else int(self.unobserved[place])
-        most = max(self.wanted(place), new if self.policy.observes else 0)
+        wanted = wanted_queries(self.policy, int(self.prompt[place]), whole=self.whole)
+        most = max(wanted, new if self.policy.observes else 0)
         queries = template.queries
         if store.notes.queries.pieces:
             queries = store.notes.queries.of(rows, most)
@@ -192,7 +184,6 @@ class Eviction:
         for bundle in self.bundles(store) if self.policy.observes else ():
             own, _, _ = self.look(layer, store, bundle)
             self._note(store, bundle, self.policy.observe(own, sinks=self.sinks))
-        store.notes.queries.trim(self.latest)
 
     def without(self, rows: IntArray) -> Eviction | None:
         """Return the same of all but these rows; None if there are no others."""
@@ -313,12 +304,8 @@ class Eviction:
             ).taken(segments.argsort())
         del pieces  # they keep alive what goes
         store.replace(self.rows, fresh, self.widths.get(layer), others, behind=self.behind)
-        store.notes.later = {}
-        if not (self.remember and self.policy.observes):
-            store.notes.observed = {}
-        if self.more:
-            store.notes.queries.trim(self.latest)
-        else:
+        store.notes.forget(self.rows, observed=not (self.remember and self.policy.observes))
+        if not self.more:
             store.notes.queries.forget(self.rows)
 
     def _rest(self, store: Store) -> list[Part]:
@@ -425,9 +412,18 @@ def _flat(
     )
 
 
-def widest(profile: BudgetProfile) -> int:
-    """Return the most bits that any entry is stored at."""
-    return int(profile.widths[list(profile.shape.full_layers)].max())
+def wanted_queries(policy: EvictionPolicy, tokens: int, *, whole: bool) -> int:
+    """Return how many of the latest queries of a prompt a policy is to see.
+
+    Parameters
+    ----------
+    policy : EvictionPolicy
+    tokens : int
+        Of the prompt.
+    whole : bool
+        Whether the prompt stayed whole, with nothing observed yet.
+    """
+    return tokens if whole and policy.observes else policy.query_rows(tokens)
 
 
 def check_kept(policy: EvictionPolicy, kept: Tensor, budgets: Tensor) -> None:

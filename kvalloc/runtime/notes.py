@@ -131,8 +131,7 @@ class Notes:
     later: dict[int, Observed] = field(default_factory=dict)
 
     def forget(self, rows: IntArray, *, observed: bool) -> None:
-        """Forget the notes of some rows; the policy's only if ``observed``."""
-        self.queries.forget(rows)
+        """Forget what the scorer noted of some rows; what the policy did only if ``observed``."""
         forgotten = set(rows.tolist())
         self.later = {row: note for row, note in self.later.items() if row not in forgotten}
         if observed:

@@ -11,7 +11,13 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicLayer
 
 from kvalloc.errors import InputError
-from kvalloc.models.attention import AttentionStates, Compute, Observed, intercept_attention
+from kvalloc.models.attention import (
+    AttentionStates,
+    Compute,
+    Observed,
+    intercept_attention,
+    without_autocast,
+)
 from kvalloc.models.names import cache_keyword
 from kvalloc.models.structure import context_limit
 from kvalloc.scorers import Scorer
@@ -168,7 +174,9 @@ def read_again(
         def look(states: AttentionStates, compute: Compute, step: LaterStep = step) -> Any:
             if states.layer in layers:
                 noted_states = replace(states, observed=notes.get(states.layer))
-                notes[states.layer] = scorer.observe_later(noted_states, step, sinks=sinks)
+                with without_autocast(states.keys):
+                    noted = scorer.observe_later(noted_states, step, sinks=sinks)
+                notes[states.layer] = noted
             return compute(states.mask)
 
         with intercept_attention(prompt.decoder, look):

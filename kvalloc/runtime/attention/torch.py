@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvalloc.accounting import IntArray
 from kvalloc.accounting.costs import KEY_BLOCK_TOKENS, turns
+from kvalloc.models.attention import without_autocast
 from kvalloc.runtime.attention.call import AttentionCall, Backend
 from kvalloc.runtime.codes import key_numbers, value_numbers
 from kvalloc.runtime.kept import Kept, Part, on_device
@@ -36,8 +37,7 @@ class TorchBackend(Backend):
         answers = output.view(n_segments, -1, n_new, value_dim)
         queries = call.queries.reshape(n_segments, -1, n_new, key_dim)
         following = call.keys.flatten(0, 1), call.values.flatten(0, 1)
-        # under autocast products would have another type
-        with torch.autocast(output.device.type, enabled=False):
+        with without_autocast(output):
             for part in kept.parts:
                 for places in _equal_segments(call, part):
                     segments = _index(part.segments[places], output.device)

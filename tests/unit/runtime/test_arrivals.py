@@ -6,6 +6,9 @@ import torch
 from prompt_runs import padding_mask, run
 
 from kvalloc.extensions.making import make_cache
+from kvalloc.runtime.making import Way, build_rows
+from kvalloc.runtime.options import CacheOptions
+from kvalloc.scorers import get_scorer
 
 CONTEXT = 150
 
@@ -44,6 +47,50 @@ def test_a_row_whose_first_chunk_is_padding_is_as_if_alone(options):
         kept = cache.kept_indices(layer)[1]
         assert torch.equal(kept[:, : expected.shape[1]], expected)
         assert (kept[:, expected.shape[1] :] == -1).all()
+
+
+@pytest.mark.parametrize(
+    "policies", [("h2o", None), (None, "h2o"), ("h2o", "tova"), ("cake", "h2o")]
+)
+def test_rows_of_two_policies_do_not_touch_each_others_notes(policies):
+    """Through chunks of a prompt and the turns after it: each row keeps what it keeps alone."""
+    model = tiny.tiny_model()
+    profile, ids = tiny.make_profile(model, CONTEXT, 0.4), tiny.prompt(CONTEXT + 30, 2)
+    ways = [Way(profile=profile, options=CacheOptions(policy=policy)) for policy in policies]
+    both = build_rows(model, ways, prompt_tokens=CONTEXT)
+    alone = [build_rows(model, [way], prompt_tokens=CONTEXT) for way in ways]
+    for begin, end in ((0, 60), (60, 100), (100, CONTEXT), (CONTEXT, CONTEXT + 30)):
+        run(model, ids[:, begin:end], both)
+        for row, cache in enumerate(alone):
+            run(model, ids[row : row + 1, begin:end], cache)
+    for cache in (both, *alone):
+        cache.end_turn()
+    for layer in range(tiny.N_LAYERS):
+        kept = both.kept_indices(layer)
+        for row, cache in enumerate(alone):
+            assert torch.equal(kept[row], cache.kept_indices(layer)[0])
+
+
+@pytest.mark.parametrize(
+    ("scorer", "name"), [("h2o", "observe"), ("reconstruction", "observe_later")]
+)
+def test_no_scorer_works_under_autocast(scorer, name, monkeypatch):
+    """What it adds up would be rounded; chunks of which nothing goes are added up as well."""
+    model, rounded = tiny.tiny_model(), set()
+    kind = type(get_scorer(scorer))
+    own = getattr(kind, name)
+
+    def watched(*args, **kwargs):
+        rounded.add(torch.is_autocast_enabled("cpu"))
+        return own(*args, **kwargs)
+
+    monkeypatch.setattr(kind, name, watched)
+    profile = tiny.make_profile(model, CONTEXT, 0.5)
+    cache = make_cache(model, profile, policy=scorer, prompt_tokens=CONTEXT)
+    with torch.autocast("cpu", torch.bfloat16):
+        for begin, end in ((0, 50), (50, CONTEXT)):
+            run(model, tiny.prompt(CONTEXT)[:, begin:end], cache)
+    assert rounded == {False}
 
 
 def test_what_is_kept_ends_where_a_prompt_was_cropped():
