@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from kvalloc.errors import UnsupportedRequestError
 from kvalloc.models.names import can_take_back, record_past
-from kvalloc.runtime import plan
+from kvalloc.runtime import plan, turns
 from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.extension import Extension
 from kvalloc.runtime.pieces import part
@@ -113,7 +113,7 @@ class Drafts(Extension):
     def _take(self, cache: Any) -> None:
         """Free the snapshots kept for rejected drafts."""
         self._before = []
-        cache.catch_up()
+        turns.catch_up(cache)
         for layer in cache.layers:
             if getattr(layer, "record_past", False):
                 layer.crop(0)
@@ -134,7 +134,7 @@ class Drafts(Extension):
             ]
         for row in rows:
             if row.method.goes_on:
-                memory = cache.memory_of(row) if cache.rows else row.method.options.memory
+                memory = turns.memory_of(cache, row) if cache.rows else row.method.options.memory
                 start = (
                     max(seen, self.given)
                     if not cache.prompt_complete
@@ -186,7 +186,7 @@ class Drafts(Extension):
         """Return the number of drafts, at least 1, before the next eviction."""
         for row in cache.rows:
             if row.method.goes_on:
-                due = plan.interval(row, cache.memory_of(row), row.evicted_at)
+                due = plan.interval(row, turns.memory_of(cache, row), row.evicted_at)
                 longest = min(longest, row.evicted_at + due - row.seen)
         return max(1, longest)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -16,16 +16,45 @@ from kvalloc.accounting import IntArray
 from kvalloc.accounting.costs import packed_row_bytes, stored_bytes
 from kvalloc.errors import SolverError
 from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.models.attention import AttentionStates, Observed
+from kvalloc.models.attention import AttentionStates, Observed, without_autocast
 from kvalloc.runtime.checks import ensure
-from kvalloc.runtime.door import Door
+from kvalloc.runtime.door import Batch, Door
 from kvalloc.runtime.kept import Part
 from kvalloc.runtime.notes import of_head, of_row
 from kvalloc.runtime.plan import widest
 from kvalloc.runtime.policies.base import EvictionPolicy, Limits
 from kvalloc.runtime.policies.score import Score
+from kvalloc.runtime.rows import Row
 from kvalloc.runtime.selection import flat_entries, handed_out, keep_best, kept_places
 from kvalloc.runtime.store import Store
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """The forward that runs.
+
+    Attributes
+    ----------
+    batch : Batch
+    every : int
+        Tokens between two evictions, for which layers get room.
+    noted : int
+        Latest queries of each row that are kept of it; 0 for none.
+    left : int
+        Those of them that are left once policies have looked at a chunk of the prompt.
+    planned : dict of int to list of (Eviction, ndarray)
+        Evictions of each layer once it has attended.
+    observing : list of Eviction
+        Rows whose policies note a chunk after which a layer evicts nothing.
+    """
+
+    batch: Batch
+    every: int
+    noted: int = 0
+    left: int = 0
+    planned: dict[int, list[tuple[Eviction, IntArray]]] = field(default_factory=dict)
+    observing: list[Eviction] = field(default_factory=list)
+
 
 Bundle: TypeAlias = "tuple[IntArray, int | None]"
 """Rows that are looked at together, increasing, and which KV head of one row; None for all."""
@@ -46,15 +75,15 @@ class Eviction:
         Chooses.
     sinks, window : int
         First and last tokens of each row, which always stay.
-    tokens : ndarray of int64, (n_rows,)
+    tokens : ndarray of int64, (batch,)
         Tokens that each row has seen.
-    prompt : ndarray of int64, (n_rows,)
+    prompt : ndarray of int64, (batch,)
         Tokens of each row, as far as that is known, that are to be ranked in the end.
     door : Door
         Knows the columns of a row, for layers that store every column.
     widths : mapping
         For layers that are rounded from now on: those of each KV head, (n_kv_heads,).
-    unobserved : ndarray of int64, (n_rows,), optional
+    unobserved : ndarray of int64, (batch,), optional
         How many of the latest tokens the policy has not observed yet; all by default.
     remember : bool
         Whether there will be another event for which the policy has to note something.
@@ -83,18 +112,43 @@ class Eviction:
     behind: bool = False
     scored: dict[tuple[int, bytes, int | None], Tensor] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, row: Row, rows: IntArray, policy: EvictionPolicy, **event: Any) -> Eviction:
+        """Return an eviction in rows that are kept as one of them is."""
+        own = row.profile.policy
+        return cls(rows=rows, policy=policy, sinks=own.sinks, window=own.window, **event)
+
+    def by_layers(
+        self, goals: Mapping[int, Mapping[int, IntArray]]
+    ) -> Iterator[tuple[Eviction, dict[int, IntArray]]]:
+        """Yield evictions of layers in which the same rows evict, with their targets.
+
+        Parameters
+        ----------
+        goals : mapping of int to mapping
+            Of each row, how many entries stay of each layer in which any has to go.
+        """
+        layers: dict[tuple[int, ...], dict[int, IntArray]] = {}
+        rows = self.rows.tolist()
+        for layer in sorted({layer for row in rows for layer in goals[row]}):
+            some = tuple(row for row in rows if layer in goals[row])
+            targets = np.stack([goals[row][layer] for row in some])
+            layers.setdefault(some, {})[layer] = targets
+        for some, targets_of in layers.items():
+            yield replace(self, rows=np.array(some)), targets_of
+
     # What a policy looks at
 
     def bundles(self, store: Store) -> list[Bundle]:
         """Return the rows that are looked at together, and heads one by one where they differ."""
         notes, alike = store.notes, dict[Hashable, list[int]]()
-        for place, row in enumerate(self.rows.tolist()):
+        for row in self.rows.tolist():
             apart = not (self.behind or store.is_even(row))
             apart |= any(own == row and head is not None for own, head in notes.observed)
             key: Hashable = (
                 store.alike(row, self.door.place),
                 notes.queries.signature(row),
-                int(self.tokens[place]),
+                int(self.tokens[row]),
                 (row, None) in notes.observed,
             )
             alike.setdefault((row,) if apart else key, []).append(row)
@@ -127,11 +181,10 @@ class Eviction:
         """
         (rows, head), template = bundle, store.template
         assert template is not None, "a layer that evicts has attended"
-        place = int(np.searchsorted(self.rows, rows[0]))
-        tokens, n_heads = int(self.tokens[place]), int(store.keys.shape[1])
+        tokens, n_heads = int(self.tokens[rows[0]]), int(store.keys.shape[1])
         found = store.candidates(rows, self.door.columns, tokens, head=head, latest=latest)
-        new = tokens if self.unobserved is None else int(self.unobserved[place])
-        wanted = wanted_queries(self.policy, int(self.prompt[place]), whole=self.whole)
+        new = tokens if self.unobserved is None else int(self.unobserved[rows[0]])
+        wanted = wanted_queries(self.policy, int(self.prompt[rows[0]]), whole=self.whole)
         most = max(wanted, new if self.policy.observes else 0)
         queries = template.queries
         if store.notes.queries.pieces:
@@ -185,19 +238,9 @@ class Eviction:
             own, _, _ = self.look(layer, store, bundle)
             self._note(store, bundle, self.policy.observe(own, sinks=self.sinks))
 
-    def without(self, rows: IntArray) -> Eviction | None:
-        """Return the same of all but these rows; None if there are no others."""
-        stay = np.flatnonzero(~np.isin(self.rows, rows))
-        if not len(stay):
-            return None
-        unobserved = None if self.unobserved is None else self.unobserved[stay]
-        return replace(
-            self,
-            rows=self.rows[stay],
-            tokens=self.tokens[stay],
-            prompt=self.prompt[stay],
-            unobserved=unobserved,
-        )
+    def without(self, rows: IntArray) -> Eviction:
+        """Return the same of all but these rows."""
+        return replace(self, rows=np.setdiff1d(self.rows, rows))
 
     # What is chosen
 
@@ -277,7 +320,7 @@ class Eviction:
     # What is evicted
 
     @torch.no_grad()
-    def evict(self, layer: int, store: Store, targets: IntArray) -> None:
+    def keep(self, layer: int, store: Store, targets: IntArray) -> None:
         """Keep the best entries of rows of a layer.
 
         Parameters
@@ -410,6 +453,18 @@ def _flat(
         segments=(rows[:, None] * n_heads + heads).ravel(),
         lengths=counts.reshape(-1),
     )
+
+
+def evict(cache: Any, eviction: Eviction, targets: Mapping[int, IntArray]) -> None:
+    """Evict in these layers of a cache; in all together, where their heads compete."""
+    stores, profiles = cache.stores, [cache.rows[row].profile for row in eviction.rows]
+    with without_autocast(cache.layers[0].keys):
+        if targets and profiles[0].by_prompt:
+            targets = eviction.hand_out(stores, targets, profiles)
+        for listener in cache.extensions:
+            listener.planned(targets)
+        for layer, counts in targets.items():
+            eviction.keep(layer, stores[layer], counts)
 
 
 def wanted_queries(policy: EvictionPolicy, tokens: int, *, whole: bool) -> int:

@@ -29,10 +29,14 @@ class Queries:
         self._before: list[tuple[IntArray, Tensor]] = []
 
     def add(self, queries: Tensor, lengths: IntArray, limit: int) -> None:
-        """Add the queries of a forward, and forget all but the latest ``limit`` of each row."""
+        """Add the queries of a forward, and forget those that are not among the latest ``limit``.
+
+        Of single tokens, up to twice as many stay, so that few of them take the time for it.
+        """
         self._before = [*self.pieces]
         self.pieces.append((lengths, queries))
-        self.trim(limit, frees=False)
+        if queries.shape[2] > 1 or len(self.pieces) > 2 * limit:
+            self.trim(limit, frees=False)
 
     def undo(self) -> None:
         """Undo the latest `add`: its forward failed."""

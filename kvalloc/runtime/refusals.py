@@ -18,7 +18,7 @@ from kvalloc.errors import (
 )
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.models.names import MaskFunction, base_implementation, mask_function
-from kvalloc.models.structure import decoder_of, has_compiled_layers
+from kvalloc.models.structure import context_limit, decoder_of, has_compiled_layers
 from kvalloc.runtime.policies import policy_class
 from kvalloc.runtime.policies.base import EvictionPolicy
 
@@ -140,6 +140,23 @@ def check_goes_on(tokens: int, seen: int) -> None:
         raise InputError(
             f"a turn of no tokens: these are {tokens}, and the cache has seen {seen} already; pass "
             "the whole text so far and what is said next"
+        )
+
+
+def check_turn(decoder: nn.Module, seen: int, new: int) -> None:
+    """Refuse a forward of no tokens, and a turn beyond the model's limit.
+
+    Raises
+    ------
+    InputError
+        If it is one of these.
+    """
+    check_goes_on(seen + new, seen)
+    limit = context_limit(decoder)
+    if seen and new > 1 and limit is not None and seen + new > limit:
+        raise InputError(
+            f"{seen} tokens in the cache and {new} that follow are beyond the {limit} tokens that "
+            "the model was made for; shorten the turn or begin a new conversation"
         )
 
 

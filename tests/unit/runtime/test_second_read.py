@@ -138,7 +138,7 @@ def test_nothing_of_a_repetition_stays():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_where_nothing_has_to_go_nothing_is_repeated(name, monkeypatch):
-    monkeypatch.setattr("kvalloc.runtime.cache.read_again", None)
+    monkeypatch.setattr("kvalloc.runtime.prompt.read_again", None)
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
     profile = tiny.make_profile(model, CONTEXT, 1.0, scorer=SCORERS.get(name, name))
     cache, plain = make_cache(model, profile), DynamicCache(config=model.config)

@@ -1,0 +1,196 @@
+"""What a cache stores, in numbers, and the profiles by which it keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import Cache
+
+from kvalloc.accounting import IntArray
+from kvalloc.accounting.costs import full_bytes
+from kvalloc.accounting.stored import bytes_at_16_bits, layer_tensors, storages
+from kvalloc.errors import InputError, one_line
+from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.runtime.door import Door
+from kvalloc.runtime.options import CacheOptions
+from kvalloc.runtime.rows import Method, Row
+from kvalloc.runtime.store import Store
+from kvalloc.units import share_text
+
+
+class CacheFigures(Cache):
+    """A cache's profiles and sizes, read from its rows and layers.
+
+    Attributes
+    ----------
+    layers : list
+        `Store` for full attention, else transformers' own; each with keys.
+    methods : tuple of Method
+        By which rows are kept; one for all, or one for each.
+    door : Door
+    rows : list of Row
+        The texts of its batch; none before the first forward.
+    """
+
+    layers: list[Any]
+    methods: tuple[Method, ...]
+    door: Door
+    rows: list[Row]
+
+    @property
+    def stores(self) -> dict[int, Store]:
+        """Its layers of full attention, by their number."""
+        return {i: layer for i, layer in enumerate(self.layers) if isinstance(layer, Store)}
+
+    @property
+    def profile(self) -> BudgetProfile:
+        """Profile of the first row; its detail tells of all ways of keeping rows."""
+        first = self.rows[0].profile if self.rows else self.methods[0].profile
+        details = dict.fromkeys(method.profile.detail for method in self.methods)
+        if len(details) < 2:
+            return first
+        return first.replace(detail=one_line("; ".join(details), 100))
+
+    @property
+    def row_profiles(self) -> tuple[BudgetProfile, ...]:
+        """Profile of each row, ``(batch,)``."""
+        return tuple(row.profile for row in self.rows)
+
+    @property
+    def options(self) -> CacheOptions:
+        """Options by which it was made."""
+        return self.methods[0].options
+
+    @property
+    def prompt_complete(self) -> bool:
+        """Whether the whole prompt has been seen, so that all that comes now follows it."""
+        return self.door.complete
+
+    @property
+    def reduced(self) -> bool:
+        """Whether any entry has been evicted, padding included."""
+        return any(store.kept is not None for store in self.stores.values())
+
+    @property
+    def batch(self) -> int:
+        """Rows that are stored; 0 before the first forward."""
+        return next(iter(self.stores.values())).rows
+
+    @property
+    def retained_bytes(self) -> int:
+        """Bytes allocated now: every storage once and in full, positions too."""
+        return sum(int(storage.nbytes()) for storage, _, _ in storages(self.tensors()))
+
+    @property
+    def share(self) -> float:
+        """Share of a cache at 16 bits a number of all tokens seen that is stored.
+
+        Positions of kept entries count, sliding layers do not; 0 before the first forward.
+        """
+        if not self.batch:
+            return 0.0
+        shape = self.methods[0].profile.shape
+        tokens = sum(row.seen for row in self.rows)
+        whole = shape.bytes_per_entry * shape.n_kv_heads * len(shape.full_layers)
+        return bytes_at_16_bits(self.layers) / max(1, tokens * whole)
+
+    @property
+    def share_text(self) -> str:
+        """Requested share, if it is known, and stored bytes."""
+        return share_text(self.retained_bytes, self.full_bytes, self.profile.target_text)
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of a cache at 16 bits a number of all tokens seen; padding does not count.
+
+        Of a sliding layer the last ``sliding_window - 1`` entries count, and one more where, after
+        a decoded token, it is still allocated, and in `retained_bytes` as well.
+        """
+        if not self.batch:
+            return 0
+        shape = self.methods[0].profile.shape
+        shape = replace(shape, dtype_bytes=self.layers[0].keys.dtype.itemsize)
+        slid_out: int = sum(
+            tensor.untyped_storage().nbytes() - tensor.nbytes
+            for layer in self.layers
+            if not isinstance(layer, Store)
+            for tensor in layer_tensors(layer)
+        )
+        return sum(full_bytes(shape, row.seen) for row in self.rows if row.seen) + slid_out
+
+    @property
+    def kept_tokens(self) -> IntArray:
+        """Entries stored now, ``(n_layers, n_kv_heads)``; where rows differ, those of the most."""
+        counts: IntArray = self.kept_tokens_by_row.max(axis=0, initial=0)
+        return counts
+
+    @property
+    def kept_tokens_by_row(self) -> IntArray:
+        """Entries stored now, ``(batch, n_layers, n_kv_heads)``."""
+        heads = self.methods[0].profile.shape.n_kv_heads
+        counts: IntArray = np.zeros((self.batch, len(self.layers), heads), dtype=np.int64)
+        tokens = self.tokens
+        for index, layer in enumerate(self.layers if self.batch else ()):
+            own = layer.counts(tokens) if isinstance(layer, Store) else layer.keys.shape[-2]
+            counts[:, index] = own
+        return counts
+
+    @property
+    def tokens(self) -> IntArray:
+        """Tokens that each row has seen, ``(batch,)``."""
+        return np.array([row.seen for row in self.rows], dtype=np.int64)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Return all K and V tensors."""
+        return (tensor for layer in self.layers for tensor in layer_tensors(layer))
+
+    def kept_indices(self, layer: int) -> Tensor:
+        """Original positions of the prompt's entries that a layer keeps.
+
+        While a prompt arrives in chunks, of all that has come of it; later also of the tokens that
+        followed up to the latest eviction.
+
+        Parameters
+        ----------
+        layer : int
+            A full-attention layer.
+
+        Returns
+        -------
+        Tensor of int32, (batch, n_kv_heads, n_kept)
+            Columns of the input in increasing order; -1 beyond the end of a head that keeps fewer
+            than another. These four bytes an entry are the cache's own book-keeping and do not
+            count as K or V bytes.
+
+        Raises
+        ------
+        InputError
+            If the layer is a sliding one, or no prompt has been seen.
+        """
+        store = self.layers[layer]
+        if not isinstance(store, Store):
+            raise InputError(f"layer {layer} is a sliding-window layer: it keeps the last tokens")
+        if not self.batch or self.door.prompt_columns is None:
+            raise InputError("the cache has seen no prompt yet; run the model with it first")
+        prompt = min(self.door.prompt_columns, store.seen)
+        columns, heads = list[Tensor](), int(store.keys.shape[1])
+        for row, seen in enumerate(self.tokens.tolist()):
+            latest = 0 if store.tail is None else seen - int(store.tail.lengths[row])
+            # after the prompt, where decoding evicts as well
+            end = max(self.door.count(row, prompt), latest)
+            new = torch.arange(latest, end, dtype=torch.int32, device=store.keys.device)
+            kept = [new] * heads
+            if store.kept is not None:
+                _, _, positions = store.kept.padded(np.array([row]))
+                kept = [
+                    torch.cat([head[:length], new])
+                    for head, length in zip(positions[0], store.kept.lengths[row], strict=True)
+                ]
+            columns += [self.door.in_columns(row, tokens) for tokens in kept]
+        padded = nn.utils.rnn.pad_sequence(columns, batch_first=True, padding_value=-1)
+        return padded.view(len(self.rows), heads, -1).int()

@@ -1,0 +1,257 @@
+"""A prompt: which layers evict once they have read it, and its second read.
+
+Each function takes the `kvalloc.runtime.cache.BudgetCache` that reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvalloc.accounting import IntArray
+from kvalloc.errors import UnsupportedRequestError, option
+from kvalloc.models.structure import context_limit
+from kvalloc.runtime import plan, refusals
+from kvalloc.runtime.door import Batch
+from kvalloc.runtime.evict import Eviction, Running, evict, wanted_queries
+from kvalloc.runtime.notes import Notes, of_row
+from kvalloc.runtime.rows import Row, alike
+from kvalloc.runtime.second_read import HeldPrompt, check_context, read_again
+from kvalloc.runtime.tail import rows_of
+from kvalloc.scorers import Scorer
+
+
+class ReadTokens:
+    """Tokens and positions of a prompt that the model is to read again.
+
+    Attributes
+    ----------
+    positions : Tensor of int64, (rows, n_columns)
+        On the host.
+    tokens : Tensor of int64, (rows, n_columns), or (rows, n_columns, hidden_size)
+        Its tokens or embeddings.
+    """
+
+    def __init__(self) -> None:
+        self.positions = self.tokens = torch.empty(0, 0, dtype=torch.long, device="cpu")
+
+    def add(self, arguments: Mapping[str, Any], batch: Batch) -> None:
+        """Note a forward of the prompt; one that has failed may come again."""
+        seen, end = batch.seen, batch.seen + batch.new
+        read = refusals.new_tokens(arguments).detach()
+        if seen and self.tokens.ndim != read.ndim:
+            raise UnsupportedRequestError(
+                "a scorer has the model repeat a prompt, but its chunks came as token ids and as "
+                "inputs_embeds; send all in one form, or choose another scorer"
+            )
+        self.tokens = torch.cat([self.tokens[:, :seen], read], dim=1) if seen else read
+        positions = arguments.get("position_ids")
+        if not isinstance(positions, Tensor):
+            positions = torch.arange(seen, end, device="cpu")[None]
+        positions = positions.cpu()  # (n_axes, rows, n) where a model has several axes
+        positions = positions.reshape(-1, *positions.shape[-2:]).amax(dim=0).expand(batch.rows, -1)
+        before = self.positions[:, :seen]
+        self.positions = torch.cat([before, positions], dim=1) if seen else positions
+
+    def next_position(self, row: int, columns: Any) -> int:
+        """Return the position of a row's next token."""
+        positions = self.positions[row, columns]
+        return int(positions.max()) + 1 if len(positions) else 0
+
+
+def begin(cache: Any, running: Running, arguments: Mapping[str, Any]) -> None:
+    """Plan the evictions of each layer once it has read a forward of the prompt.
+
+    Raises
+    ------
+    UnsupportedRequestError
+        If this prompt does not go with the cache's budgets or policy.
+    InputError
+        If it does not fit the model's limit with its second read.
+    """
+    batch, door = running.batch, cache.door
+    rows: list[Row] = cache.rows if batch.seen else _new_rows(cache, batch)
+    prompts, now = door.prompt_tokens(batch), door.tokens(batch)
+    rows = [replace(row, prompt=n) for row, n in zip(rows, prompts.tolist(), strict=True)]
+    held = [number for number, row in enumerate(rows) if row.holds]
+    if any(rows[number].method.policy.scorer.later for number in held):
+        cache.prompt_read.add(arguments, batch)
+        _check_room(cache, rows, prompts - now)
+    wanted = (wanted_queries(row.method.policy, row.prompt, whole=row.holds) for row in rows)
+    running.noted = running.left = max(wanted, default=0)
+    heads = cache.methods[0].profile.shape.n_kv_heads
+    there = np.zeros((batch.rows, len(cache.layers), heads), dtype=np.int64)
+    there += batch.lengths[:, None, None]
+    there += cache.kept_tokens_by_row if batch.seen else 0
+    padded = now < batch.seen + batch.new
+    for group in alike(rows, np.setdiff1d(np.arange(len(rows)), held)):
+        first, policy = rows[group[0]], rows[group[0]].method.policy
+        if (batch.seen or not batch.completes) and policy.combines:
+            raise UnsupportedRequestError(
+                f"the policy {policy.name} merges entries, for which it has to see the whole "
+                "prompt; send it in one piece, or choose another policy"
+            )
+        rounded = first.widths if batch.completes else {}
+        goals = {
+            row: plan.prompt_targets(
+                rows[row],
+                int(prompts[row]),
+                there[row],
+                padded=bool(padded[row]),
+                rounded=frozenset(rounded),
+            )
+            for row in group.tolist()
+        }
+        every = Eviction.of(
+            first,
+            group,
+            policy,
+            door=door,
+            tokens=now,
+            prompt=prompts,
+            unobserved=batch.lengths,
+            widths=rounded or first.method.halves(),
+            remember=not batch.completes or first.method.goes_on_observing,
+            more=not batch.completes,
+        )
+        for eviction, targets in every.by_layers(goals):
+            for layer, counts in targets.items():
+                for listener in cache.extensions:
+                    listener.planned({layer: counts})
+                running.planned.setdefault(layer, []).append((eviction, counts))
+        if every.remember:
+            running.observing.append(every)
+        if policy.observes:
+            running.noted = max(running.noted, batch.new)
+    for number in held if cache.extensions else ():
+        row = rows[number]
+        whole = np.full_like(row.profile.budgets, row.prompt)
+        goal = plan.prompt_targets(row, row.prompt, whole, padded=False, rounded=frozenset())
+        for listener in cache.extensions:
+            listener.planned({layer: counts[None] for layer, counts in goal.items()})
+    cache.rows = rows
+    if not running.planned and not running.observing and not held:
+        running.noted = 0
+
+
+def _new_rows(cache: Any, batch: Batch) -> list[Row]:
+    """Return the rows of a new prompt; refuses what does not fit their methods."""
+    if cache.spent:
+        raise UnsupportedRequestError(
+            "the budgets of this cache were decided from another prompt; make a new cache"
+        )
+    times, rest = divmod(batch.rows, len(cache.methods))
+    if rest or not times:
+        raise UnsupportedRequestError(
+            f"the budgets were decided for {len(cache.methods)} rows, but this input has "
+            f"{batch.rows}; call cache.reset() and decide for these rows"
+        )
+    for method in cache.methods:
+        profile = method.profile
+        if not batch.completes and method.widths(profile) and profile.fits_a_peak:
+            raise UnsupportedRequestError(
+                f"these budgets were decided for {option('memory')} at its peak, and of a prompt "
+                "in chunks nothing is rounded before the last one; send it in one piece, or solve "
+                f"again without {option('bits')}"
+            )
+    chunks = not batch.completes
+    return [
+        Row(method=method, profile=method.profile, holds=method.holds(in_chunks=chunks))
+        for method in cache.methods
+        for _ in range(times)
+    ]
+
+
+def _check_room(cache: Any, rows: Sequence[Row], left: IntArray) -> None:
+    """Refuse a prompt, of which tokens are left, beyond the model's limit with its second read."""
+    decoder = cache.decoder()
+    if decoder is None or (limit := context_limit(decoder)) is None:
+        return
+    for number, row in enumerate(rows):
+        if row.holds and (later := row.method.policy.scorer.later) is not None:
+            position = cache.prompt_read.next_position(number, cache.door.columns(number))
+            check_context(later, [position + int(left[number])], row.prompt, limit)
+
+
+@torch.no_grad()
+def end(cache: Any) -> None:
+    """Evict in rows that stayed whole until now, after a second read if they need one."""
+    rows, tokens = cache.rows, cache.tokens
+    held = np.flatnonzero([row.holds for row in rows])
+    padded, there = tokens < cache.get_seq_length(), cache.kept_tokens_by_row
+    for group in alike(rows, held):
+        first = rows[group[0]]
+        method, widths = first.method, first.widths
+        goals = {
+            row: plan.prompt_targets(
+                rows[row],
+                int(tokens[row]),
+                there[row],
+                padded=bool(padded[row]),
+                rounded=frozenset(widths),
+            )
+            for row in group.tolist()
+        }
+        some = np.array([row for row, goal in goals.items() if goal], dtype=np.int64)
+        if not len(some):
+            continue
+        every = Eviction.of(
+            first,
+            some,
+            method.policy,
+            door=cache.door,
+            tokens=tokens,
+            prompt=tokens,
+            widths=widths,
+            remember=method.goes_on_observing,
+            whole=True,
+        )
+        with cache.half_way():
+            if method.policy.scorer.later is not None:
+                layers = sorted({layer for goal in goals.values() for layer in goal})
+                _read_again(cache, some, method.policy.scorer, layers)
+            for eviction, targets in every.by_layers(goals):
+                evict(cache, eviction, targets)
+    cache.prompt_read = ReadTokens()
+    for store in cache.stores.values():
+        store.notes = Notes(observed=store.notes.observed)
+    cache.rows = [plan.evicted(row, ranked=True) for row in rows]
+
+
+def _read_again(cache: Any, rows: IntArray, scorer: Scorer, layers: Sequence[int]) -> None:
+    """Let the model read the prompts of rows once more; the scorer notes what it sees."""
+    decoder, door, stores, seen = cache.decoder(), cache.door, cache.stores, cache.get_seq_length()
+    assert decoder is not None, "it has just read the prompt"
+    assert scorer.later is not None
+    sinks = cache.rows[rows[0]].profile.policy.sinks
+    by_place: dict[object, list[int]] = {}
+    for row in rows.tolist():
+        by_place.setdefault(door.place(row), []).append(row)
+    for alike_rows in by_place.values():
+        group, columns = np.array(alike_rows), door.columns(alike_rows[0])
+        held = []
+        for index, layer in enumerate(cache.layers):
+            if index in stores:
+                candidates = layer.candidates(group, door.columns)
+                held.append((candidates.keys, candidates.values, False))
+                continue
+            slid = torch.arange(seen, device="cpu")[columns] - (seen - int(layer.keys.shape[2]))
+            at = slid[slid >= 0].to(layer.keys.device)
+            keys, values = (rows_of(one, group)[:, :, at] for one in (layer.keys, layer.values))
+            held.append((keys, values, True))
+        positions = [cache.prompt_read.next_position(row, columns) for row in alike_rows]
+        prompt = HeldPrompt(
+            decoder=decoder,
+            layers=held,
+            next_positions=torch.tensor(positions, device="cpu"),
+            read=rows_of(cache.prompt_read.tokens, group)[:, columns],
+        )
+        noted = read_again(prompt, scorer, scorer.later, layers, sinks=sinks)
+        for index, observed in noted.items():
+            for place, row in enumerate(alike_rows):
+                stores[index].notes.later[row] = of_row(observed, place)

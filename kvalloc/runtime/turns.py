@@ -1,0 +1,206 @@
+"""What follows a prompt: when rows go back to their budgets, and how much memory is free.
+
+Each function takes the `kvalloc.runtime.cache.BudgetCache` at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvalloc.accounting import IntArray
+from kvalloc.accounting.stored import layer_tensors
+from kvalloc.runtime import plan
+from kvalloc.runtime.door import Batch
+from kvalloc.runtime.evict import Eviction, evict
+from kvalloc.runtime.kept import WORK_BYTES
+from kvalloc.runtime.rows import Row, alike
+from kvalloc.runtime.store import Store
+
+
+def memory_of(cache: Any, row: Row) -> int | None:
+    """Return the bytes that a row may take: its method's rows share the method's memory."""
+    memory = row.method.options.memory
+    return None if memory is None else memory // sum(row.method is r.method for r in cache.rows)
+
+
+def _interval(cache: Any, row: Row) -> int:
+    return plan.interval(row, memory_of(cache, row), row.evicted_at)
+
+
+def _free_tokens(cache: Any) -> int | None:
+    """Return how many more tokens the memory has room for; None without one."""
+    memory = [memory_of(cache, row) for row in cache.rows]
+    if not memory or None in memory:
+        return None
+    token_bytes = plan.token_bytes(cache.methods[0].profile) * len(memory)
+    free: int = sum(one for one in memory if one is not None) - cache.retained_bytes
+    return free // token_bytes
+
+
+def cuts(cache: Any, seen: int, end: int) -> Iterator[int]:
+    """Yield the columns where a forward is cut since the memory does not take it whole."""
+    if cache.door.complete and (free := _free_tokens(cache)) is not None and end - seen > free:
+        row = cache.rows[0]
+        start = seen - (row.seen - row.evicted_at)
+        columns = plan.cuts(row, memory_of(cache, row), start, end)
+        yield from (column for column in columns if column > seen)
+
+
+def room_tokens(cache: Any) -> int:
+    """Return the tokens between two evictions for which a layer has room, at most."""
+    every = min((_interval(cache, row) for row in cache.rows if row.method.goes_on), default=None)
+    if every is None:
+        return plan.MIN_INTERVAL
+    if (free := _free_tokens(cache)) is None or not cache.door.complete:
+        return every
+    tail = next(iter(cache.stores.values())).tail
+    return max(min(every, (0 if tail is None else tail.tokens) + free), 1)
+
+
+def noted_queries(cache: Any, batch: Batch) -> int:
+    """Return how many latest queries are kept of a forward that follows the prompt."""
+    end, wanted = batch.seen + batch.new, 0
+    for row in cache.rows:
+        after = row.method.after
+        if row.method.goes_on:
+            back = after.observes or any(one.holds for one in cache.extensions)
+            wanted = max(wanted, end if back else after.query_rows(end))
+    return wanted
+
+
+def catch_up(cache: Any) -> None:
+    """Evict in rows in which enough tokens have followed the latest eviction."""
+    if not cache.door.complete:
+        return
+    full = _is_full(cache)
+    due = [
+        number
+        for number in _followed(cache)
+        if full or (row := cache.rows[number]).seen - row.evicted_at >= _interval(cache, row)
+    ]
+    _settle(cache, due)
+
+
+def end(cache: Any) -> None:
+    """Keep no more than the budget of all tokens seen, kept and new entries ranked together."""
+    if cache.door.complete:
+        _settle(cache, _followed(cache))
+
+
+def _followed(cache: Any) -> list[int]:
+    """Return rows that evict after their prompt, too, and of which tokens have followed."""
+    return [
+        number
+        for number, row in enumerate(cache.rows)
+        if row.method.goes_on and row.seen > row.evicted_at
+    ]
+
+
+def _is_full(cache: Any) -> bool:
+    """Return whether the memory has no room for one more token."""
+    if all(row.method.options.memory is None for row in cache.rows):
+        return False
+    tail = next(iter(cache.stores.values())).tail
+    free = None if tail is not None and tail.has_room else _free_tokens(cache)
+    return free is not None and free < 1
+
+
+@torch.no_grad()
+def _settle(cache: Any, numbers: Sequence[int]) -> None:
+    """Go back to the budgets of all tokens that these rows have seen, if anything ranks them."""
+    stores: dict[int, Store] = cache.stores
+    noted = [store.notes.queries.counts for store in stores.values()]
+    queries = np.min([np.broadcast_to(counts, len(cache.rows)) for counts in noted], axis=0)
+    due = [n for n in numbers if queries[n] or not cache.rows[n].method.after.query_rows(1)]
+    if not due:
+        return
+    tokens, goals, alone = cache.tokens, dict[int, dict[int, IntArray]](), dict[int, bool]()
+    counts = np.stack([store.counts(tokens) for store in stores.values()], axis=1)
+    latest = np.stack([store.latest(tokens) for store in stores.values()], axis=1)[:, :, None]
+    for number in due:
+        kept, new = (counts - latest)[number], latest[number]
+        cache.rows[number], alone[number], goals[number] = _goal(cache, number, kept, new)
+    with cache.half_way():
+        for group in alike(cache.rows, np.array(due)):
+            for behind in (False, True):
+                row = cache.rows[group[0]]
+                every = Eviction.of(
+                    row,
+                    np.array([n for n in group.tolist() if alone[n] is behind], dtype=np.int64),
+                    row.method.after,
+                    door=cache.door,
+                    tokens=tokens,
+                    prompt=tokens,
+                    widths=row.widths,
+                    remember=row.method.goes_on_observing,
+                    behind=behind,
+                )
+                for eviction, targets in every.by_layers(goals):
+                    evict(cache, eviction, targets)
+    for store in stores.values():
+        store.notes.queries.forget(np.array(due))
+    for number in due:
+        cache.rows[number] = plan.evicted(cache.rows[number], ranked=not alone[number])
+
+
+def _goal(
+    cache: Any, number: int, kept: IntArray, new: IntArray
+) -> tuple[Row, bool, dict[int, IntArray]]:
+    """Return a row as it goes on, whether only new entries are ranked, and how many stay of them.
+
+    Parameters
+    ----------
+    cache : BudgetCache
+    number : int
+        Of the row.
+    kept : ndarray of int64, (n_full_layers, n_kv_heads)
+        Entries kept by earlier evictions.
+    new : ndarray of int64, (n_full_layers, 1)
+        Tokens since the latest one.
+    """
+    before: Row = cache.rows[number]
+    left = _left(cache, before)
+    profile = plan.grown(before, left)
+    changed, row = profile is not before.profile, replace(before, profile=profile)
+    room = plan.turn_budgets(row, left)[list(profile.shape.full_layers)]
+    alone = not changed and plan.new_alone(row, room, kept, new)
+    there = np.broadcast_to(new, kept.shape) if alone else kept + new
+    targets = plan.turn_targets(
+        room - kept if alone else room,
+        there,
+        protected=profile.policy.window if alone else profile.policy.protected_tokens,
+        shared=profile.by_prompt,
+    )
+    goal = {
+        layer: target
+        for (layer, store), target, entries in zip(
+            cache.stores.items(), targets, there, strict=True
+        )
+        if profile.by_prompt
+        or changed
+        or layer in row.widths
+        or (target < entries).any()
+        or (store.kept is None and row.seen < store.seen)  # padding is stored
+    }
+    return row, alone, goal
+
+
+def _left(cache: Any, row: Row) -> int | None:
+    """Return the bytes that the memory leaves for a row's entries.
+
+    Beside them stand sliding layers, the tail, and lists of tiles.
+    """
+    if (memory := memory_of(cache, row)) is None:
+        return None
+    slid = (layer for layer in cache.layers if not isinstance(layer, Store))
+    taken: int = sum(tensor.nbytes for layer in slid for tensor in layer_tensors(layer))
+    taken = -(-taken // len(cache.rows))
+    if cache.layers[0].keys.is_cuda:  # where a kernel reads by lists
+        taken += WORK_BYTES * row.profile.budgets.size
+    tokens = plan.interval(row, memory, row.seen)
+    return memory - taken - tokens * plan.token_bytes(row.profile)
