@@ -29,6 +29,7 @@ from kvalloc.runtime.door import Batch, Door, shown
 from kvalloc.runtime.evict import Running, evict
 from kvalloc.runtime.extension import Extension
 from kvalloc.runtime.figures import CacheFigures
+from kvalloc.runtime.forwards import HookedCache
 from kvalloc.runtime.pieces import part
 from kvalloc.runtime.rows import Method, Row
 from kvalloc.runtime.store import Store
@@ -44,7 +45,7 @@ TURN_BROKEN_OFF = (
 )
 
 
-class BudgetCache(CacheFigures, hooks.HookedCache):
+class BudgetCache(CacheFigures, HookedCache):
     """Keeps, of a prompt, the entries that a budget profile grants each layer and KV head.
 
     While the prompt runs, each full-attention layer first attends to all it holds, then the

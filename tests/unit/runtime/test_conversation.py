@@ -10,6 +10,7 @@ from prompt_runs import generate
 
 import kvalloc
 from kvalloc.accounting.stored import bytes_at_16_bits
+from kvalloc.runtime import turns
 from kvalloc.runtime.making import build_cache
 from kvalloc.runtime.options import CacheOptions
 
@@ -175,7 +176,7 @@ def test_a_turn_that_memory_does_not_take_whole_is_read_as_its_pieces_are(model)
     with kvalloc.apply(model, budget="60%", memory=120 * 1024) as applied, torch.no_grad():
         model(first)
         cache = applied.last_cache
-        cuts = [*cache.cuts(60, 360)]
+        cuts = [*turns.cuts(cache, 60, 360)]
         assert cuts
         alone = copy.deepcopy(cache)
         found = model(turn, past_key_values=cache).logits

@@ -25,7 +25,7 @@ from kvalloc.errors import (
     UnsupportedRequestError,
 )
 from kvalloc.models import names
-from kvalloc.runtime import hooks
+from kvalloc.runtime import forwards, hooks
 
 CONTEXT = 60
 
@@ -286,7 +286,7 @@ def test_a_forward_that_ends_while_another_begins_disturbs_nobody(model, monkeyp
     profile, ids = tiny.make_profile(model, CONTEXT, 0.3), tiny.prompt(CONTEXT)
     within, end = threading.Event(), threading.Event()
 
-    class Looked(hooks._OpenForward):
+    class Looked(forwards.OpenForward):
         """Whoever compares its cache lets the other thread go on first."""
 
         @property
@@ -302,7 +302,7 @@ def test_a_forward_that_ends_while_another_begins_disturbs_nobody(model, monkeyp
     def other():
         within.set()
         assert end.wait(60)
-        hooks._close(entry, completed=False)
+        forwards.close(entry, completed=False)
 
     own = kvalloc.make_cache(model, profile)
     entry = vars(model.model)["_kvalloc_installed"]
