@@ -100,7 +100,6 @@ def triton_attention(call: AttentionCall, kept: Kept, *, programs: int) -> Tenso
     n_parts = work.room + n_segments * following_tiles
     partial = call.queries.new_empty(n_parts, n_rows, value_dim + 2, dtype=torch.float32)
     output = call.queries.new_empty(batch, n_new, n_query_heads, value_dim)
-    visible = call.visible
     sinks = call.sink_logits
     counts = n_rows, n_new, n_kv_heads, n_query_heads // n_kv_heads
     _launch(
@@ -110,7 +109,7 @@ def triton_attention(call: AttentionCall, kept: Kept, *, programs: int) -> Tenso
         (work.segments, *(_stored(part) for part in kept.parts)),
         (
             *((states, *states.stride()[:3]) for states in (call.keys, call.values)),
-            None if visible is None else (visible.view(torch.uint8), *visible.stride()),
+            call.starts,
         ),
         partial,
         *(work.room, following_tiles, work.length, tile, n_following, n_segments, counts),

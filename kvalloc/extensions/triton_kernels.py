@@ -280,7 +280,7 @@ def _add_entries(  # type: ignore[no-untyped-def]
 
     ``entries`` are keys and values, each with the step between tokens, and at fewer bits scales.
     Of following tokens, the asking ones see no later ones (``asking``: batch row, places) and
-    no padding (its last).
+    none before the row's first (its last: starts).
     """
     start, end, first_scale = span
     largest, total, summed = softmax
@@ -298,12 +298,11 @@ def _add_entries(  # type: ignore[no-untyped-def]
             logits = softcap * tl.where(logits < 0, -turned, turned)
         shown = inside[None, :]
         if asking is not None:
-            batch_row, place, visible = asking
+            batch_row, place, starts = asking
             shown = shown & (column[None, :] <= place[:, None])
-            if visible is not None:
-                real = visible[0] + batch_row * visible[1] + column * visible[2]
-                real = tl.load(real, mask=inside, other=0) != 0
-                shown = shown & (real[None, :] | (column[None, :] == place[:, None]))
+            if starts is not None:
+                follows = column >= tl.load(starts + batch_row)
+                shown = shown & (follows[None, :] | (column[None, :] == place[:, None]))
         logits = tl.where(shown, logits, float("-inf"))
         largest, finite, factor = _raised(largest, tl.max(logits, 1))
         weights = tl.exp(logits - finite[:, None])

@@ -154,8 +154,8 @@ def by_definition(call: AttentionCall, stored: Stored) -> tuple[Tensor, Tensor]:
             logits, errors = call.softcap * capped, errors * (1 - capped**2)
         errors += logits.abs()
         shown = column <= place
-        if call.visible is not None:
-            shown &= call.visible[row].cpu() | (column == place)
+        if call.starts is not None:
+            shown &= (column >= call.starts[row].cpu()) | (column == place)
         logits[:, len(kept_keys) :].masked_fill_(~shown, float("-inf"))
         if call.sink_logits is not None:
             sink = call.sink_logits[head].cpu().double().expand(n_new, 1)

@@ -62,13 +62,6 @@ class AttentionCall:
         )
 
     @property
-    def visible(self) -> Tensor | None:
-        """Mask of a row's following tokens, bool, (batch, n_following); None for all."""
-        if self.starts is None:
-            return None
-        return torch.arange(self.keys.shape[2], device=self.keys.device) >= self.starts[:, None]
-
-    @property
     def work_type(self) -> torch.dtype:
         """Type in which torch's operations compute: at least float32."""
         return torch.promote_types(self.queries.dtype, torch.float32)

@@ -62,7 +62,7 @@ typedef struct {
     const int64_t *spans;         /* (n_segments, 4): start, end, first key scale, part */
     const void *keys;             /* (n_segments, room, key_dim), n_following of the room */
     const void *values;           /* (n_segments, room, value_dim) */
-    const uint8_t *visible;       /* (batch, n_following), or NULL */
+    const int64_t *starts;        /* (batch,): first of each row that followed, or NULL */
     const float *sinks;           /* (n_kv_heads, group), or NULL */
     float *output;                /* (batch, n_new, n_kv_heads * group, value_dim) */
     int64_t n_segments, n_kv_heads, n_rows, n_new, n_following, room, key_dim, value_dim;
@@ -402,17 +402,16 @@ INLINE void some_values(int rows, int kind, float *summed, float (*weights)[BLOC
 static void finish_logits(
     const arguments *given, int64_t segment, const span *of, int64_t first, int64_t n,
     float (*logits)[BLOCK]) {
-    const uint8_t *shown = given->visible;
-    if (shown) shown += segment / given->n_kv_heads * given->n_following;
+    int64_t start = given->starts ? given->starts[segment / given->n_kv_heads] : 0;
     for (int64_t r = 0; r < given->n_rows; r++) {
         if (given->softcap > 0.0f)
             for (int64_t i = 0; i < n; i++)
                 logits[r][i] = given->softcap * LOG2_E * tanhf(logits[r][i] / given->softcap);
-        if (of->following && (shown || given->n_new > 1)) {
+        if (of->following && (start || given->n_new > 1)) {
             int64_t place = given->n_following - given->n_new + r % given->n_new;
             for (int64_t i = 0; i < n; i++) {
                 int64_t column = first + i;
-                if (column > place || (shown && !shown[column] && column != place))
+                if (column > place || (column < start && column != place))
                     logits[r][i] = -INFINITY;
             }
         }

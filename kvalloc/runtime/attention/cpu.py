@@ -73,7 +73,7 @@ class _Arguments(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("queries", "parts", "spans")),
-        *((name, ctypes.c_void_p) for name in ("keys", "values", "visible", "sinks", "output")),
+        *((name, ctypes.c_void_p) for name in ("keys", "values", "starts", "sinks", "output")),
         *((name, ctypes.c_int64) for name in ("n_segments", "n_kv_heads", "n_rows", "n_new")),
         *((name, ctypes.c_int64) for name in ("n_following", "room", "key_dim", "value_dim")),
         *((name, ctypes.c_int64) for name in ("following_kind", "threads")),
@@ -188,15 +188,15 @@ def cpu_attention(call: AttentionCall, kept: Kept, *, threads: int) -> Tensor:
     latest, room = (call.keys, call.values), _room(call.keys, call.values)
     if room is None:
         latest, room = (call.keys.contiguous(), call.values.contiguous()), n_following
-    shown, sinks, kind = call.visible, call.sink_logits, _KINDS[call.queries.dtype]
+    starts, sinks, kind = call.starts, call.sink_logits, _KINDS[call.queries.dtype]
     described, sizes = _DESCRIBED.get(kept), (batch, n_kv_heads, key_dim, value_dim)
     if described is None or described[3] != sizes:
         _check_kept(kept, *sizes)
         parts = (_Part * len(kept.parts))(*(_Part.of(part, value_dim) for part in kept.parts))
         places = ctypes.addressof(parts), kept.spans.ctypes.data
         described = _DESCRIBED[kept] = parts, *places, sizes
-    if shown is not None:
-        shown = shown.to(torch.uint8)
+    if starts is not None:
+        starts = starts.long().contiguous()
     if sinks is not None:
         sinks = sinks.float().contiguous()
     arguments = _Arguments(
@@ -205,7 +205,7 @@ def cpu_attention(call: AttentionCall, kept: Kept, *, threads: int) -> Tensor:
         spans=described[2],
         keys=latest[0].data_ptr(),
         values=latest[1].data_ptr(),
-        visible=_place(shown),
+        starts=_place(starts),
         sinks=_place(sinks),
         output=output.data_ptr(),
         n_segments=batch * n_kv_heads,

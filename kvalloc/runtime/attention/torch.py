@@ -133,14 +133,14 @@ def _answers(
 
 def _hidden(call: AttentionCall, segments: slice | Tensor, tokens: slice) -> Tensor | None:
     """Return what new tokens do not see of the following, (n or 1, 1, n_tokens, n_following)."""
-    n_new, n_following, visible = call.queries.shape[2], call.keys.shape[2], call.visible
-    if n_new == 1 and visible is None:
+    n_new, n_following = call.queries.shape[2], call.keys.shape[2]
+    if n_new == 1 and call.starts is None:
         return None
     column = torch.arange(n_following, device=call.keys.device)
     place = column[n_following - n_new :][tokens, None]
     hidden = (column > place)[None]
-    if visible is not None:
-        hidden = hidden | (~visible[:, None] & (column != place))
+    if call.starts is not None:
+        hidden = hidden | ((column < call.starts[:, None, None]) & (column != place))
         each = hidden.expand(len(call.keys), -1, -1).repeat_interleave(call.keys.shape[1], dim=0)
         hidden = each[segments]
     return hidden[:, None]
