@@ -211,8 +211,7 @@ class BudgetCache(CacheFigures, HookedCache):
             or all(isinstance(layer, Store) and layer.kept is not None for layer in self.layers)
         ):
             return None
-        assert self.door.visible is not None
-        return {"attention_mask": self.door.visible.to(self.layers[0].device, torch.long)}
+        return {"attention_mask": self.door.mask(self.layers[0].device)}
 
     def attend(self, states: AttentionStates, compute: Compute) -> Any:
         """Run one layer's attention over all that it holds; then evict."""

@@ -78,7 +78,7 @@ def _attend_token(
     query = query.clone()  # a cache may note it, and a compiler gives its storage to others
     try:
         keys, values = cache.update(key, value, layer)
-        mask = _token_mask(decoder, query, keys, forward.visible)
+        mask = _token_mask(decoder, query, keys, forward.mask)
         output, _ = entry.switch.answer(forward.attend, layer, query, keys, values, mask, **named)
     except BaseException:
         close(entry, completed=False)
@@ -110,14 +110,14 @@ def _cache_of(number: Tensor) -> tuple[Any, nn.Module]:
     return cache, cache.decoder()
 
 
-def _token_mask(decoder: nn.Module, query: Tensor, keys: Tensor, visible: Tensor | None) -> Any:
-    """Return the mask of one new token over what a layer stores, where padding may be stored."""
-    if visible is None:
+def _token_mask(decoder: nn.Module, query: Tensor, keys: Tensor, columns: Tensor | None) -> Any:
+    """Return the mask of one new token over what a layer stores."""
+    if columns is None:
         return None
     function = names.mask_function(names.base_implementation(decoder.config))
     assert function is not None
     stored = int(keys.shape[2])
-    shown = visible[:, -stored:].bool()
+    shown = columns[:, -stored:].bool()
     place: dict[str, Any] = {"q_length": 1, "q_offset": stored - 1}
     if names.takes_column(function):
         place = {names.COLUMN: torch.full((1,), stored - 1, device=query.device)}

@@ -210,6 +210,11 @@ class Door:
         """Mask of real tokens, bool, (rows, columns), for layers that store every column."""
         return self._visible
 
+    def mask(self, device: torch.device) -> Tensor:
+        """Return the 2-D attention mask, int64, (rows, columns), where some of it is padding."""
+        assert self._visible is not None
+        return self._visible.to(device, torch.long)
+
     # Rows
 
     def tokens(self, batch: Batch) -> IntArray:

@@ -62,8 +62,8 @@ class OpenForward:
         What the switch needs to be left.
     attended : int
         Layers that have attended.
-    visible : Tensor of bool, (batch, n_tokens), or None
-        Known padding of a compiled forward, for layers that store some.
+    mask : Tensor, (batch, n_columns), or None
+        2-D mask of a compiled forward, for layers that store every column.
     callback : callable or None
         What of Dynamo's is to watch Python again after it.
     """
@@ -73,7 +73,7 @@ class OpenForward:
     begun: bool = False
     token: Token[Any] | None = None
     attended: int = 0
-    visible: Tensor | None = None
+    mask: Tensor | None = None
     callback: Any = None
 
     def attend(self, states: AttentionStates, compute: Compute) -> Any:
@@ -140,7 +140,7 @@ def begin(
     forward.begun = True
     arguments = {**names.without_cache(arguments), entry.argument: cache, **(changed or {})}
     if decoded:
-        forward.visible = arguments.get("attention_mask")
+        forward.mask = arguments.get("attention_mask")
     else:
         forward.token = entry.switch.enter(forward.attend)
     return arguments

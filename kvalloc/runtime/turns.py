@@ -185,7 +185,7 @@ def _goal(
         or changed
         or layer in row.widths
         or (target < entries).any()
-        or (store.kept is None and row.seen < store.seen)  # padding is stored
+        or (store.kept is None and row.seen < store.seen)  # other columns are stored, too
     }
     return row, alone, goal
 
