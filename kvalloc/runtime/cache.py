@@ -196,7 +196,7 @@ class BudgetCache(CacheFigures, HookedCache):
         running = Running(batch, turns.room_tokens(self))
         try:
             if batch.follows:
-                running.noted = turns.noted_queries(self, batch)
+                running.n_queries = turns.noted_queries(self, batch)
             else:
                 prompt.begin(self, running, arguments)
         except BaseException:
@@ -225,7 +225,7 @@ class BudgetCache(CacheFigures, HookedCache):
         batch, queries = running.batch, states.queries
         if store.kept is None or store.tail is None:
             output = compute(states.mask)
-            if running.noted or running.planned or running.observing:
+            if running.n_queries or running.planned or running.observing:
                 queries = batch.aligned(queries)
         else:
             queries = batch.aligned(queries)
@@ -238,8 +238,8 @@ class BudgetCache(CacheFigures, HookedCache):
         assert store.tail is not None
         if batch.new == 1:
             for one in self.extensions:
-                if (found := one.answer(self, store, states, compute)) is not None:
-                    return found
+                if (answer := one.answer(self, store, states, compute)) is not None:
+                    return answer
         starts = batch.starts(store.tail.starts, states.queries.device)
         return batch.in_columns(attend(AttentionCall.of(states, starts), store.kept)), None
 
@@ -251,26 +251,26 @@ class BudgetCache(CacheFigures, HookedCache):
         if store.template is None:
             store.template = _without_tokens(states)
         if not batch.follows:
-            # a second look, at a model whose probe failed (`kvalloc.models.probe`)
+            # `kvalloc.models.probe` asks this first, but it may have failed
             pairs = (states.keys, store.keys), (states.values, store.values)
-            if not all(given is own or given.is_set_to(own) for given, own in pairs):
+            if not all(shown is stored or shown.is_set_to(stored) for shown, stored in pairs):
                 raise UnsupportedModelError(
                     f"layer {layer} attends to other keys or values than its cache returned, so "
                     "nothing can be evicted or rounded; use this model with its full cache"
                 )
-        if running.noted:
-            store.notes.queries.add(queries, batch.lengths, running.noted)
+        if running.n_queries:
+            store.notes.queries.add(queries, batch.lengths, running.n_queries)
             store.notes.noted_until = store.seen
-        with self._checks.collected():  # the host reads once a forward what it has to know
+        with self._checks.collected():  # the host reads its checks once a forward
             planned = running.planned.get(layer, ())
             for eviction, targets in planned:
                 evict(self, eviction, {layer: targets})
-            gone = np.array([row for eviction, _ in planned for row in eviction.rows], dtype=int)
+            evicted = np.array([row for eviction, _ in planned for row in eviction.rows], dtype=int)
             for eviction in running.observing:
                 with without_autocast(store.keys):
-                    eviction.without(gone).observe(layer, store)
+                    eviction.without(evicted).observe(layer, store)
             if planned or running.observing:
-                store.notes.queries.trim(running.left)
+                store.notes.queries.trim(running.n_queries_after)
 
     def end_forward(self, *, completed: bool) -> None:
         """Clean up after a forward, also a failed one."""
@@ -282,7 +282,7 @@ class BudgetCache(CacheFigures, HookedCache):
             self._failed(batch)
             return
         with self.half_way():
-            pass  # what was noted in its layers
+            pass  # the checks of its layers
         tokens = self.door.tokens(batch)
         self.door.commit(batch)
         pairs = zip(self.rows, tokens.tolist(), strict=True)
@@ -354,9 +354,9 @@ class BudgetCache(CacheFigures, HookedCache):
         for one in self.extensions:
             one.appended(layer_idx, key_states, value_states)
         if isinstance(store := self.layers[layer_idx], Store):
-            return store.update(key_states, value_states, running.batch, every=running.every)
-        found = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        return found[0], found[1]
+            return store.update(key_states, value_states, running.batch, interval=running.interval)
+        updated = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return updated[0], updated[1]
 
     def reset(self) -> None:
         """Forget prompt and tokens, and free their storage; the next forward is a new prompt."""
@@ -405,29 +405,29 @@ class BudgetCache(CacheFigures, HookedCache):
         for one in self.extensions:
             one.crop(self, end)
         seen = self.get_seq_length()
-        gone = np.array([row.seen - self.door.count(i, end) for i, row in enumerate(self.rows)])
-        self._check_crop(seen - end, gone)
+        removed = np.array([row.seen - self.door.count(i, end) for i, row in enumerate(self.rows)])
+        self._check_crop(seen - end, removed)
         if seen and not end:
             return self.reset()
         if remove := seen - end:
             for layer in self.layers:
                 if isinstance(layer, Store):
-                    layer.take_back(remove, gone)
-                    layer.notes.queries.cut(gone)
+                    layer.take_back(remove, removed)
+                    layer.notes.queries.cut(removed)
                     layer.notes.noted_until = end
                 else:
                     layer.crop(-remove)  # not every layer of transformers' own knows what to keep
             self.door.crop(end)
             self.rows = [
                 replace(row, seen=row.seen - n, evicted_at=min(row.evicted_at, row.seen - n))
-                for row, n in zip(self.rows, gone.tolist(), strict=True)
+                for row, n in zip(self.rows, removed.tolist(), strict=True)
             ]
         for one in self.extensions:
             one.cropped(self)
         if self.read_ids is not None:
             self.read_ids = self.read_ids[:, :end]
 
-    def _check_crop(self, remove: int, gone: IntArray) -> None:
+    def _check_crop(self, remove: int, removed: IntArray) -> None:
         """Refuse to take columns back if that cannot be right."""
         if self.get_seq_length() and not self.door.complete:
             raise UnsupportedRequestError(
@@ -437,7 +437,7 @@ class BudgetCache(CacheFigures, HookedCache):
             raise UnsupportedRequestError(self.interrupted)
         for layer in self.layers if remove > 0 else ():
             if isinstance(layer, Store):
-                if layer.tail is not None and (gone > layer.tail.lengths).any():
+                if layer.tail is not None and (removed > layer.tail.lengths).any():
                     followed = int(layer.tail.lengths.min())
                     raise UnsupportedRequestError(
                         f"cannot crop {remove} tokens: {followed} have followed the latest "
@@ -452,12 +452,12 @@ class BudgetCache(CacheFigures, HookedCache):
                     "would come back into its window; make a new cache"
                 )
 
-    def activate_past_recording(self, given: int | None = None) -> None:
+    def activate_past_recording(self, start: int | None = None) -> None:
         """Let each forward from now on end in tokens that a `crop` may take back.
 
         Parameters
         ----------
-        given : int, optional
+        start : int, optional
             Columns that are not taken back, where the next forward holds both; by default the
             prompt that was announced, or what the cache has seen.
 
@@ -466,7 +466,7 @@ class BudgetCache(CacheFigures, HookedCache):
         UnsupportedRequestError
             If nothing that listens to the cache can do so.
         """
-        served = [one.record(self, given) for one in self.extensions]
+        served = [one.record(self, start) for one in self.extensions]
         if not any(served):
             raise UnsupportedRequestError(
                 "this cache takes nothing back; make it with kvalloc.make_cache"
@@ -505,7 +505,7 @@ class BudgetCache(CacheFigures, HookedCache):
         for one in self.extensions:
             one.selected(rows)
 
-    # What it cannot do
+    # Refused
 
     def __reduce_ex__(self, protocol: object) -> Any:
         """Refuse, always, to be pickled, or copied by half (`copy.copy`)."""
@@ -549,7 +549,8 @@ class BudgetCache(CacheFigures, HookedCache):
 def _without_tokens(states: AttentionStates) -> AttentionStates:
     """Return the part of a layer's attention that is the same in all forwards of a prompt."""
     queries, keys, values = (  # a view would keep them all alive
-        own[:1, :, :0].detach().clone() for own in (states.queries, states.keys, states.values)
+        tensor[:1, :, :0].detach().clone()
+        for tensor in (states.queries, states.keys, states.values)
     )
     return replace(states, queries=queries, keys=keys, values=values, mask=None)
 
@@ -557,7 +558,7 @@ def _without_tokens(states: AttentionStates) -> AttentionStates:
 def _free_slid_out(layer: Any, states: AttentionStates) -> None:
     """Give back the storage of prompt tokens that have left a sliding window.
 
-    transformers keeps a view of the last tokens, whose storage is the whole prompt's. After one
+    transformers keeps a view of the last tokens in the storage of the whole prompt. After one
     decoded token it has one entry more than the view, and to free that would copy the whole window
     for each token; it goes with the next one.
     """

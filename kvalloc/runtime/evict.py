@@ -36,22 +36,22 @@ class Running:
     Attributes
     ----------
     batch : Batch
-    every : int
+    interval : int
         Tokens between two evictions, for which layers get room.
-    noted : int
-        Latest queries of each row that are kept of it; 0 for none.
-    left : int
-        Those of them that are left once policies have looked at a chunk of the prompt.
+    n_queries : int
+        Latest queries of each row that are stored; 0 for none.
+    n_queries_after : int
+        How many of them stay once policies have looked at a chunk of the prompt.
     planned : dict of int to list of (Eviction, ndarray)
         Evictions of each layer once it has attended.
     observing : list of Eviction
-        Rows whose policies note a chunk after which a layer evicts nothing.
+        For rows in which a layer evicts nothing after a chunk: their policies note it.
     """
 
     batch: Batch
-    every: int
-    noted: int = 0
-    left: int = 0
+    interval: int
+    n_queries: int = 0
+    n_queries_after: int = 0
     planned: dict[int, list[tuple[Eviction, IntArray]]] = field(default_factory=dict)
     observing: list[Eviction] = field(default_factory=list)
 
@@ -64,8 +64,8 @@ Bundle: TypeAlias = "tuple[IntArray, int | None]"
 class Eviction:
     """Eviction in some rows at one event: while a prompt is read, after it, or in a conversation.
 
-    A policy looks at as many rows at once as are alike; at the heads of a row that hold different
-    numbers of entries one by one.
+    A policy looks at rows of equal shape in one call, and at each KV head of a row in its own call
+    if these store different numbers of entries.
 
     Attributes
     ----------
@@ -82,7 +82,7 @@ class Eviction:
     door : Door
         Knows the columns of a row, for layers that store every column.
     widths : mapping
-        For layers that are rounded from now on: those of each KV head, (n_kv_heads,).
+        Bits of each KV head, (n_kv_heads,), in each layer that is rounded from now on.
     unobserved : ndarray of int64, (batch,), optional
         How many of the latest tokens the policy has not observed yet; all by default.
     remember : bool
@@ -91,7 +91,7 @@ class Eviction:
         Whether more of the prompt is to come.
     whole : bool
         Whether the prompt stayed whole, with nothing observed yet.
-    behind : bool
+    new_only : bool
         Whether entries kept by earlier evictions stay, and targets are for new entries.
     scored : dict
         Scores of `hand_out` for each layer and bundle, until entries are kept by them.
@@ -109,14 +109,14 @@ class Eviction:
     remember: bool = False
     more: bool = False
     whole: bool = False
-    behind: bool = False
+    new_only: bool = False
     scored: dict[tuple[int, bytes, int | None], Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, row: Row, rows: IntArray, policy: EvictionPolicy, **event: Any) -> Eviction:
         """Return an eviction in rows that are kept as one of them is."""
-        own = row.profile.policy
-        return cls(rows=rows, policy=policy, sinks=own.sinks, window=own.window, **event)
+        limits = row.profile.policy
+        return cls(rows=rows, policy=policy, sinks=limits.sinks, window=limits.window, **event)
 
     def by_layers(
         self, goals: Mapping[int, Mapping[int, IntArray]]
@@ -131,20 +131,22 @@ class Eviction:
         layers: dict[tuple[int, ...], dict[int, IntArray]] = {}
         rows = self.rows.tolist()
         for layer in sorted({layer for row in rows for layer in goals[row]}):
-            some = tuple(row for row in rows if layer in goals[row])
-            targets = np.stack([goals[row][layer] for row in some])
-            layers.setdefault(some, {})[layer] = targets
-        for some, targets_of in layers.items():
-            yield replace(self, rows=np.array(some)), targets_of
+            due = tuple(row for row in rows if layer in goals[row])
+            targets = np.stack([goals[row][layer] for row in due])
+            layers.setdefault(due, {})[layer] = targets
+        for due, targets_of in layers.items():
+            yield replace(self, rows=np.array(due)), targets_of
 
     # What a policy looks at
 
     def bundles(self, store: Store) -> list[Bundle]:
-        """Return the rows that are looked at together, and heads one by one where they differ."""
+        """Return bundles of rows of equal shape, or single heads where heads differ."""
         notes, alike = store.notes, dict[Hashable, list[int]]()
         for row in self.rows.tolist():
-            apart = not (self.behind or store.is_even(row))
-            apart |= any(own == row and head is not None for own, head in notes.observed)
+            apart = not (self.new_only or store.is_even(row))
+            apart |= any(
+                noted_row == row and head is not None for noted_row, head in notes.observed
+            )
             key: Hashable = (
                 store.alike(row, self.door.place),
                 notes.queries.signature(row),
@@ -152,11 +154,11 @@ class Eviction:
                 (row, None) in notes.observed,
             )
             alike.setdefault((row,) if apart else key, []).append(row)
-        found: list[Bundle] = []
+        bundles: list[Bundle] = []
         for key, rows in alike.items():
             heads = range(int(store.keys.shape[1])) if key == (rows[0],) else (None,)
-            found += [(np.array(rows), head) for head in heads]
-        return found
+            bundles += [(np.array(rows), head) for head in heads]
+        return bundles
 
     def look(
         self, layer: int, store: Store, bundle: Bundle, *, latest: bool = False
@@ -182,67 +184,67 @@ class Eviction:
         (rows, head), template = bundle, store.template
         assert template is not None, "a layer that evicts has attended"
         tokens, n_heads = int(self.tokens[rows[0]]), int(store.keys.shape[1])
-        found = store.candidates(rows, self.door.columns, tokens, head=head, latest=latest)
+        candidates = store.candidates(rows, self.door.columns, tokens, head=head, latest=latest)
         new = tokens if self.unobserved is None else int(self.unobserved[rows[0]])
-        wanted = wanted_queries(self.policy, int(self.prompt[rows[0]]), whole=self.whole)
-        most = max(wanted, new if self.policy.observes else 0)
+        n_queries = wanted_queries(self.policy, int(self.prompt[rows[0]]), whole=self.whole)
+        n_queries = max(n_queries, new if self.policy.observes else 0)
         queries = template.queries
         if store.notes.queries.pieces:
-            queries = store.notes.queries.of(rows, most)
-        own = template
+            queries = store.notes.queries.of(rows, n_queries)
+        states = template
         if head is not None:
             group = queries.shape[1] // n_heads
-            own, queries = template.kv_head(head), queries[:, head * group : (head + 1) * group]
-        own = replace(
-            own,
+            states, queries = template.kv_head(head), queries[:, head * group : (head + 1) * group]
+        states = replace(
+            states,
             queries=queries,
-            keys=found.keys,
-            values=found.values,
-            absent=found.absent,
+            keys=candidates.keys,
+            values=candidates.values,
+            absent=candidates.absent,
             older=max(int(queries.shape[2]) - new, 0),
             observed=store.notes.observed_of(rows.tolist(), head, n_heads),
             later=store.notes.later_of(rows.tolist(), head, n_heads),
-            positions=None if store.kept is None else found.positions,
+            positions=None if store.kept is None else candidates.positions,
         )
         if (bits := self.widths.get(layer)) is not None and (bits != 16).any():
-            first = own.first_head
-            own = replace(own, key_bits=bits[first : first + own.keys.shape[1]])
-        if (mask := self._gaps(store, own, found.positions, tokens)) is not None:
-            own = replace(own, mask=mask, gaps=True)
-        return own, found.positions, found.front
+            first = states.first_head
+            states = replace(states, key_bits=bits[first : first + states.keys.shape[1]])
+        if (mask := self._gaps(store, states, candidates.positions, tokens)) is not None:
+            states = replace(states, mask=mask, gaps=True)
+        return states, candidates.positions, candidates.front
 
     def _gaps(
-        self, store: Store, own: AttentionStates, positions: Tensor, tokens: int
+        self, store: Store, states: AttentionStates, positions: Tensor, tokens: int
     ) -> Tensor | None:
         """Return the mask of older queries, if entries of their own tokens were evicted.
 
         Returns
         -------
         Tensor of bool, (n_rows, n_query_heads, n_queries, n), or None
-            None where the last keys are those of the queries, so that plain causal is right.
+            None if the last keys belong to the queries' tokens, so that a causal mask is right.
         """
-        n_queries = int(own.queries.shape[2])
-        if store.kept is None or not own.older or n_queries <= self.window:
+        n_queries = int(states.queries.shape[2])
+        if store.kept is None or not states.older or n_queries <= self.window:
             return None
         places = torch.arange(tokens - n_queries, tokens, device=positions.device)
         last = positions[..., -n_queries:]
         if last.shape[-1] == n_queries and bool((last == places).all()):  # the host asks the device
             return None
         seen = positions[:, :, None] <= places[:, None]
-        return seen.repeat_interleave(own.queries.shape[1] // positions.shape[1], dim=1)
+        return seen.repeat_interleave(states.queries.shape[1] // positions.shape[1], dim=1)
 
     @torch.no_grad()
     def observe(self, layer: int, store: Store) -> None:
         """Let the policy observe a chunk after which nothing is evicted."""
         for bundle in self.bundles(store) if self.policy.observes else ():
-            own, _, _ = self.look(layer, store, bundle)
-            self._note(store, bundle, self.policy.observe(own, sinks=self.sinks))
+            states, _, _ = self.look(layer, store, bundle)
+            self._note(store, bundle, self.policy.observe(states, sinks=self.sinks))
 
     def without(self, rows: IntArray) -> Eviction:
         """Return the same of all but these rows."""
         return replace(self, rows=np.setdiff1d(self.rows, rows))
 
-    # What is chosen
+    # Choosing
 
     def hand_out(
         self,
@@ -260,37 +262,44 @@ class Eviction:
         profiles : sequence of BudgetProfile
             Of each row; its bytes are not exceeded.
         """
-        targets, beside = np.stack([*granted.values()], axis=1), []
+        targets, kept_counts = np.stack([*granted.values()], axis=1), []
         by_row: list[list[Tensor]] = [[] for _ in self.rows]
         for layer in granted:
             store = stores[layer]
             none = np.zeros_like(targets[:, 0])
-            kept = store.kept is not None and self.behind
-            beside.append(store.kept.lengths[self.rows] if kept and store.kept else none)
+            kept = store.kept is not None and self.new_only
+            kept_counts.append(store.kept.lengths[self.rows] if kept and store.kept else none)
             for row, scores in zip(by_row, self._evictable_scores(layer, store), strict=True):
                 row.append(scores)
-        there = np.stack(beside, axis=1)
-        for place, own in enumerate(by_row):
-            if own[0].shape[-1]:  # else a row of nothing but sinks and window
+        kept_by_layer = np.stack(kept_counts, axis=1)
+        for place, row_scores in enumerate(by_row):
+            if row_scores[0].shape[-1]:  # else a row of nothing but sinks and window
                 targets[place] = self._within_bytes(
-                    own, targets[place], there[place], profiles[place]
+                    row_scores, targets[place], kept_by_layer[place], profiles[place]
                 )
         return {layer: targets[:, place] for place, layer in enumerate(granted)}
 
     def _within_bytes(
-        self, scores: Sequence[Tensor], granted: IntArray, beside: IntArray, profile: BudgetProfile
+        self,
+        scores: Sequence[Tensor],
+        granted: IntArray,
+        kept_counts: IntArray,
+        profile: BudgetProfile,
     ) -> IntArray:
         """Hand out by the scores of a row, in no more bytes than granted (n_layers, n_kv_heads).
 
-        At fewer bits, heads of different length need more scales than those of one length. Behind
-        entries that are kept, budgets and bytes are those of all, and sinks are among these.
+        At fewer bits, heads of different lengths need more scales than heads of one length. If kept
+        entries stay, sinks are among them, and bytes count kept and new entries.
         """
-        protected = self.window if beside.any() else self.sinks + self.window
+        protected = self.window if kept_counts.any() else self.sinks + self.window
         width, shape = widest(profile), profile.shape
-        total, most = int(granted.sum()), stored_bytes(granted + beside, width, shape).sum()
+        total, granted_bytes = (
+            int(granted.sum()),
+            stored_bytes(granted + kept_counts, width, shape).sum(),
+        )
         while True:
             counts = handed_out(scores, total, protected=protected)
-            over = int(stored_bytes(counts + beside, width, shape).sum() - most)
+            over = int(stored_bytes(counts + kept_counts, width, shape).sum() - granted_bytes)
             if over <= 0:
                 return counts
             total -= -(-over // sum(packed_row_bytes(width, shape.head_dim)))
@@ -306,18 +315,18 @@ class Eviction:
         assert isinstance(policy, Score)  # other profiles are not `by_prompt`
         by_row: dict[int, list[Tensor]] = {row: [] for row in self.rows.tolist()}
         for bundle in self.bundles(store):
-            own, _, front = self.look(layer, store, bundle)
-            sinks = front if self.behind and front else self.sinks
-            end = max(int(own.keys.shape[2]) - self.window, sinks)
-            scores = own.keys[..., 0]
+            states, _, front = self.look(layer, store, bundle)
+            sinks = front if self.new_only and front else self.sinks
+            end = max(int(states.keys.shape[2]) - self.window, sinks)
+            scores = states.keys[..., 0]
             if end > sinks:  # else there is nothing to choose from
-                scores = policy.scores(own, sinks=sinks)
+                scores = policy.scores(states, sinks=sinks)
                 self.scored[layer, bundle[0].tobytes(), bundle[1]] = scores
             for row, evictable in zip(bundle[0].tolist(), scores[..., sinks:end], strict=True):
                 by_row[row] += evictable
         return [pad_sequence(row, batch_first=True, padding_value=-inf) for row in by_row.values()]
 
-    # What is evicted
+    # Evicting
 
     @torch.no_grad()
     def keep(self, layer: int, store: Store, targets: IntArray) -> None:
@@ -328,9 +337,9 @@ class Eviction:
         layer : int
         store : Store
         targets : ndarray of int64, (n_rows, n_kv_heads)
-            Number of entries that each keeps; if `behind`, of new ones.
+            Number of entries that each keeps; if `new_only`, of new ones.
         """
-        others = self._rest(store)
+        whole_rows = self._rest(store)
         pieces = [self._chosen(layer, store, bundle, targets) for bundle in self.bundles(store)]
         fresh = pieces[0]
         if len(pieces) > 1:
@@ -345,8 +354,10 @@ class Eviction:
             fresh = Part(
                 keys=keys, values=values, positions=positions, segments=segments, lengths=lengths
             ).taken(segments.argsort())
-        del pieces  # they keep alive what goes
-        store.replace(self.rows, fresh, self.widths.get(layer), others, behind=self.behind)
+        del pieces  # they keep evicted entries alive
+        store.replace(
+            self.rows, fresh, self.widths.get(layer), whole_rows, beside_kept=self.new_only
+        )
         store.notes.forget(self.rows, observed=not (self.remember and self.policy.observes))
         if not self.more:
             store.notes.queries.forget(self.rows)
@@ -355,11 +366,13 @@ class Eviction:
         """Return all that other rows have, of a layer that has been whole until now."""
         if store.kept is not None:
             return []
-        found = []
+        parts = []
         for row in np.setdiff1d(np.arange(store.rows), self.rows):
-            own = store.candidates(rows := np.array([row]), self.door.columns)
-            found.append(_flat((rows, None), store, own.keys, own.values, own.positions))
-        return found
+            candidates = store.candidates(rows := np.array([row]), self.door.columns)
+            parts.append(
+                _flat((rows, None), store, candidates.keys, candidates.values, candidates.positions)
+            )
+        return parts
 
     def _chosen(self, layer: int, store: Store, bundle: Bundle, targets: IntArray) -> Part:
         """Return the kept entries of a bundle."""
@@ -367,11 +380,11 @@ class Eviction:
         heads = slice(None) if head is None else slice(head, head + 1)
         budgets = torch.from_numpy(targets[np.searchsorted(self.rows, rows)][:, heads])
         front = 0
-        if self.behind and store.kept is not None:
+        if self.new_only and store.kept is not None:
             front = int(store.kept.lengths[rows].max())
-        own, positions, _ = self.look(layer, store, bundle, latest=front > 0)
-        n_tokens = int(own.keys.shape[2])
-        kept = torch.ones_like(own.keys[..., 0], dtype=torch.bool)
+        states, positions, _ = self.look(layer, store, bundle, latest=front > 0)
+        n_tokens = int(states.keys.shape[2])
+        kept = torch.ones_like(states.keys[..., 0], dtype=torch.bool)
         goes = bool((budgets < n_tokens).any())
         if goes:
             scores = self.scored.pop((layer, rows.tobytes(), head), None)
@@ -379,18 +392,18 @@ class Eviction:
             if scores is not None:
                 kept = keep_best(scores, budgets + front, **limits)
             else:
-                kept = self.policy.keep(own, budgets + front, **limits)
-            kept = kept[..., -n_tokens:]  # what is in front stays where it is stored
+                kept = self.policy.keep(states, budgets + front, **limits)
+            kept = kept[..., -n_tokens:]  # kept entries in front stay as stored
             check_kept(self.policy, kept, budgets)
-        keys, values = own.keys, own.values
+        keys, values = states.keys, states.values
         if not front:
             if self.remember and self.policy.observes:
-                noted = self.policy.observe(own, sinks=self.sinks)
-                self._note(store, bundle, noted, kept, budgets)
+                observed = self.policy.observe(states, sinks=self.sinks)
+                self._note(store, bundle, observed, kept, budgets)
             if goes:
                 limits = Limits(sinks=self.sinks, window=self.window)
-                made = self.policy.combine(own, kept, budgets, **limits)
-                keys, values = (own.keys, own.values) if made is None else made
+                made = self.policy.combine(states, kept, budgets, **limits)
+                keys, values = (states.keys, states.values) if made is None else made
         return _flat(bundle, store, keys, values, positions, kept, budgets.numpy())
 
     def _note(
@@ -407,17 +420,17 @@ class Eviction:
             notes.pop((row, head), None)
             if observed is None:
                 continue
-            own = of_row(observed, place)
-            if kept is None or budgets is None or own.columns is None:
-                notes[row, head] = own
+            note = of_row(observed, place)
+            if kept is None or budgets is None or note.columns is None:
+                notes[row, head] = note
                 continue
             stays = kept_places(kept[place, None], budgets[place, None])
             each = torch.split(stays, budgets[place].tolist())
             if len({len(one) for one in each}) == 1:
-                notes[row, head] = own.kept(torch.stack(each)[None])
+                notes[row, head] = note.kept(torch.stack(each)[None])
                 continue
             for one, indices in enumerate(each):  # heads differ from here on
-                notes[row, one] = of_head(own, one, len(each)).kept(indices[None, None])
+                notes[row, one] = of_head(note, one, len(each)).kept(indices[None, None])
 
 
 def _flat(
@@ -439,12 +452,12 @@ def _flat(
     sources = [keys, values, positions[..., None]]
     if kept is None or counts is None or (counts == n).all():
         counts = np.full((len(rows), len(heads)), n)
-        flat = [own.reshape(-1, own.shape[-1]).clone() for own in sources]
+        flat = [source.reshape(-1, source.shape[-1]).clone() for source in sources]
     else:
         places = kept.nonzero_static(size=int(counts.sum()), fill_value=0).unbind(1)
         flat = []
-        for own in sources:
-            entries, index = flat_entries(own, *places)
+        for source in sources:
+            entries, index = flat_entries(source, *places)
             flat.append(entries.index_select(0, index))
     return Part(
         keys=flat[0],
@@ -456,7 +469,7 @@ def _flat(
 
 
 def evict(cache: Any, eviction: Eviction, targets: Mapping[int, IntArray]) -> None:
-    """Evict in these layers of a cache; in all together, where their heads compete."""
+    """Evict in these layers of a cache, by scores of all of them if the heads share budgets."""
     stores, profiles = cache.stores, [cache.rows[row].profile for row in eviction.rows]
     with without_autocast(cache.layers[0].keys):
         if targets and profiles[0].by_prompt:
@@ -489,13 +502,13 @@ def check_kept(policy: EvictionPolicy, kept: Tensor, budgets: Tensor) -> None:
     SolverError
         If a head keeps more or fewer entries than its budget.
     """
-    found, wanted = kept.sum(dim=-1), budgets.to(kept.device)
+    counts, expected = kept.sum(dim=-1), budgets.to(kept.device)
 
     def fail() -> None:
-        row, head = (found != wanted).nonzero()[0].tolist()
+        row, head = (counts != expected).nonzero()[0].tolist()
         raise SolverError(
-            f"the policy {policy.name} kept {int(found[row, head])} entries in KV head {head} of "
+            f"the policy {policy.name} kept {int(counts[row, head])} entries in KV head {head} of "
             f"row {row}, whose budget is {int(budgets[row, head])}; a policy must meet it exactly"
         )
 
-    ensure((found == wanted).all(), fail)
+    ensure((counts == expected).all(), fail)

@@ -136,8 +136,8 @@ class CacheFigures(Cache):
         counts: IntArray = np.zeros((self.batch, len(self.layers), heads), dtype=np.int64)
         tokens = self.tokens
         for index, layer in enumerate(self.layers if self.batch else ()):
-            own = layer.counts(tokens) if isinstance(layer, Store) else layer.keys.shape[-2]
-            counts[:, index] = own
+            stored = layer.counts(tokens) if isinstance(layer, Store) else layer.keys.shape[-2]
+            counts[:, index] = stored
         return counts
 
     @property

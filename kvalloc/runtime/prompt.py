@@ -76,20 +76,20 @@ def begin(cache: Any, running: Running, arguments: Mapping[str, Any]) -> None:
     """
     batch, door = running.batch, cache.door
     rows: list[Row] = cache.rows if batch.seen else _new_rows(cache, batch)
-    prompts, now = door.prompt_tokens(batch), door.tokens(batch)
+    prompts, seen = door.prompt_tokens(batch), door.tokens(batch)
     rows = [replace(row, prompt=n) for row, n in zip(rows, prompts.tolist(), strict=True)]
-    held = [number for number, row in enumerate(rows) if row.holds]
-    if any(rows[number].method.policy.scorer.later for number in held):
+    whole = [number for number, row in enumerate(rows) if row.holds]
+    if any(rows[number].method.policy.scorer.later for number in whole):
         cache.prompt_read.add(arguments, batch)
-        _check_room(cache, rows, prompts - now)
-    wanted = (wanted_queries(row.method.policy, row.prompt, whole=row.holds) for row in rows)
-    running.noted = running.left = max(wanted, default=0)
+        _check_room(cache, rows, prompts - seen)
+    windows = (wanted_queries(row.method.policy, row.prompt, whole=row.holds) for row in rows)
+    running.n_queries = running.n_queries_after = max(windows, default=0)
     heads = cache.methods[0].profile.shape.n_kv_heads
-    there = np.zeros((batch.rows, len(cache.layers), heads), dtype=np.int64)
-    there += batch.lengths[:, None, None]
-    there += cache.kept_tokens_by_row if batch.seen else 0
-    padded = now < batch.seen + batch.new
-    for group in alike(rows, np.setdiff1d(np.arange(len(rows)), held)):
+    entries = np.zeros((batch.rows, len(cache.layers), heads), dtype=np.int64)
+    entries += batch.lengths[:, None, None]
+    entries += cache.kept_tokens_by_row if batch.seen else 0
+    padded = seen < batch.seen + batch.new
+    for group in alike(rows, np.setdiff1d(np.arange(len(rows)), whole)):
         first, policy = rows[group[0]], rows[group[0]].method.policy
         if (batch.seen or not batch.completes) and policy.combines:
             raise UnsupportedRequestError(
@@ -101,42 +101,42 @@ def begin(cache: Any, running: Running, arguments: Mapping[str, Any]) -> None:
             row: plan.prompt_targets(
                 rows[row],
                 int(prompts[row]),
-                there[row],
+                entries[row],
                 padded=bool(padded[row]),
                 rounded=frozenset(rounded),
             )
             for row in group.tolist()
         }
-        every = Eviction.of(
+        eviction_of_all = Eviction.of(
             first,
             group,
             policy,
             door=door,
-            tokens=now,
+            tokens=seen,
             prompt=prompts,
             unobserved=batch.lengths,
             widths=rounded or first.method.halves(),
             remember=not batch.completes or first.method.goes_on_observing,
             more=not batch.completes,
         )
-        for eviction, targets in every.by_layers(goals):
+        for eviction, targets in eviction_of_all.by_layers(goals):
             for layer, counts in targets.items():
                 for listener in cache.extensions:
                     listener.planned({layer: counts})
                 running.planned.setdefault(layer, []).append((eviction, counts))
-        if every.remember:
-            running.observing.append(every)
+        if eviction_of_all.remember:
+            running.observing.append(eviction_of_all)
         if policy.observes:
-            running.noted = max(running.noted, batch.new)
-    for number in held if cache.extensions else ():
+            running.n_queries = max(running.n_queries, batch.new)
+    for number in whole if cache.extensions else ():
         row = rows[number]
-        whole = np.full_like(row.profile.budgets, row.prompt)
-        goal = plan.prompt_targets(row, row.prompt, whole, padded=False, rounded=frozenset())
+        budgets = np.full_like(row.profile.budgets, row.prompt)
+        goal = plan.prompt_targets(row, row.prompt, budgets, padded=False, rounded=frozenset())
         for listener in cache.extensions:
             listener.planned({layer: counts[None] for layer, counts in goal.items()})
     cache.rows = rows
-    if not running.planned and not running.observing and not held:
-        running.noted = 0
+    if not running.planned and not running.observing and not whole:
+        running.n_queries = 0
 
 
 def _new_rows(cache: Any, batch: Batch) -> list[Row]:
@@ -168,7 +168,7 @@ def _new_rows(cache: Any, batch: Batch) -> list[Row]:
 
 
 def _check_room(cache: Any, rows: Sequence[Row], left: IntArray) -> None:
-    """Refuse a prompt, of which tokens are left, beyond the model's limit with its second read."""
+    """Refuse a prompt with tokens left that exceeds the model's limit with its second read."""
     decoder = cache.decoder()
     if decoder is None or (limit := context_limit(decoder)) is None:
         return
@@ -182,27 +182,27 @@ def _check_room(cache: Any, rows: Sequence[Row], left: IntArray) -> None:
 def end(cache: Any) -> None:
     """Evict in rows that stayed whole until now, after a second read if they need one."""
     rows, tokens = cache.rows, cache.tokens
-    held = np.flatnonzero([row.holds for row in rows])
-    padded, there = tokens < cache.get_seq_length(), cache.kept_tokens_by_row
-    for group in alike(rows, held):
+    whole = np.flatnonzero([row.holds for row in rows])
+    padded, entries = tokens < cache.get_seq_length(), cache.kept_tokens_by_row
+    for group in alike(rows, whole):
         first = rows[group[0]]
         method, widths = first.method, first.widths
         goals = {
             row: plan.prompt_targets(
                 rows[row],
                 int(tokens[row]),
-                there[row],
+                entries[row],
                 padded=bool(padded[row]),
                 rounded=frozenset(widths),
             )
             for row in group.tolist()
         }
-        some = np.array([row for row, goal in goals.items() if goal], dtype=np.int64)
-        if not len(some):
+        due = np.array([row for row, goal in goals.items() if goal], dtype=np.int64)
+        if not len(due):
             continue
-        every = Eviction.of(
+        eviction_of_all = Eviction.of(
             first,
-            some,
+            due,
             method.policy,
             door=cache.door,
             tokens=tokens,
@@ -214,8 +214,8 @@ def end(cache: Any) -> None:
         with cache.half_way():
             if method.policy.scorer.later is not None:
                 layers = sorted({layer for goal in goals.values() for layer in goal})
-                _read_again(cache, some, method.policy.scorer, layers)
-            for eviction, targets in every.by_layers(goals):
+                _read_again(cache, due, method.policy.scorer, layers)
+            for eviction, targets in eviction_of_all.by_layers(goals):
                 evict(cache, eviction, targets)
     cache.prompt_read = ReadTokens()
     for store in cache.stores.values():
@@ -224,7 +224,7 @@ def end(cache: Any) -> None:
 
 
 def _read_again(cache: Any, rows: IntArray, scorer: Scorer, layers: Sequence[int]) -> None:
-    """Let the model read the prompts of rows once more; the scorer notes what it sees."""
+    """Let the model read the prompts of rows once more; the scorer takes notes."""
     decoder, door, stores, seen = cache.decoder(), cache.door, cache.stores, cache.get_seq_length()
     assert decoder is not None, "it has just read the prompt"
     assert scorer.later is not None
@@ -234,24 +234,24 @@ def _read_again(cache: Any, rows: IntArray, scorer: Scorer, layers: Sequence[int
         by_place.setdefault(door.place(row), []).append(row)
     for alike_rows in by_place.values():
         group, columns = np.array(alike_rows), door.columns(alike_rows[0])
-        held = []
+        layers_of_prompt = []
         for index, layer in enumerate(cache.layers):
             if index in stores:
                 candidates = layer.candidates(group, door.columns)
-                held.append((candidates.keys, candidates.values, False))
+                layers_of_prompt.append((candidates.keys, candidates.values, False))
                 continue
             slid = torch.arange(seen, device="cpu")[columns] - (seen - int(layer.keys.shape[2]))
             at = slid[slid >= 0].to(layer.keys.device)
             keys, values = (rows_of(one, group)[:, :, at] for one in (layer.keys, layer.values))
-            held.append((keys, values, True))
+            layers_of_prompt.append((keys, values, True))
         positions = [cache.prompt_read.next_position(row, columns) for row in alike_rows]
         prompt = HeldPrompt(
             decoder=decoder,
-            layers=held,
+            layers=layers_of_prompt,
             next_positions=torch.tensor(positions, device="cpu"),
             read=rows_of(cache.prompt_read.tokens, group)[:, columns],
         )
-        noted = read_again(prompt, scorer, scorer.later, layers, sinks=sinks)
-        for index, observed in noted.items():
+        notes = read_again(prompt, scorer, scorer.later, layers, sinks=sinks)
+        for index, observed in notes.items():
             for place, row in enumerate(alike_rows):
                 stores[index].notes.later[row] = of_row(observed, place)

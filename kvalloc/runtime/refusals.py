@@ -49,8 +49,7 @@ def check_model(model: nn.Module, prompt_tokens: int | None) -> None:
     Raises
     ------
     UnsupportedRequestError
-        For a model whose layers are compiled one by one, or whose generation config asks for
-        another cache.
+        For a model with compiled layers, or with another cache in its generation config.
     InputError
         For a prompt length that is not positive.
     """

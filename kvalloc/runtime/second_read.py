@@ -175,8 +175,8 @@ def read_again(
             if states.layer in layers:
                 noted_states = replace(states, observed=notes.get(states.layer))
                 with without_autocast(states.keys):
-                    noted = scorer.observe_later(noted_states, step, sinks=sinks)
-                notes[states.layer] = noted
+                    note = scorer.observe_later(noted_states, step, sinks=sinks)
+                notes[states.layer] = note
             return compute(states.mask)
 
         with intercept_attention(prompt.decoder, look):

@@ -51,7 +51,7 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
     Attributes
     ----------
     keys, values : Tensor, (rows, n_kv_heads, n_stored, head_dim)
-        All columns of a whole layer; of a reduced one those of the tail.
+        All columns of a whole layer, the tail's tokens of a reduced one.
     kept : Kept or None
     tail : Tail or None
     seen : int
@@ -107,25 +107,25 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
             return [] if self.keys is None else [self.keys, self.values]
         return [*self.tail.buffers, *self.kept.tensors()]
 
-    # What comes
+    # Adding
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, batch: Batch, *args: Any, every: int
+        self, key_states: Tensor, value_states: Tensor, batch: Batch, *args: Any, interval: int
     ) -> tuple[Tensor, Tensor]:
-        """Add new tokens; returns keys and values: all of a whole layer, else those of the tail.
+        """Add new tokens; returns keys and values: all columns of a whole layer, else the tail.
 
         Parameters
         ----------
         key_states, value_states : Tensor, (rows, n_kv_heads, n_new, head_dim)
             The new tokens, positions applied.
         batch : Batch
-        every : int
+        interval : int
             Tokens between two evictions.
         """
         self.seen += int(key_states.shape[-2])
         if self.tail is not None:
             states = batch.aligned(key_states), batch.aligned(value_states)
-            self.tail.add(states, batch.lengths, interval=every)
+            self.tail.add(states, batch.lengths, interval=interval)
             self.keys, self.values = self.tail.states
         elif self.fresh and not self.rows:
             if not self.is_initialized:
@@ -138,7 +138,7 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
     # What there is to choose from
 
     def alike(self, row: int, place: Callable[[int], object]) -> tuple[object, ...]:
-        """Return a key that is equal for rows whose candidates can be looked at in one batch."""
+        """Return a key that is equal for rows with candidates of one shape."""
         if self.kept is None or self.tail is None:
             return (place(row),)
         return int(self.tail.lengths[row]), *self.kept.lengths[row].tolist()
@@ -167,7 +167,7 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
         columns : callable
             Gives the columns of a row.
         tokens : int, optional
-            Tokens of each of these rows; by default those that are here.
+            Tokens of each of these rows; by default the stored ones.
         head : int, optional
         latest : bool
             Leave out what earlier evictions kept.
@@ -175,7 +175,7 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
         if self.kept is None or self.tail is None:
             places = columns(int(rows[0]))
             keys, values = (
-                _columns_of(rows_of(own, rows), places) for own in (self.keys, self.values)
+                _columns_of(rows_of(states, rows), places) for states in (self.keys, self.values)
             )
         else:
             keys, values = self.tail.of(rows)
@@ -183,29 +183,29 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
         keys, values = keys[:, heads], values[:, heads]
         end = int(keys.shape[2])
         tokens = end if tokens is None else tokens
-        every = torch.arange(tokens - end, tokens, dtype=torch.int32, device=keys.device)
-        positions = every.expand(*keys.shape[:2], -1)
+        latest_positions = torch.arange(tokens - end, tokens, dtype=torch.int32, device=keys.device)
+        positions = latest_positions.expand(*keys.shape[:2], -1)
         if self.kept is None or latest:
             return Candidates(keys=keys, values=values, positions=positions)
         lengths = self.kept.lengths[rows][:, heads]
         front = int(lengths.max(initial=0))
-        before = [own[:, heads, :front] for own in self.kept.padded(rows)]
+        before = [states[:, heads, :front] for states in self.kept.padded(rows)]
         keys, values, positions = (
             torch.cat(pair, dim=2) for pair in zip(before, (keys, values, positions), strict=True)
         )
         absent = positions == NO_COLUMN if (lengths != front).any() else None
         return Candidates(keys=keys, values=values, positions=positions, front=front, absent=absent)
 
-    # What stays
+    # Evicting
 
     def replace(
         self,
         rows: IntArray,
         fresh: Part,
         widths: IntArray | None,
-        others: Sequence[Part] = (),
+        whole_rows: Sequence[Part] = (),
         *,
-        behind: bool = False,
+        beside_kept: bool = False,
     ) -> None:
         """Keep these entries of some rows, and free all their others.
 
@@ -217,28 +217,31 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
             Numbers of the model's type: segments of these rows.
         widths : ndarray of int64, (n_kv_heads,), or None
             At which they are stored; None as they are.
-        others : sequence of Part
+        whole_rows : sequence of Part
             All that other rows have, of a layer that has been whole.
-        behind : bool
-            Whether they stand behind entries kept before, at the widths of these.
+        beside_kept : bool
+            Whether entries kept before stay; the new ones then get their widths.
         """
         before = self.kept
         if before is None:
             like = fresh.keys[:0].clone(), fresh.values[:0].clone()
             n_rows, heads = self.rows, int(self.keys.shape[1])
             before = Kept(parts=(), rows=n_rows, heads=heads, like=like)
-        own = before.of_rows(rows)
-        gone = np.isin(np.arange(before.rows), rows)
-        stay = [*others, *(before.of_rows(np.flatnonzero(~gone)) if not gone.all() else ())]
-        if behind:
+        stored = before.of_rows(rows)
+        replaced = np.isin(np.arange(before.rows), rows)
+        stay = [
+            *whole_rows,
+            *(before.of_rows(np.flatnonzero(~replaced)) if not replaced.all() else ()),
+        ]
+        if beside_kept:
             new = [
                 extended(part, fresh.taken(np.flatnonzero(np.isin(fresh.segments, part.segments))))
-                for part in own
+                for part in stored
             ]
         elif widths is None:
             new = [fresh]
         else:
-            new = packed(fresh, widths[fresh.segments % before.heads], own)
+            new = packed(fresh, widths[fresh.segments % before.heads], stored)
         self.kept = replace(before, parts=joined([*stay, *new]))
         if self.tail is None:
             empty = [states[:, :, :0].clone() for states in (self.keys, self.values)]
@@ -271,8 +274,8 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
         They have come since the latest eviction, and no row has padding among them.
         """
         place = begin - (self.seen - int(self.keys.shape[2]))
-        for own, new in ((self.keys, keys), (self.values, values)):
-            own[:, :, place : place + int(new.shape[2])] = new
+        for states, new in ((self.keys, keys), (self.values, values)):
+            states[:, :, place : place + int(new.shape[2])] = new
 
     def take_back(self, columns: int, tokens: IntArray) -> None:
         """Remove the latest columns, in which these are the tokens of each row."""
@@ -282,8 +285,10 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
             self.keys, self.values = self.tail.states
         else:
             self.keys, self.values = (
-                own[..., : own.shape[2] - columns, :].clone(memory_format=torch.contiguous_format)
-                for own in (self.keys, self.values)
+                states[..., : states.shape[2] - columns, :].clone(
+                    memory_format=torch.contiguous_format
+                )
+                for states in (self.keys, self.values)
             )
 
     def reset(self) -> None:

@@ -1,4 +1,4 @@
-"""What follows a prompt: when rows go back to their budgets, and how much memory is free.
+"""Turns and answers after a prompt: when rows evict again, and how much memory is free.
 
 Each function takes the `kvalloc.runtime.cache.BudgetCache` at hand.
 """
@@ -53,24 +53,26 @@ def cuts(cache: Any, seen: int, end: int) -> Iterator[int]:
 
 def room_tokens(cache: Any) -> int:
     """Return the tokens between two evictions for which a layer has room, at most."""
-    every = min((_interval(cache, row) for row in cache.rows if row.method.goes_on), default=None)
-    if every is None:
+    interval = min(
+        (_interval(cache, row) for row in cache.rows if row.method.goes_on), default=None
+    )
+    if interval is None:
         return plan.MIN_INTERVAL
     if (free := _free_tokens(cache)) is None or not cache.door.complete:
-        return every
+        return interval
     tail = next(iter(cache.stores.values())).tail
-    return max(min(every, (0 if tail is None else tail.tokens) + free), 1)
+    return max(min(interval, (0 if tail is None else tail.tokens) + free), 1)
 
 
 def noted_queries(cache: Any, batch: Batch) -> int:
     """Return how many latest queries are kept of a forward that follows the prompt."""
-    end, wanted = batch.seen + batch.new, 0
+    end, count = batch.seen + batch.new, 0
     for row in cache.rows:
         after = row.method.after
         if row.method.goes_on:
             back = after.observes or any(one.holds for one in cache.extensions)
-            wanted = max(wanted, end if back else after.query_rows(end))
-    return wanted
+            count = max(count, end if back else after.query_rows(end))
+    return count
 
 
 def catch_up(cache: Any) -> None:
@@ -93,7 +95,7 @@ def end(cache: Any) -> None:
 
 
 def _followed(cache: Any) -> list[int]:
-    """Return rows that evict after their prompt, too, and of which tokens have followed."""
+    """Return the rows with new tokens that evict after their prompt, too."""
     return [
         number
         for number, row in enumerate(cache.rows)
@@ -111,41 +113,41 @@ def _is_full(cache: Any) -> bool:
 
 
 @torch.no_grad()
-def _settle(cache: Any, numbers: Sequence[int]) -> None:
+def _settle(cache: Any, rows: Sequence[int]) -> None:
     """Go back to the budgets of all tokens that these rows have seen, if anything ranks them."""
     stores: dict[int, Store] = cache.stores
-    noted = [store.notes.queries.counts for store in stores.values()]
-    queries = np.min([np.broadcast_to(counts, len(cache.rows)) for counts in noted], axis=0)
-    due = [n for n in numbers if queries[n] or not cache.rows[n].method.after.query_rows(1)]
+    query_counts = [store.notes.queries.counts for store in stores.values()]
+    queries = np.min([np.broadcast_to(counts, len(cache.rows)) for counts in query_counts], axis=0)
+    due = [n for n in rows if queries[n] or not cache.rows[n].method.after.query_rows(1)]
     if not due:
         return
-    tokens, goals, alone = cache.tokens, dict[int, dict[int, IntArray]](), dict[int, bool]()
+    tokens, goals, new_only = cache.tokens, dict[int, dict[int, IntArray]](), dict[int, bool]()
     counts = np.stack([store.counts(tokens) for store in stores.values()], axis=1)
     latest = np.stack([store.latest(tokens) for store in stores.values()], axis=1)[:, :, None]
     for number in due:
         kept, new = (counts - latest)[number], latest[number]
-        cache.rows[number], alone[number], goals[number] = _goal(cache, number, kept, new)
+        cache.rows[number], new_only[number], goals[number] = _goal(cache, number, kept, new)
     with cache.half_way():
         for group in alike(cache.rows, np.array(due)):
-            for behind in (False, True):
+            for keeps in (False, True):
                 row = cache.rows[group[0]]
-                every = Eviction.of(
+                eviction_of_all = Eviction.of(
                     row,
-                    np.array([n for n in group.tolist() if alone[n] is behind], dtype=np.int64),
+                    np.array([n for n in group.tolist() if new_only[n] is keeps], dtype=np.int64),
                     row.method.after,
                     door=cache.door,
                     tokens=tokens,
                     prompt=tokens,
                     widths=row.widths,
                     remember=row.method.goes_on_observing,
-                    behind=behind,
+                    new_only=keeps,
                 )
-                for eviction, targets in every.by_layers(goals):
+                for eviction, targets in eviction_of_all.by_layers(goals):
                     evict(cache, eviction, targets)
     for store in stores.values():
         store.notes.queries.forget(np.array(due))
     for number in due:
-        cache.rows[number] = plan.evicted(cache.rows[number], ranked=not alone[number])
+        cache.rows[number] = plan.evicted(cache.rows[number], ranked=not new_only[number])
 
 
 def _goal(
@@ -168,18 +170,18 @@ def _goal(
     profile = plan.grown(before, left)
     changed, row = profile is not before.profile, replace(before, profile=profile)
     room = plan.turn_budgets(row, left)[list(profile.shape.full_layers)]
-    alone = not changed and plan.new_alone(row, room, kept, new)
-    there = np.broadcast_to(new, kept.shape) if alone else kept + new
+    new_only = not changed and plan.new_alone(row, room, kept, new)
+    candidates = np.broadcast_to(new, kept.shape) if new_only else kept + new
     targets = plan.turn_targets(
-        room - kept if alone else room,
-        there,
-        protected=profile.policy.window if alone else profile.policy.protected_tokens,
+        room - kept if new_only else room,
+        candidates,
+        protected=profile.policy.window if new_only else profile.policy.protected_tokens,
         shared=profile.by_prompt,
     )
     goal = {
         layer: target
         for (layer, store), target, entries in zip(
-            cache.stores.items(), targets, there, strict=True
+            cache.stores.items(), targets, candidates, strict=True
         )
         if profile.by_prompt
         or changed
@@ -187,7 +189,7 @@ def _goal(
         or (target < entries).any()
         or (store.kept is None and row.seen < store.seen)  # other columns are stored, too
     }
-    return row, alone, goal
+    return row, new_only, goal
 
 
 def _left(cache: Any, row: Row) -> int | None:

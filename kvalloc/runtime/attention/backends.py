@@ -31,8 +31,8 @@ def backends() -> tuple[Backend, ...]:
     SolverError
         If one of another package cannot be imported or is none.
     """
-    found = [load(ATTENTION, name, Backend)() for name in names(ATTENTION)]
-    return (*found, CpuBackend(), TorchBackend())
+    plugged = [load(ATTENTION, name, Backend)() for name in names(ATTENTION)]
+    return (*plugged, CpuBackend(), TorchBackend())
 
 
 def attend(call: AttentionCall, kept: Kept) -> Tensor:
