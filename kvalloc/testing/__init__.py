@@ -1,6 +1,6 @@
-"""What authors of solvers test theirs with: a contract suite, tiny problems, and an oracle.
+"""What authors of plug-ins test theirs with: contracts, tiny problems, and an oracle.
 
-``SolverContract`` needs pytest; the problems and the oracle do not.
+``SolverContract`` and ``ScorerContract`` need pytest; the problems and the oracle do not.
 
 Examples
 --------
@@ -18,6 +18,7 @@ A test module of a plug-in::
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kvalloc.testing.oracle import Optimum, brute_force
@@ -25,10 +26,12 @@ from kvalloc.testing.problems import KINDS, larger_problem, tiny_problem, tiny_p
 
 if TYPE_CHECKING:
     from kvalloc.testing.contract import SolverContract
+    from kvalloc.testing.scorer_contract import ScorerContract
 
 __all__ = [
     "KINDS",
     "Optimum",
+    "ScorerContract",
     "SolverContract",
     "brute_force",
     "larger_problem",
@@ -37,8 +40,14 @@ __all__ = [
 ]
 
 
+_CONTRACTS = {
+    "SolverContract": "kvalloc.testing.contract",
+    "ScorerContract": "kvalloc.testing.scorer_contract",
+}
+
+
 def __getattr__(name: str) -> Any:
-    if name != "SolverContract":
+    if name not in _CONTRACTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
         import pytest
@@ -46,10 +55,8 @@ def __getattr__(name: str) -> Any:
         from kvalloc.errors import MissingDependencyError
 
         raise MissingDependencyError(
-            "SolverContract is a pytest suite and pytest is not installed; pip install pytest"
+            f"{name} is a pytest suite and pytest is not installed; pip install pytest"
         ) from None
     # So that a failing assert of the suite shows its values, as one in a test module does.
-    pytest.register_assert_rewrite("kvalloc.testing.contract")
-    from kvalloc.testing.contract import SolverContract
-
-    return SolverContract
+    pytest.register_assert_rewrite(_CONTRACTS[name])
+    return getattr(import_module(_CONTRACTS[name]), name)

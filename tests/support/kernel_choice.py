@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from kvalloc.extensions import triton
 from kvalloc.runtime.attention import cpu
 
 WITH, WITHOUT = "with_kernel", "without_kernel"
@@ -32,5 +31,5 @@ def kernel_choice(name: str) -> Iterator[list[int]]:
         patch.setattr(cpu, "cpu_attention", noted)
         if name == WITHOUT:
             patch.setattr(cpu, "kernel_library", lambda: "a test wants none")
-            patch.setattr(triton, "_installed", lambda: False)
+            patch.setattr("kvalloc.extensions.triton._installed", lambda: False)
         yield calls

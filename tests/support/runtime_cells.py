@@ -26,8 +26,6 @@ from transformers.generation.streamers import BaseStreamer
 
 from kvalloc.accounting.costs import SCALE_BYTES, packed_row_bytes
 from kvalloc.errors import InputError, UnsupportedRequestError
-from kvalloc.extensions.making import extended
-from kvalloc.extensions.saved import load_cache, save_cache
 from kvalloc.runtime.making import build_cache
 from kvalloc.runtime.options import CacheOptions
 from kvalloc.runtime.policies import changed_policy, policy_class, policy_names
@@ -81,7 +79,7 @@ class Setting:
     def cache(self, decode_every: int | None = None, **changes: Any) -> Any:
         """Where each prompt hands out its entries at once, each layer hands out its own."""
         options = CacheOptions(by_layer=self.mode == "immediate", decode_every=decode_every)
-        return extended(build_cache(self.model, self.profile, options, **changes))
+        return build_cache(self.model, self.profile, options, **changes)
 
     def shadow(self) -> Any:
         return tiny.Shadow(self.model)
@@ -310,6 +308,9 @@ def generated(
     """What `generate` gives, its new tokens, and the oracle's logits of them."""
     cache, shadow, new_tokens = at.cache(), at.shadow(), 4
     if DRAFTS.items() <= options.items():
+        from kvalloc.extensions.making import extended
+
+        extended(cache)
         cache.activate_past_recording(CONTEXT)
     reorder, orders = cache.reorder_cache, []
 
@@ -378,6 +379,8 @@ def crop(at: Setting) -> None:
 
 
 def saved(at: Setting, folder: Path) -> None:
+    from kvalloc.extensions.saved import load_cache, save_cache
+
     cache, shadow = at.prompted()
     at.ask(2, cache, shadow)
     save_cache(cache, folder / "cache.safetensors")

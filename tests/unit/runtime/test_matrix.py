@@ -8,8 +8,13 @@ is asked for.
 
 import collections
 import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+import runtime_oracle as tiny
 from cell_choice import (
     OTHERS,
     PRODUCT,
@@ -57,6 +62,58 @@ def test_the_cache_answers_as_the_oracle(cell, attention, tmp_path):
     with kernel_choice(kernel) as calls:
         answers_as_the_oracle(cell, tmp_path)
     assert kernel == WITH or not calls
+
+
+ABSENT = """
+import sys
+from importlib import metadata
+from pathlib import Path
+
+all_points = metadata.entry_points
+
+
+def entry_points(**selected):
+    points = all_points(**selected)
+    if not selected:
+        return points
+    core = [point for point in points if not point.value.startswith("kvalloc.extensions")]
+    return metadata.EntryPoints(core)
+
+
+metadata.entry_points = entry_points
+sys.modules["kvalloc.extensions"] = None
+
+import torch
+from cell_choice import covering_cells, refused_as
+from kernel_choice import WITH
+from other_attention import attention_on_cpu
+from runtime_cells import answers_as_the_oracle
+
+torch.set_num_threads(1)
+cells = [
+    cell
+    for cell in covering_cells()
+    if WITH in cell and not {"saved", "assisted"} & set(cell) and refused_as(cell) is None
+]
+for cell in cells[::2]:
+    with attention_on_cpu(cell[5]):
+        answers_as_the_oracle(cell, Path())
+print(len(cells[::2]), "cells")
+"""
+"""What runs as where the room of the extensions, and their entry points, are not installed."""
+
+
+def test_the_core_answers_without_its_extensions():
+    support = str(Path(tiny.__file__).parent)
+    done = subprocess.run(
+        [sys.executable, "-c", ABSENT],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([support, *sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert int(done.stdout.split()[0]) >= 20
 
 
 def test_the_kernel_is_called_where_it_is_asked_for(tmp_path):
