@@ -19,7 +19,7 @@ from transformers import DynamicCache
 
 import kvalloc
 from kvalloc.models.loading import load_model
-from kvalloc.report.charts import THEMES
+from kvalloc.report.charts import themes
 
 FOLDER = Path(__file__).parents[1]
 RETENTION = 0.9
@@ -76,7 +76,7 @@ def draw(contexts: list[int], found: dict[str, list[int]], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7.0, 3.6), layout="constrained")
-    colours = THEMES["light"]["range"]["category"]
+    colours = themes()["light"]["range"]["category"]
     for colour, (name, label) in zip(colours, NAMES.items(), strict=False):
         mib = [count / MIB for count in found[name]]
         axes.plot(contexts, mib, color=colour, marker="o", markersize=4)

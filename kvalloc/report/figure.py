@@ -96,10 +96,7 @@ def _frontier(material: Material) -> list[Spec]:
 def _measured(material: Material) -> list[Spec]:
     rows = [row for row in material.measured_rows() if None not in (row["kl"], row["share"])]
     return [
-        {
-            **charts.measured_chart([row for row in rows if row["task"] == task]),
-            "title": task,
-        }
+        {**charts.measured_chart([row for row in rows if row["task"] == task]), "title": task}
         for task in dict.fromkeys(row["task"] for row in rows)
     ]
 
@@ -108,10 +105,7 @@ def _overview(material: Material) -> list[Spec]:
     """Return strips of budgets, above the curves and the measured harm of one task."""
     strips = [
         {
-            "who": [
-                short_name(name, NAMES),
-                f"{profile.share:.1%} of the bytes",
-            ],
+            "who": [short_name(name, NAMES), f"{profile.share:.1%} of the bytes"],
             **{"order": order, "layer": layer, "share": share},
         }
         for order, (name, profile) in enumerate(merged_names(material.profiles).items())
@@ -127,15 +121,16 @@ def _overview(material: Material) -> list[Spec]:
     rows = [row for row in material.measured_rows() if row["kl"] is not None]
     scored = [row for row in rows if row["score"] is not None] or rows
     if harm := [row for row in scored if row["task"] == scored[0]["task"]]:
-        heading = {"text": "Measured harm", "subtitle": [harm[0]["task"], charts.HARM_NOTE]}
-        below.append({**charts.harm_chart(harm), "title": heading})
+        note = "KL and score; filled: every answer right"
+        heading = {"text": "Measured harm", "subtitle": [harm[0]["task"], note]}
+        below.append({**charts.chart("harm", rows=harm), "title": heading})
     half = {"width": WIDTH // 2 - 40, "height": 300}
     lower = {
         "hconcat": [{**half, **panel} for panel in below],
         "spacing": 30,
         "resolve": {"scale": {"color": "independent"}},
     }
-    upper = [charts.strips_chart(strips, width=WIDTH)] if strips else []
+    upper = [charts.chart("strips", rows=strips, width=WIDTH)] if strips else []
     return [*upper, *([lower] if below else [])]
 
 

@@ -126,7 +126,7 @@ def _facts(material: Material) -> dict[str, Any]:
         "sources": _sources(material),
         "document": {
             "charts": specs,
-            "themes": charts.THEMES,
+            "themes": charts.themes(),
             "memory": memory,
             "layers": shape.n_layers,
             "heads": shape.n_kv_heads,
