@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic_core import from_json
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from kvalloc.errors import InputError, option
 from kvalloc.files import near_file
@@ -78,9 +78,61 @@ class Prompt:
 
     @property
     def where(self) -> str:
-        """How to call this prompt in a message."""
+        """Return the name of this prompt in a message."""
         place = self.name or "the prompts"
         return place if self.line is None else f"{place}, line {self.line}"
+
+
+def _not_blank(value: object) -> object:
+    """Return a field's text, empty if it is blank or null."""
+    return "" if value is None or (isinstance(value, str) and not value.strip()) else value
+
+
+def _listed(value: object) -> object:
+    """Return the answers of a field, one or a list, without empty ones."""
+    answers = value if isinstance(value, list) else [value]
+    texts = (one.strip() if isinstance(one, str) else one for one in answers)
+    return tuple(one for one in texts if one not in (None, ""))
+
+
+Text = Annotated[str, BeforeValidator(_not_blank)]
+Answers = Annotated[tuple[str, ...], BeforeValidator(_listed)]
+
+
+class Fields(BaseModel):
+    """The fields of a line that kvalloc reads; other fields may hold anything."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    prompt: Text = ""
+    text: Text = ""
+    messages: list[dict[str, Any]] | None = None
+    context: Text = ""
+    input: Text = ""
+    answer: Answers = ()
+    answers: Answers = ()
+    question_after: Text = ""
+    task: Text = ""
+    dataset: Text = ""
+    language: Text = ""
+    all_classes: list[str] | None = None
+
+    def has(self, name: str) -> bool:
+        """Return whether the object has a field of this name."""
+        return name in self.model_fields_set
+
+    def require_context(self, where: str) -> None:
+        """Refuse a question without the text that it is about.
+
+        Raises
+        ------
+        InputError
+        """
+        if not self.context:
+            fault = "is empty" if self.has("context") else "is missing"
+            raise InputError(
+                f"{where}: the field 'context' {fault}; give it the text, or call 'input' 'prompt'"
+            )
 
 
 def read_texts(paths: Iterable[str | Path]) -> list[Document]:
@@ -140,14 +192,14 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     return [prompt_of(fields, Path(path).name, line) for line, fields in read_objects(path)]
 
 
-def read_objects(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_objects(path: str | Path) -> Iterator[tuple[int, Fields]]:
     """Read the objects of a JSONL file, empty lines skipped.
 
     Yields
     ------
     line : int
         Counted from 1.
-    fields : dict
+    fields : Fields
         The object, whose texts can be written as UTF-8.
 
     Raises
@@ -165,50 +217,25 @@ def read_objects(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
         raise InputError(f"{path} is empty; give a JSONL file with one prompt a line")
 
 
-def prompt_of(fields: dict[str, Any], name: str, line: int) -> Prompt:
+def prompt_of(fields: Fields, name: str, line: int) -> Prompt:
     """Return the prompt of one object; see `read_prompts`."""
-    where = f"{name}, line {line}"
-    texts = {key: _text(fields.get(key)) for key in ("prompt", "text", "question_after")}
-    joined = "\n\n".join(filter(None, (_text(fields.get(key)) for key in ("context", "input"))))
-    messages = fields.get("messages")
-    if not (isinstance(messages, list) and all(isinstance(one, dict) for one in messages)):
-        messages = []
-    text = "" if messages else texts["prompt"] or texts["text"] or joined
-    named = ("answer", "answers")
-    answer = next((one for name in named for one in given_answers(fields, name, where)), "")
-    if not messages and not text:
-        raise InputError(
-            f"{where} has no text to measure; each line holds one with {PROMPT_FIELDS}"
-        )
-    if text and not texts["prompt"] and not texts["text"]:
-        context_of(fields, where)
-    return Prompt(
-        text=text,
-        messages=tuple(messages),
-        answer=answer,
-        question=texts["question_after"],
-        task=(_text(fields.get("task")) or _text(fields.get("dataset"))).strip(),
+    joined = "\n\n".join(filter(None, (fields.context, fields.input)))
+    prompt = Prompt(
+        text="" if fields.messages else fields.prompt or fields.text or joined,
+        messages=tuple(fields.messages or ()),
+        answer=next(iter(fields.answer + fields.answers), ""),
+        question=fields.question_after,
+        task=(fields.task or fields.dataset).strip(),
         name=name,
         line=line,
     )
-
-
-def string_field(fields: dict[str, Any], name: str, where: str, way_out: str) -> str:
-    """Return a field that must be a string; refuse another one, or none."""
-    if name not in fields:
-        raise InputError(f"{where} has no field {name!r}; {way_out}")
-    if not isinstance(fields[name], str):
-        raise InputError(f"{where}: the field {name!r} is not a string; {way_out}")
-    return str(fields[name])
-
-
-def context_of(fields: dict[str, Any], where: str) -> str:
-    """Return the text that comes with a question; refuse a question that stands alone."""
-    way_out = "give it the text, or call 'input' 'prompt'"
-    context = string_field(fields, "context", where, way_out)
-    if not context.strip():
-        raise InputError(f"{where}: the field 'context' is empty; {way_out}")
-    return context
+    if not (prompt.messages or prompt.text):
+        raise InputError(
+            f"{prompt.where} has no text to measure; each line holds one with {PROMPT_FIELDS}"
+        )
+    if prompt.text and prompt.text == joined:
+        fields.require_context(prompt.where)
+    return prompt
 
 
 def shipped_texts(prefix: str) -> dict[str, str]:
@@ -285,37 +312,12 @@ def decoded(data: bytes, where: str) -> str:
         ) from error
 
 
-def _parse_object(line: str, where: str) -> dict[str, Any]:
+def _parse_object(line: str, where: str) -> Fields:
     try:
-        fields = from_json(line)
-    except ValueError as error:
-        fault = str(error).replace(" at line 1 column", " at column")
-        raise InputError(
-            f"{where} is not JSON ({fault}); each line holds one object with {PROMPT_FIELDS}"
-        ) from error
-    if not isinstance(fields, dict):
-        raise InputError(f"{where} is not an object; each line holds one with {PROMPT_FIELDS}")
-    return fields
-
-
-def _text(value: object) -> str:
-    """Return a string that is not blank; empty for anything else."""
-    return value if isinstance(value, str) and value.strip() else ""
-
-
-def given_answers(fields: dict[str, Any], name: str, where: str) -> tuple[str, ...]:
-    """Return the answers of a field, one or a list, without empty ones.
-
-    Raises
-    ------
-    InputError
-        If one is not a string.
-    """
-    given = fields.get(name)
-    answers = given if isinstance(given, list) else [given]
-    if not all(one is None or isinstance(one, str) for one in answers):
-        raise InputError(
-            f"{where}: the field {name!r} holds an answer that is not a string; write it as "
-            "one, or leave it out"
-        )
-    return tuple(text.strip() for one in answers if (text := _text(one)))
+        return Fields.model_validate_json(line)
+    except ValidationError as error:
+        fault = error.errors(include_url=False)[0]
+    if fault["loc"]:
+        raise InputError(f"{where}: the field {fault['loc'][0]!r} cannot be read: {fault['msg']}")
+    reason = fault["msg"].replace(" at line 1 column", " at column")
+    raise InputError(f"{where} is not a JSON object with {PROMPT_FIELDS}: {reason}")

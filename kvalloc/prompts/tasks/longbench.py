@@ -12,21 +12,13 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from kvalloc.errors import InputError, one_of, option
 from kvalloc.prompts.cases import Case
 from kvalloc.prompts.examples import Example, Question, prompt_ids, render
 from kvalloc.prompts.metrics import METRICS
 from kvalloc.prompts.tasks.task import PromptRequest, Task
-from kvalloc.prompts.texts import (
-    Prompt,
-    context_of,
-    given_answers,
-    prompt_of,
-    read_objects,
-    string_field,
-)
+from kvalloc.prompts.texts import Fields, Prompt, prompt_of, read_objects
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,26 +143,29 @@ def file_task(path: Path, records: Sequence[Record], *, cut: bool) -> Task:
     return Task(name=path.name, build=build)
 
 
-def _record(prompt: Prompt, fields: dict[str, Any], metric: str | None) -> Record:
-    where, is_longbench = prompt.where, "context" in fields or "input" in fields
+def _record(prompt: Prompt, fields: Fields, metric: str | None) -> Record:
+    where, is_longbench = prompt.where, fields.has("context") or fields.has("input")
     kind = _kind(fields, where) if is_longbench else PLAIN
-    metric, classes = metric or kind.metric, fields.get("all_classes") or []
-    if not isinstance(classes, list) or not all(isinstance(one, str) for one in classes):
-        raise InputError(f"{where}: the field 'all_classes' is not a list of labels")
+    metric, classes = metric or kind.metric, tuple(fields.all_classes or ())
     if metric == "classification" and not classes:
         raise InputError(
             f"{where} has no field 'all_classes', which the metric classification needs; give "
             f"the list of labels, or choose another {option('metric')}"
         )
-    answers = _answers(fields, where)
-    question = replace(kind, text="", answers=answers, metric=metric, classes=tuple(classes))
+    answers = fields.answers or fields.answer
+    if not answers:
+        raise InputError(
+            f"{where} has no answer; give 'answer' a right one as a string, or 'answers' a list"
+        )
+    question = replace(kind, text="", answers=answers, metric=metric, classes=classes)
     if not is_longbench:
         return Record(prompt=prompt, question=question)
-    context = context_of(fields, where)
-    text = string_field(fields, "input", where, "give it the question, or an empty string")
-    question = replace(question, text=kind.text.format(input=text.strip()).strip())
+    fields.require_context(where)
+    if not fields.has("input"):
+        raise InputError(f"{where} has no field 'input'; give it the question, or an empty string")
+    question = replace(question, text=kind.text.format(input=fields.input.strip()).strip())
     example = Example(
-        context=context.strip(),
+        context=fields.context.strip(),
         questions=(question,),
         source=where,
         joint="\n\n" if kind.chat else "\n",
@@ -179,29 +174,13 @@ def _record(prompt: Prompt, fields: dict[str, Any], metric: str | None) -> Recor
     return Record(prompt=prompt, question=question, example=example)
 
 
-def _kind(fields: dict[str, Any], where: str) -> Kind:
-    dataset = fields.get("dataset", "")
-    if not isinstance(dataset, str):
-        raise InputError(f"{where}: the field 'dataset' is not a string")
-    if fields.get("language") == "zh":
+def _kind(fields: Fields, where: str) -> Kind:
+    if fields.language == "zh":
         raise InputError(
             f"{where}: 'language' is 'zh', whose words LongBench cuts with a package of its own; "
             "kvalloc scores English and code"
         )
-    return KINDS.get(dataset.removesuffix("_e"), OTHER)
-
-
-def _answers(fields: dict[str, Any], where: str) -> tuple[str, ...]:
-    name = "answers" if "answers" in fields else "answer"
-    if fields.get(name) is None:
-        raise InputError(f"{where} has no 'answer' or 'answers'; give it one")
-    answers = given_answers(fields, name, where)
-    if not answers:
-        raise InputError(
-            f"{where}: the field {name!r} holds no answer; give a right answer as a string, or a "
-            "list of such"
-        )
-    return answers
+    return KINDS.get(fields.dataset.removesuffix("_e"), OTHER)
 
 
 def _case(request: PromptRequest, record: Record, longest: int | None) -> Case:
