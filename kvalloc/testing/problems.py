@@ -12,29 +12,23 @@ from kvalloc.errors import InputError
 from kvalloc.problem import Aggregate, AllocationProblem, GroupCap, Sense, SideConstraint
 from kvalloc.problem.constraints import MaxDistinct
 
-CURVES = {
-    "concave": "concave curves, one cost per entry",
-    "paged": "concave curves of whole pages",
-    "tied": "concave curves of few different gains, some zero",
-    "weighted": "concave curves with unequal weights, one of them zero",
-    "non_concave": "values of any shape, falling ones too",
-    "losses": "values below zero, of any shape",
-    "unequal_costs": "values and costs of any shape",
-    "unequal_options": "units with different numbers of options, some with one",
-}
-"""What the options can be like: name to description."""
+CURVES = (
+    *("concave", "paged", "tied", "weighted"),
+    *("non_concave", "losses", "unequal_costs", "unequal_options"),
+)
+"""What the options are like, by name.
 
-BIT_CURVES = {"bits": "tokens and bits together: dearer options may keep fewer tokens"}
-"""Options that no side constraint on tokens goes with."""
+Concave curves are of one cost per entry, ``paged`` ones of whole pages, ``tied`` ones of few
+different gains, ``weighted`` ones of units of unequal weight. ``losses`` are values below zero of
+any shape; units with ``unequal_options`` have different numbers of them, some one."""
 
-SIDES = {
-    "plain": "no side constraint",
-    "nested_caps": "caps on layers inside a cap on several layers",
-    "crossing_caps": "two caps that share units",
-    "max_distinct": "few different budgets",
-    "mixed": "a cap and few different budgets at once",
-}
-"""What else can be asked: name to description."""
+BIT_CURVES = ("bits",)
+"""Options of tokens and bits together; a higher cost may keep fewer tokens. No side constraint on
+tokens goes with them."""
+
+SIDES = ("plain", "nested_caps", "crossing_caps", "max_distinct", "mixed")
+"""Side constraints, by name: caps on layers inside a cap on several layers, caps that share units,
+few different budgets, or a cap and few different budgets at once."""
 
 SCOPES = {"": Aggregate.SUM, "worst": Aggregate.WORST}
 """What stands before the curves: which aggregate the value is."""
@@ -131,7 +125,6 @@ def larger_problem(
     n_layers: int = 24,
     n_heads: int = 4,
     n_options: int = 64,
-    sense: Sense = Sense.MAX_VALUE,
 ) -> AllocationProblem:
     """Return a problem that takes time, to test a solver's time limit on.
 
@@ -144,14 +137,13 @@ def larger_problem(
         Layers, and KV heads in each; their product is the number of units.
     n_options : int
         Options of a unit.
-    sense : Sense
 
     Returns
     -------
     AllocationProblem
     """
     random = np.random.default_rng([seed, zlib.crc32(kind.encode()), 2])
-    return _made(random, kind, sense, n_layers, np.arange(n_heads), n_options)
+    return _made(random, kind, Sense.MAX_VALUE, n_layers, np.arange(n_heads), n_options)
 
 
 def _made(
@@ -192,13 +184,13 @@ def _made(
 def _parse(kind: str) -> tuple[Aggregate, str, str]:
     scope, _, rest = kind.rpartition(":")
     curves, _, side = rest.partition("+")
-    known = curves in CURVES or curves in BIT_CURVES
-    if scope not in SCOPES or not known or (side or "plain") not in SIDES:
+    side = side or "plain"
+    if scope not in SCOPES or curves not in CURVES + BIT_CURVES or side not in SIDES:
         raise InputError(
             f"there is no kind of problem {kind!r}; write [worst:]CURVES[+SIDE] with CURVES "
-            f"of {', '.join({**CURVES, **BIT_CURVES})} and SIDE of {', '.join(SIDES)}"
+            f"of {', '.join(CURVES + BIT_CURVES)} and SIDE of {', '.join(SIDES)}"
         )
-    return SCOPES[scope], curves, side or "plain"
+    return SCOPES[scope], curves, side
 
 
 def _options(
