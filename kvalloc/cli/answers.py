@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from kvalloc.cli.output import note, wants_json
-from kvalloc.cli.progress import slow
+from kvalloc.cli.progress import ProgressBar
 from kvalloc.cli.reduction import Reduction, note_way
 from kvalloc.errors import InputError, option
 from kvalloc.files import check_writable
@@ -152,42 +152,40 @@ class Answer:
 
 @dataclass(kw_only=True)
 class Conversation:
-    """A model, its cache, and what the next turn follows.
+    """A model, its cache, and the state between two turns.
 
     Attributes
     ----------
     options : PromptOptions
     target : mapping
-        What was typed of the target of each prompt.
+        Target of each prompt, as typed.
     loaded : LoadedModel
     make_cache : callable
         Makes an empty cache for a prompt of these tokens.
-    in_chat : bool
-        Whether turns are put into the model's chat form.
     cache : transformers.Cache or None
-        What has been read; None before the first turn.
+        All tokens that were read; None before the first turn.
     answered : bool
         Whether the cache ends with an answer.
     document : str
-        Name of what was read first.
+        Name of the text that was read first.
     read_seconds, load_seconds : float or None
-        What reading the document took, now or before it was saved, and loading it; None where it
-        was not read, or not loaded.
-    blend : callable or None
-        Puts documents that were read one by one in front of a question's tokens, as a cache.
+        Time to read the document, now or before it was saved, and to load it; None if it was not
+        read, or not loaded.
+    has_documents : bool
+        Whether `make_cache` puts saved documents in front of a question's tokens: it is then
+        called for each question that is asked alone.
     """
 
     options: PromptOptions
     target: Mapping[str, Any]
     loaded: LoadedModel
     make_cache: Callable[[Sequence[int]], Any]
-    in_chat: bool
     cache: Any = None
     answered: bool = False
     document: str = ""
     read_seconds: float | None = None
     load_seconds: float | None = None
-    blend: Callable[[Sequence[int]], Any] | None = None
+    has_documents: bool = False
     _unread: Sequence[int] = ()
     """The last token of an answer that it does not end with: it was written, not read."""
 
@@ -198,19 +196,20 @@ class Conversation:
         Raises
         ------
         KVAllocError
-            As `Reduction.load`, or if the model has no chat form and one is wanted.
+            As `Reduction.load`.
         """
         loaded, make_cache = options.load(target)
-        in_chat = wants_chat(loaded.tokenizer, options.chat)
-        return cls(
-            options=options, target=target, loaded=loaded, make_cache=make_cache,
-            in_chat=in_chat,
-        )  # fmt: skip
+        return cls(options=options, target=target, loaded=loaded, make_cache=make_cache)
+
+    @property
+    def in_chat(self) -> bool:
+        """Return whether turns are put into the model's chat form."""
+        return wants_chat(self.loaded.tokenizer, self.options.chat)
 
     @cached_property
     def form(self) -> DocumentForm:
-        """Return what stands around a document, questions and answers."""
-        return DocumentForm.of(self.loaded.tokenizer, self.in_chat)
+        """Return the texts around a document, questions and answers."""
+        return DocumentForm.of(self.loaded.tokenizer, self.options.chat)
 
     @cached_property
     def ends(self) -> set[int]:
@@ -227,7 +226,7 @@ class Conversation:
     def turn_ids(self, text: str) -> tuple[int, ...]:
         """Return the tokens of the next turn, with what calls for its answer."""
         tokenizer = self.loaded.tokenizer
-        if self.cache is not None:
+        if self.cache is not None or self.has_documents:
             return (*self._unread, *self.form.question_ids(tokenizer, text, turn=self.answered))
         if not self.in_chat:
             return encode(tokenizer, text, special=True)
@@ -272,9 +271,9 @@ class Conversation:
     def answer(
         self,
         text: str,
+        stopped: Callable[[], bool] = lambda: False,
         *,
         keep: bool = True,
-        stopped: Callable[[], bool] = lambda: False,
     ) -> Answer:
         """Answer a turn, on stdout as the answer comes unless JSON is wanted.
 
@@ -305,7 +304,7 @@ class Conversation:
         streamer: Any = TextStreamer(self.loaded.tokenizer, skip_special_tokens=True)
         written = Answer()
         with ExitStack() as until_first, quiet_transformers():
-            until_first.enter_context(slow("reading the prompt"))
+            until_first.enter_context(ProgressBar("reading the prompt"))
             tokens = answer(
                 self.loaded.model,
                 self.cache,
@@ -327,7 +326,7 @@ class Conversation:
                         break
             finally:
                 tokens.close()  # ends the turn now, also if the answer is broken off
-                if written.tokens and not wants_json():  # the next line is one of its own
+                if written.tokens and not wants_json():  # later output begins a new line
                     streamer.end()
         written.text = self.loaded.tokenizer.decode(written.tokens, skip_special_tokens=True)
         unended = [token for token in written.tokens[-1:] if token not in self.ends]
@@ -337,13 +336,13 @@ class Conversation:
         return written
 
     def save(self) -> None:
-        """Save what the cache holds where that was typed, and say so."""
+        """Save the cache if a file was named, and say so."""
         from kvalloc.extensions.saved import save_cache
 
         if (path := self.options.save_cache) is None:
             return
         self.read(self._unread)
-        noted = ("document", "read_seconds", "answered")
-        notes = {"chat": self.in_chat, **{name: getattr(self, name) for name in noted}}
+        names = ("document", "read_seconds", "answered")
+        notes = {"chat": self.in_chat, **{name: getattr(self, name) for name in names}}
         save_cache(self.cache, path, notes=notes)
         note(f"saved as {path}, {size(path.stat().st_size)}")

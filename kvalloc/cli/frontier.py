@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
 from kvalloc.allocation.request import Request, RequestOptions
 from kvalloc.cli.options import ScoresArgument, SolverOptions, takes
-from kvalloc.cli.output import note, print_result, print_table
+from kvalloc.cli.output import note, print_result
 from kvalloc.online.conflicts import TARGET
-from kvalloc.report.terminal import number_text
+from kvalloc.report.terminal import number_text, table_text
 from kvalloc.report.wording import LOSS_NOTE, small_amount, value_heading
 from kvalloc.units import Option, duration, gap_text, size
 
@@ -66,7 +67,13 @@ def frontier(
     seconds, request = time.perf_counter() - start, traced.request
     facts: dict[str, Any] = {"solver": solving.solver, "seconds": seconds, "level": request.level}
     facts |= {"objective": request.objective, "points": [_plain(point) for point in traced]}
-    print_result(facts, lambda: _show(traced, seconds))
+    notes = [f"{len(traced)} sizes in {duration(seconds)}"]
+    if words := {point.bound_source for point in traced} - {"dual"}:
+        sources = ", ".join(sorted(words))
+        notes.append(f"some gaps stand on the word of {sources}, not proven again")
+    if any(point.predicted_loss is not None for point in traced):
+        notes.append(f"note: {LOSS_NOTE}")
+    print_result(facts, lines=_lines(traced), notes=notes)
 
 
 def _plain(point: FrontierPoint) -> dict[str, Any]:
@@ -74,8 +81,8 @@ def _plain(point: FrontierPoint) -> dict[str, Any]:
     return {"bytes": point.cost_bytes, **{name: getattr(point, name) for name in names.split()}}
 
 
-def _show(traced: Frontier, seconds: float) -> None:
-    """Print a line a size, with a bar of what is kept of the score mass."""
+def _lines(traced: Frontier) -> Iterator[str]:
+    """Yield a table with a row a size, which ends with a bar of the kept score mass."""
     from kvalloc.formats.budget_profile import relative_gap
     from kvalloc.report.terminal import bar, can_print_bars
 
@@ -103,9 +110,4 @@ def _show(traced: Frontier, seconds: float) -> None:
         }
         for point in traced
     ]
-    print_table(list(rows[0]), [list(row.values()) for row in rows])
-    note(f"{len(traced)} sizes in {duration(seconds)}")
-    if words := {point.bound_source for point in traced} - {"dual"}:
-        note(f"some gaps stand on the word of {', '.join(sorted(words))}, not proven again")
-    if lossy:
-        note(f"note: {LOSS_NOTE}")
+    yield table_text(list(rows[0]), [list(row.values()) for row in rows])

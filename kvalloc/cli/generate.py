@@ -7,7 +7,7 @@ from typing import Unpack
 from kvalloc.allocation.request import RequestOptions
 from kvalloc.cli.answers import Conversation, PromptOptions
 from kvalloc.cli.options import takes
-from kvalloc.cli.output import note, print_json, wants_json
+from kvalloc.cli.output import print_result
 from kvalloc.cli.reduction import OF_A_PROMPT, cache_facts, note_whole
 from kvalloc.report.wording import deciding_text, kept_text
 from kvalloc.units import duration
@@ -51,10 +51,6 @@ def generate(options: PromptOptions, **target: Unpack[RequestOptions]) -> None:
     conversation.document, conversation.read_seconds = where, answer.first_seconds
     kept = kept_text(conversation.cache)
     conversation.save()
-    if wants_json():
-        print_json(facts)
-    else:
-        prefill = f"prefill {duration(answer.first_seconds)}{deciding_text(conversation.cache)}"
-        tokens = f"{n_tokens:,} prompt and {answer.count_text}"
-        note(f"[{tokens}; {prefill}{answer.speed_text}]")
-        note(f"[cache of prompt and answer: {kept}]")
+    prefill = f"prefill {duration(answer.first_seconds)}{deciding_text(conversation.cache)}"
+    took = f"[{n_tokens:,} prompt and {answer.count_text}; {prefill}{answer.speed_text}]"
+    print_result(facts, notes=[took, f"[cache of prompt and answer: {kept}]"])

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from kvalloc.accounting.costs import full_bytes
-from kvalloc.cli.eval import print_evaluation
 from kvalloc.cli.options import takes
-from kvalloc.cli.output import is_verbose, note, print_fields, print_json, print_result, wants_json
+from kvalloc.cli.output import is_verbose, print_result
 from kvalloc.report import wording
-from kvalloc.report.terminal import budget_picture, layer_bars
+from kvalloc.report.terminal import budget_picture, layer_bars, table_text
 from kvalloc.units import Option
 
 if TYPE_CHECKING:
@@ -21,6 +20,11 @@ if TYPE_CHECKING:
 
 LEVELS = (0.5, 0.9, 0.99)
 """Retentions for which a score profile's tokens are shown."""
+
+TOKENS_NOTE = (
+    "tokens per KV head that keep 50%, 90% and 99% of a layer's score mass, sinks and window "
+    "included"
+)
 
 
 @dataclass(frozen=True)
@@ -65,45 +69,36 @@ def inspect(options: InspectOptions) -> None:
         facts = {"file": file, **record.header(), "digest": record.digest}
         shown = {"fitted file": file, **wording.fitted_fields(record)}
         print_result(facts, shown, always=True)
-    elif wants_json():
-        print_json({"file": file, **record.record(), "prompts": None})
     else:
-        print_evaluation(record.rows)
-        print_fields({"evaluation": file, **wording.evaluation_fields(record)})
+        facts = {"file": file, **record.record(), "prompts": None}
+        fields = {"evaluation": file, **wording.evaluation_fields(record)}
+        tables = [table_text(*table, keys=2) for table in wording.evaluation_tables(record.rows)]
+        print_result(facts, fields, lines=["", *tables], always=True)
 
 
 def _show_budgets(file: str, profile: BudgetProfile) -> None:
     low, mean, high = wording.budget_spread(profile)
-    if wants_json():
-        spread = {"min_tokens": low, "mean_tokens": mean, "max_tokens": high}
-        print_json({"file": file, **profile.record(), **spread})
-        return
-    print_fields({"budget profile": file, **wording.budget_fields(profile, brief=not is_verbose())})
-    print("\n".join(["", *wording.cap_lines(profile)]))
-    print("\n".join(budget_picture(profile)))
-    if not is_verbose():
-        note("parameters of solver, policy and scorer: --verbose")
+    spread = {"min_tokens": low, "mean_tokens": mean, "max_tokens": high}
+    facts = {"file": file, **profile.record(), **spread}
+    shown = {"budget profile": file, **wording.budget_fields(profile, brief=not is_verbose())}
+    lines = ["", *wording.cap_lines(profile), *budget_picture(profile)]
+    notes = [] if is_verbose() else ["parameters of solver, policy and scorer: --verbose"]
+    print_result(facts, shown, lines=lines, notes=notes, always=True)
 
 
 def _show_scores(file: str, profile: ScoreProfile) -> None:
     needed = {level: wording.tokens_for(profile, level) for level in LEVELS}
-    if wants_json():
-        tokens = {f"{level:g}": tokens for level, tokens in needed.items()}
-        print_json({"file": file, **score_facts(profile), "tokens_for_retention": tokens})
-        return
-    print_fields({"score profile": file, **wording.score_fields(profile)})
-    print()
     rows = [
         [str(layer), *("-" if count is None else f"{count:,}" for count in counts)]
         for layer, *counts in zip(range(profile.shape.n_layers), *needed.values(), strict=True)
     ]
     headings = ("layer", *(f"{level:.0%}" for level in LEVELS))
     drawn = [(count or 0) / profile.context_tokens for count in needed[0.9]]
-    print("\n".join(layer_bars(headings, rows, drawn, profile, "90%, ")))
-    note(
-        "tokens per KV head that keep 50%, 90% and 99% of a layer's score mass, sinks and window "
-        "included",
-    )
+    tokens = {f"{level:g}": tokens for level, tokens in needed.items()}
+    facts = {"file": file, **score_facts(profile), "tokens_for_retention": tokens}
+    shown = {"score profile": file, **wording.score_fields(profile)}
+    lines = ["", *layer_bars(headings, rows, drawn, profile, "90%, ")]
+    print_result(facts, shown, lines=lines, notes=[TOKENS_NOTE], always=True)
 
 
 def score_facts(profile: ScoreProfile) -> dict[str, Any]:
@@ -138,7 +133,5 @@ def _show_saved(file: str, path: Path, header: SavedCacheHeader) -> None:
         "read_seconds": header.read_seconds,
         "bits": profile.bits,
     }
-    if wants_json():
-        print_json({"file": file, "kind": "kvalloc.cache", **facts})
-        return
-    print_fields({"saved cache": file, **wording.saved_fields(file, facts, profile)})
+    shown = {"saved cache": file, **wording.saved_fields(file, facts, profile)}
+    print_result({"file": file, "kind": "kvalloc.cache", **facts}, shown, always=True)

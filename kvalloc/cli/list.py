@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import Annotated, Any, Literal
 
 from kvalloc.cli.options import takes
-from kvalloc.cli.output import note, print_fields, print_result, print_table
+from kvalloc.cli.output import print_result
 from kvalloc.errors import KVAllocError
 from kvalloc.problem.registry import json_value, load, names, plugin_options
+from kvalloc.report.terminal import table_text
 from kvalloc.units import Option
 
 _PLUGINS = {
@@ -23,7 +24,7 @@ _PLUGINS = {
 
 @dataclass(frozen=True)
 class ListOptions:
-    """What is listed."""
+    """The kind to list."""
 
     what: Annotated[Literal["solvers", "scorers", "policies", "profiles"] | None, Option()] = None
     """What to list; the names of all without it."""
@@ -64,8 +65,8 @@ def _everything() -> None:
     listed = {kind: [*names(f"kvalloc.{kind}")] for kind in _PLUGINS}
     fitted = (*shipped.shipped_fitted(), *map(str, shipped.fitted_files()))
     listed |= {"profiles": [*shipped.shipped_profiles()], "fitted files": [*fitted]}
-    print_result(listed, {kind: ", ".join(some) for kind, some in listed.items()}, always=True)
-    note("what each is: kvalloc list solvers", beside_json=False)
+    shown = {kind: ", ".join(one) for kind, one in listed.items()}
+    print_result(listed, shown, notes=["what each is: kvalloc list solvers"], always=True)
 
 
 def _profiles() -> None:
@@ -78,29 +79,19 @@ def _profiles() -> None:
         sizes = {"context_tokens": profile.context_tokens, "share_of_16_bits": profile.share}
         rows.append({"name": name, **stated, **sizes})
         cells.append((name, f"{profile.share:.1%}", profile.shape.model_id))
-    print_result(rows, lambda: print_table(("profile", "share", "model"), cells))
-    note(f"fitted files that ship: {', '.join(shipped.shipped_fitted())}", beside_json=False)
-    for file in shipped.fitted_files():
-        note(f"fitted here: {file}", beside_json=False)
+    notes = [f"fitted files that ship: {', '.join(shipped.shipped_fitted())}"]
+    notes += [f"fitted here: {file}" for file in shipped.fitted_files()]
+    print_result(rows, lines=[table_text(("profile", "share", "model"), cells)], notes=notes)
 
 
 def _show_plugins(group: str, base: type[Any], option: str) -> None:
-    """Print every plug-in of a group: what it is, or why it cannot be used; then how to use one."""
+    """Print the plug-ins of a group, each with its summary or its error; then how to use one."""
     rows = [_plugin_row(group, name, base) for name in names(group)]
-    print_result(rows, lambda: _print_plugins(rows), always=True)
+    notes = [f"use one: kvalloc {option} NAME:KEY=VALUE"]
     if not rows:
-        note("none is registered: kvalloc is on the path, but not installed")
-    note(f"use one: kvalloc {option} NAME:KEY=VALUE", beside_json=False)
-
-
-def _print_plugins(rows: Sequence[Mapping[str, Any]]) -> None:
-    shown = {}
-    for row in rows:
-        options = ", ".join(f"{key}={value}" for key, value in (row["options"] or {}).items())
-        known = (row["summary"], row["reference"], f"options: {options}" if options else "")
-        error = row["error"] and f"cannot be used: {row['error']}"
-        shown[row["name"]] = error or "; ".join(filter(None, known))
-    print_fields(shown)
+        notes = ["none is registered: kvalloc is on the path, but not installed"]
+    shown = {row["name"]: _plugin_text(row) for row in rows}
+    print_result(rows, shown, notes=notes, always=True)
 
 
 def _plugin_row(group: str, name: str, base: type[Any]) -> dict[str, Any]:
@@ -115,3 +106,11 @@ def _plugin_row(group: str, name: str, base: type[Any]) -> dict[str, Any]:
         for key, option in plugin_options(cls).items()
     }
     return row | texts | {"options": options}
+
+
+def _plugin_text(row: Mapping[str, Any]) -> str:
+    if row["error"]:
+        return f"cannot be used: {row['error']}"
+    options = ", ".join(f"{key}={value}" for key, value in row["options"].items())
+    options = f"options: {options}" if options else ""
+    return "; ".join(filter(None, (row["summary"], row["reference"], options)))

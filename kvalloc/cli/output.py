@@ -6,8 +6,7 @@ import json
 import logging
 import sys
 import textwrap
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, is_dataclass
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from kvalloc.errors import InputError, plain
-from kvalloc.report.terminal import hanging, table_text, terminal_width
+from kvalloc.report.terminal import field_lines, terminal_width
 from kvalloc.units import Option
 
 
@@ -38,7 +37,7 @@ _printing: ContextVar[Printing] = ContextVar("kvalloc_printing", default=Printin
 
 @contextmanager
 def printing(options: Printing) -> Iterator[None]:
-    """Let what is printed inside be as ``--json``, ``--quiet`` and ``--verbose`` ask for it.
+    """Print inside as ``--json``, ``--quiet`` and ``--verbose`` ask for.
 
     Raises
     ------
@@ -57,14 +56,10 @@ def printing(options: Printing) -> Iterator[None]:
 
 @contextmanager
 def _logging() -> Iterator[None]:
-    """Show on stderr what kvalloc logs, with the seconds since the command began."""
-    begun, logger = time.perf_counter(), logging.getLogger("kvalloc")
-    handler, level = logging.Handler(logging.INFO), logger.level
-
-    def emit(record: logging.LogRecord) -> None:
-        note(f"[{time.perf_counter() - begun:6.2f} s] {record.getMessage()}")
-
-    handler.emit = emit  # type: ignore[method-assign]
+    """Show on stderr what kvalloc logs, with the milliseconds since the program began."""
+    logger, handler = logging.getLogger("kvalloc"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("[{relativeCreated:6.0f} ms] {message}", style="{"))
+    level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
@@ -90,7 +85,12 @@ def is_verbose() -> bool:
 
 
 def print_result(
-    facts: Any, shown: Mapping[str, str] | Callable[[], object], *, always: bool = False
+    facts: Any,
+    fields: Mapping[str, str] | None = None,
+    *,
+    lines: Iterable[str] = (),
+    notes: Iterable[str] = (),
+    always: bool = False,
 ) -> None:
     """Print a result: as JSON, or for people, or not at all.
 
@@ -98,15 +98,23 @@ def print_result(
     ----------
     facts : object
         Plain values, for ``--json``.
-    shown : mapping of str to str, or callable
-        Names and texts for people, see `print_fields`; or what prints them.
+    fields : mapping of str to str, optional
+        Names and texts for people; see `kvalloc.report.terminal.field_lines`.
+    lines : iterable of str
+        Lines for people that follow, made only if they are printed.
+    notes : iterable of str
+        Notes on them, for stderr.
     always : bool
         Whether ``--quiet`` shows it, too.
     """
     if wants_json():
         print_json(facts)
-    elif always or not is_quiet():
-        print_fields(shown) if isinstance(shown, Mapping) else shown()
+        return
+    if always or not is_quiet():
+        for line in (*field_lines(fields or {}), *lines):
+            print(line)
+    for text in notes:
+        note(text)
 
 
 def print_json(data: Any) -> None:
@@ -120,25 +128,9 @@ def _as_plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value.tolist()
 
 
-def note(message: str, *, beside_json: bool = True) -> None:
+def note(message: str) -> None:
     """Print a line on stderr, wrapped in a terminal, unless that is to be quiet."""
-    if not is_quiet() and (beside_json or not wants_json()):
+    if not is_quiet():
         lines = textwrap.wrap(plain(message), terminal_width(), break_on_hyphens=False)
         text = "\n".join(lines) if sys.stderr.isatty() else plain(message)
         print(text, file=sys.stderr, flush=True)
-
-
-def print_fields(fields: Mapping[str, str]) -> None:
-    """Print names and texts, one a line, texts aligned; wrapped in a terminal, never in a pipe.
-
-    What has no text is left out.
-    """
-    fields = {name: text for name, text in fields.items() if text}
-    indent = max(map(len, fields), default=0) + 2
-    for name, text in fields.items():
-        print(f"{plain(name):<{indent}}{hanging(text, indent)}")
-
-
-def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, keys: int = 1) -> None:
-    """Print a table; see `kvalloc.report.terminal.table_text`."""
-    print(table_text(headings, rows, keys=keys))

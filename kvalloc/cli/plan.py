@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 from kvalloc.cli.options import MODEL, FittedOptions, LoadOptions, ModelArgument, takes
-from kvalloc.cli.output import note, print_result, print_table
+from kvalloc.cli.output import print_result
+from kvalloc.report.terminal import table_text
 from kvalloc.units import Option, size
 
 if TYPE_CHECKING:
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(FittedOptions, LoadOptions, ModelArgument):
-    """What is asked of a machine."""
+    """The work of a machine, and its memory."""
 
     memory: Annotated[str, Option("SIZE")]
     """What the cache may take at its peak, all rows together; the weights are not in it."""
@@ -40,7 +42,7 @@ def plan(options: PlanOptions) -> None:
 
     Losses are predicted from the model's fitted file: sums of single losses, corrected by what
     whole caches lost. Seconds are predicted from steps of the model and of its caches, which are
-    measured first, in about half a minute. Tokens a second are those of all rows together while
+    measured first, in about half a minute. Tokens a second are of all rows together while
     they answer; reading the prompts, 1.2 times a plain prefill at any budget, is not in them.
 
     Examples
@@ -50,13 +52,13 @@ def plan(options: PlanOptions) -> None:
     kvalloc plan ./my-model --memory 40GiB --prompt 30000 --answer 500 --dtype bfloat16 \
         --device h100
     """
-    from kvalloc.cli.progress import load, slow
+    from kvalloc.cli.progress import ProgressBar, load
     from kvalloc.measure.step_times import DEVICES
     from kvalloc.online.planning import plan_batch
 
     named = options.device if options.device in DEVICES else None
     loaded = load(options.model, replace(options, device=None) if named else options)
-    with slow("measuring steps"):
+    with ProgressBar("measuring steps"):
         planned = plan_batch(
             loaded.model,
             memory=options.memory,
@@ -67,10 +69,15 @@ def plan(options: PlanOptions) -> None:
             fitted=options.fitted,
             allow_other_model=options.allow_other_model,
         )
-    print_result(planned, lambda: _show(planned))
+    best = planned.best[0]
+    notes = [f"losses: {planned.fitted}; seconds: {planned.times.source}"]
+    if planned.plain is None:
+        notes.append("not one row of a plain cache fits")
+    call = f"kvalloc.apply(model, budget={best.share:g}), {best.rows:,} prompts a call"
+    print_result(planned, lines=_lines(planned), notes=[*notes, f"run it: {call}"])
 
 
-def _show(planned: BatchPlan) -> None:
+def _lines(planned: BatchPlan) -> Iterator[str]:
     plain, best = planned.plain, planned.best
     rows = [
         [
@@ -84,8 +91,4 @@ def _show(planned: BatchPlan) -> None:
         for one in [*best, *([plain] if plain else [])]
     ]
     headings = ["rows", "budget", "predicted loss", "at its peak", "tokens/s", "times plain"]
-    print_table(headings, rows)
-    note(f"losses: {planned.fitted}; seconds: {planned.times.source}")
-    if plain is None:
-        note("not one row of a plain cache fits")
-    note(f"run it: kvalloc.apply(model, budget={best[0].share:g}), {best[0].rows:,} prompts a call")
+    yield table_text(headings, rows)

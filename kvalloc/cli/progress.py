@@ -8,7 +8,8 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
-from time import monotonic, perf_counter
+from datetime import timedelta
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from kvalloc.cli.options import EngineOptions, LoadOptions
@@ -28,60 +29,17 @@ LINE_EVERY_SECONDS = 30.0
 """How often a log, which is not a terminal, gets a line."""
 
 
-def _started(text: str, *columns: Any, expand: bool = False) -> Any:
-    """Show a bar of rich on stderr and return it; it goes when it is stopped."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    bar = Progress(*columns, console=Console(stderr=True), transient=True, expand=expand)
-    bar.add_task(text, total=None)
-    bar.start()
-    return bar
-
-
-@contextmanager
-def slow(text: str) -> Iterator[None]:
-    """Show a spinner with the elapsed time while work of unknown length takes long.
-
-    Parameters
-    ----------
-    text : str
-        What is being done.
-        Nothing is shown where stderr is not a terminal.
-    """
-    begun, shown = perf_counter(), []
-
-    def show() -> None:
-        # Imported here: most work is over before anybody needs a spinner.
-        from rich import progress as of
-
-        columns = of.SpinnerColumn(), "{task.description}", of.TimeElapsedColumn()
-        shown.append(_started(text, *columns))
-
-    timer = threading.Timer(PATIENCE_SECONDS, show)
-    timer.daemon = True
-    if sys.stderr.isatty() and not (is_quiet() or is_verbose()):
-        timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        if timer.is_alive():
-            timer.join()  # it may be about to show one
-        for spinner in shown:
-            spinner.stop()
-        _LOG.info("%s took %s", text, duration(perf_counter() - begun))
-
-
 class ProgressBar:
-    """A bar with the time left; lines now and then where stderr is not a terminal.
+    """A bar on stderr for work that takes long, with the time left where its steps are counted.
+
+    Where stderr is not a terminal, counted work prints a line now and then.
 
     Parameters
     ----------
     text : str
-        What is being done.
+        Name of the work.
     unit : str
-        What is counted.
+        Name of a step; empty if none are counted.
 
     Examples
     --------
@@ -89,41 +47,53 @@ class ProgressBar:
     ...     progress(1, 2)
     """
 
-    def __init__(self, text: str, *, unit: str) -> None:
+    def __init__(self, text: str, *, unit: str = "") -> None:
         self._text, self._unit = text, unit
         self._bar: Any = None
         self._first: tuple[float, int] | None = None
-        self._last_line = 0.0
 
     def __enter__(self) -> ProgressBar:
-        self._entered = perf_counter()
-        if sys.stderr.isatty() and not is_quiet():
-            from rich import progress as of
-
-            count = (of.BarColumn(bar_width=None), of.MofNCompleteColumn(), self._unit)
-            clock = (of.TimeElapsedColumn(), "left", of.TimeRemainingColumn())
-            self._bar = _started(self._text, "{task.description}", *count, *clock, expand=True)
+        self._begun = self._last_line = monotonic()
+        self._timer = threading.Timer(PATIENCE_SECONDS, self._show)
+        self._timer.daemon = True
+        if sys.stderr.isatty() and not (is_quiet() or is_verbose()):
+            self._timer.start()
         return self
 
+    def _show(self) -> None:
+        """Show the bar; rich is imported here, since most work is over before."""
+        from rich import progress as of
+        from rich.console import Console
+
+        columns: list[Any] = [of.SpinnerColumn(), "{task.description}", of.TimeElapsedColumn()]
+        if self._unit:
+            columns[2:2] = of.BarColumn(bar_width=None), of.MofNCompleteColumn(), self._unit
+            columns += ["left", of.TimeRemainingColumn()]
+        self._bar = of.Progress(*columns, console=Console(stderr=True), transient=True, expand=True)
+        self._bar.add_task(self._text, total=None)
+        self._bar.start()
+
     def __exit__(self, *error: object) -> None:
-        _LOG.info("%s took %s", self._text, duration(perf_counter() - self._entered))
+        self._timer.cancel()
+        if self._timer.is_alive():
+            self._timer.join()  # it may be about to show the bar
         if self._bar is not None:
             self._bar.stop()
+        _LOG.info("%s took %s", self._text, duration(monotonic() - self._begun))
 
     def __call__(self, done: int, total: int) -> None:
         """Show how much is done."""
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=done, total=total)
-            return
         now = monotonic()
-        if self._first is None:
-            self._first, self._last_line = (now, done), now
-        elif done < total and now - self._last_line >= LINE_EVERY_SECONDS:
-            self._last_line, (begun, first_done), left = now, self._first, ""
-            if done > first_done:
-                seconds = (now - begun) / (done - first_done) * (total - done)
-                left = f", about {duration(seconds) if seconds >= 60 else f'{seconds:.0f} s'} left"
-            note(f"{self._text}: {done} of {total} {self._unit}{left}")
+        begun, first_done = self._first = self._first or (now, done)
+        if sys.stderr.isatty() or done == total or now - self._last_line < LINE_EVERY_SECONDS:
+            return
+        self._last_line, left = now, ""
+        if done > first_done:
+            seconds = (now - begun) / (done - first_done) * (total - done)
+            left = f", about {timedelta(seconds=round(seconds))} left"
+        note(f"{self._text}: {done} of {total} {self._unit}{left}")
 
 
 def load(model: str, options: LoadOptions) -> LoadedModel:
@@ -141,7 +111,7 @@ def load(model: str, options: LoadOptions) -> LoadedModel:
     """
     from kvalloc.models.loading import load_model
 
-    with slow(f"loading {model}"):
+    with ProgressBar(f"loading {model}"):
         return load_model(model, notify=note, **options.keywords)
 
 
@@ -179,6 +149,6 @@ def running(model: str, options: EngineOptions) -> Iterator[LoadedModel]:
         # Ray tells of workers that died on stdout, where a command's result belongs
         sink = sys.stderr if is_verbose() else stack.enter_context(open(os.devnull, "w"))
         stack.enter_context(redirect_stdout(sink))
-        with slow(f"loading {model} in workers"):
+        with ProgressBar(f"loading {model} in workers"):
             stack.enter_context(workers)
         yield LoadedModel(model=workers, tokenizer=tokenizer, model_id=model_id)

@@ -13,7 +13,7 @@ from kvalloc.units import Option, size
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """What is drawn, and where it goes."""
+    """Files to draw, and the file to write."""
 
     files: Annotated[list[str], Option()]
     """Score profiles, budget profiles or names of shipped ones, results of 'kvalloc eval'; all of
@@ -45,13 +45,13 @@ def report(options: ReportOptions) -> None:
     kvalloc report p.json -o budgets.png
     kvalloc report s.safetensors p.json q.json --what frontier -o frontier.svg
     """
-    from kvalloc.cli.progress import slow
+    from kvalloc.cli.progress import ProgressBar
 
     output = options.output
     if options.what is None and output.suffix in ("", ".htm", ".html"):
         from kvalloc.report.page import write_report
 
-        with slow("writing the report"):
+        with ProgressBar("writing the report"):
             write_report(options.files, output)
         count = output.stat().st_size
         facts: dict[str, object] = {"output": output, "file_bytes": count}
@@ -61,4 +61,4 @@ def report(options: ReportOptions) -> None:
 
         drawn = plot(options.files, output, options.what)
         facts, written = {"output": output, "what": drawn}, f"written {output}: {drawn}"
-    print_result(facts, lambda: print(written))
+    print_result(facts, lines=[written])

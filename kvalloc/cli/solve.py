@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Unpack
 
 from kvalloc.allocation.request import Request, RequestOptions
 from kvalloc.cli.options import LoadOptions, SolverOptions, takes
-from kvalloc.cli.output import note, print_fields, print_result, print_table, wants_json
-from kvalloc.cli.progress import ProgressBar, load, slow
+from kvalloc.cli.output import note, print_result, wants_json
+from kvalloc.cli.progress import ProgressBar, load
 from kvalloc.errors import InputError, option
 from kvalloc.online.conflicts import given_names
 from kvalloc.report import wording
+from kvalloc.report.terminal import table_text
 from kvalloc.units import Option, duration, gap_text
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class MeasureOptions(LoadOptions):
 
 @dataclass(frozen=True)
 class SolveOptions:
-    """What is decided, and where it goes."""
+    """Score profiles to decide from, and the file to write."""
 
     scores: Annotated[list[str], Option()]
     """Score profiles that 'kvalloc profile' wrote, or shipped ones' names."""
@@ -64,7 +65,7 @@ def solve(
 ) -> None:
     """Decide how many entries each layer and KV head keeps.
 
-    What was decided comes with a bound that shows how much better it could be at most.
+    The decision comes with a bound that shows how much better it could be at most.
     Exactly one target: --target-retention, --target-loss, --budget, --budget-tokens or --memory.
     Several score profiles share one --memory; a target beside it is a floor for each.
 
@@ -76,6 +77,7 @@ def solve(
     kvalloc solve a.safetensors b.safetensors --memory 2GiB --fairness worst -o folder
     kvalloc solve s.safetensors --target-loss 0.02 --level head --measure demo -o p.json
     """
+    from kvalloc.allocation.curves import RequestCurves
     from kvalloc.allocation.decision import solve as decide
     from kvalloc.files import check_writable
     from kvalloc.formats.shipped_profiles import load_scores
@@ -100,21 +102,18 @@ def solve(
     if measuring.measure is not None:
         decided = _measured(profile, request, measuring, output, how)
     else:
-        with slow(f"solving with {solving.solver}"):
+        with ProgressBar(f"solving with {solving.solver}"):
             decided = decide(profile, request=request, **how)
         if output is not None:
             decided.save(output)
     seconds = time.perf_counter() - start
-    interval = _loss_interval(decided, profile)
+    interval = None  # of a predicted loss: how sure it is on such text
+    if decided.predicted_loss is not None:
+        curves = RequestCurves(scores=profile, request=Request.read(decided))
+        interval = curves.predicted_loss_interval(decided)
     facts = {**decision_facts(decided, seconds), "predicted_loss_interval": interval}
     summary = {**_summary(decided, seconds, interval), "written": str(output or "")}
-    print_result({**facts, "output": output}, lambda: _show(summary, wording.cap_lines(decided)))
-
-
-def _show(summary: dict[str, str], caps: list[str]) -> None:
-    print_fields(summary)
-    for line in caps:
-        print(line)
+    print_result({**facts, "output": output}, summary, lines=wording.cap_lines(decided))
 
 
 def _solve_pool(
@@ -140,7 +139,7 @@ def _solve_pool(
         raise InputError(f"two of the score profiles would write {twice}; rename one of the files")
     _check_named(output, "the budget profiles go with -o FOLDER")
     start = time.perf_counter()
-    with slow(f"solving with {solving.solver}"):
+    with ProgressBar(f"solving with {solving.solver}"):
         pool = solve_pool(
             [(one, request, 1.0) for one in scores],
             memory=memory,
@@ -155,15 +154,15 @@ def _solve_pool(
     seconds = time.perf_counter() - start
     facts = [decision_facts(profile, seconds) for profile in pool]
     columns = [wording.decision_cells(profile, seconds) for profile in pool]
-
-    def shown() -> None:
-        rows = [[name, *column.values()] for name, column in zip(files, columns, strict=True)]
-        print_table(["profile", *columns[0]], rows)
-        reached = f"{pool.fairness} {pool.objective:.6g}, gap {gap_text(pool.gap)}"
-        source = "" if pool.bound_source == "dual" else f" ({pool.bound_source}'s word)"
-        print(f"{reached}: no split of the memory reaches more than {pool.bound:.6g}{source}")
-
-    print_result({"profiles": facts, **facts[0]["requested"]["pool"], "output": output}, shown)
+    rows = [[name, *column.values()] for name, column in zip(files, columns, strict=True)]
+    source = "" if pool.bound_source == "dual" else f" ({pool.bound_source}'s word)"
+    lines = [
+        table_text(["profile", *columns[0]], rows),
+        f"{pool.fairness} {pool.objective:.6g}, gap {gap_text(pool.gap)}: no split of the memory "
+        f"reaches more than {pool.bound:.6g}{source}",
+    ]
+    pooled = facts[0]["requested"]["pool"]
+    print_result({"profiles": facts, **pooled, "output": output}, lines=lines)
 
 
 def _check_named(output: Path | None, where: str) -> None:
@@ -178,7 +177,7 @@ def _measured(
     output: Path | None,
     how: Mapping[str, Any],
 ) -> BudgetProfile:
-    """Decide and measure, with a bar; what was measured is in ``OUT.json.partial`` until then."""
+    """Decide and measure, with a bar; measurements are in ``OUT.json.partial`` until the end."""
     from kvalloc.measure.checkpoint import check_output
     from kvalloc.models.loading import require_run_packages
     from kvalloc.prompts.texts import read_prompts
@@ -186,7 +185,7 @@ def _measured(
     require_run_packages()
     from kvalloc.online.solving import solve_measured
 
-    # what cannot be read or resumed is refused before the model is loaded
+    # refuses before the model is loaded
     files = options.measure_prompts or ()
     prompts = [prompt for file in files for prompt in read_prompts(file)] or None
     if output is not None:
@@ -221,16 +220,6 @@ def decision_facts(decided: BudgetProfile, seconds: float) -> dict[str, Any]:
         "requested_bytes": wording.requested_bytes(decided),
         "seconds": seconds,
     }
-
-
-def _loss_interval(decided: BudgetProfile, scores: ScoreProfile) -> tuple[float, float] | None:
-    """Return how sure a predicted loss is on such text; None where it is unknown."""
-    from kvalloc.allocation.curves import RequestCurves
-
-    if decided.predicted_loss is None:
-        return None
-    curves = RequestCurves(scores=scores, request=Request.read(decided))
-    return curves.predicted_loss_interval(decided)
 
 
 def _summary(

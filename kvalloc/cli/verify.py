@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -70,7 +71,7 @@ def verify(options: VerifyOptions) -> None:
     passed = all(check.passed for check in checks)
     proven = passed and all(is_proven(checked) for _, checked in groups)
     facts = {"passed": passed, "proven": proven, "checks": checks}
-    print_result(facts, lambda: _show(checks))
+    print_result(facts, lines=_lines(checks))
     for (one, its), (_, checked) in zip(pairs, groups, strict=False):
         if not next(check.passed for check in checked if check.name == SCORES):
             note(f"{one} was not decided from {its}, so this is the wrong pair of files")
@@ -81,11 +82,11 @@ def verify(options: VerifyOptions) -> None:
         raise typer.Exit(NOT_PROVEN)
 
 
-def _show(checks: list[Check]) -> None:
+def _lines(checks: list[Check]) -> Iterator[str]:
     width = max(len(check.name) for check in checks)
     for check in checks:
         mark = ("ok   " if check.proven else "word ") if check.passed else "WRONG"
         statement = f"stated {check.stated}, found {check.found}"
         if check.stated == check.found:
             statement = "not stated" if check.stated == "None" else check.stated
-        print(f"{mark}  {check.name:<{width}}  {hanging(statement, width + 9)}")
+        yield f"{mark}  {check.name:<{width}}  {hanging(statement, width + 9)}"

@@ -111,6 +111,13 @@ def hanging(text: str, indent: int) -> str:
     return f"\n{'':<{indent}}".join(lines)
 
 
+def field_lines(fields: Mapping[str, str]) -> list[str]:
+    """Return names and texts, one a line, texts aligned and wrapped; without those of no text."""
+    fields = {name: text for name, text in fields.items() if text}
+    indent = max(map(len, fields), default=0) + 2
+    return [f"{plain(name):<{indent}}{hanging(text, indent)}" for name, text in fields.items()]
+
+
 def number_text(value: Any, form: str, unknown: str = "unknown") -> str:
     """Return a number in a format, or the text for an unknown one.
 

@@ -152,7 +152,7 @@ REFUSED = {
         "tiny --budget 20% -o no/r.json": "no",
     },
     "chat": {
-        "tiny --profile tiny.json --prompt-file doc.txt --question ''": "the question is empty",
+        "tiny --profile tiny.json --prompt-file doc.txt --question ''": "question 1 is empty",
         "tiny --profile tiny.json --prompt-file doc.txt --question w1 --question ''":
             "question 2 is empty",
         "tiny --profile tiny.json --prompt-file doc.txt --question w1 --max-new-tokens 400":
