@@ -18,7 +18,7 @@ from kvalloc.units import Option
 
 @dataclass(frozen=True, kw_only=True)
 class FittingOptions(MeasuringOptions):
-    """What is fitted, and where the file goes."""
+    """Texts to fit on, and the file to write."""
 
     output: Annotated[Path | None, Option("OUT.safetensors")] = None
     """The file to write, for `fitted`; in the cache folder by default."""
@@ -29,9 +29,9 @@ def fit(options: FittingOptions, **keywords: Unpack[FitOptions]) -> None:
     r"""Measure a model once, so that each prompt is read once and reduced well.
 
     MODEL is a hub id, a local folder, a .gguf file, or 'demo' (SmolLM2-135M-Instruct). The file
-    goes into kvalloc's cache folder under the digest of the weights, where generate, chat, eval and
-    kvalloc.apply find it for this model by themselves, and solve from it for any --budget. What was
-    done is kept beside it until it is complete. Without any text or prompts, prompts are made.
+    goes into kvalloc's cache folder under the digest of the weights. There generate, chat, eval and
+    kvalloc.apply find it for this model, and solve from it for any --budget. Finished work is kept
+    beside it until it is complete. Without any text or prompts, prompts are made.
 
     Examples
     --------
@@ -47,9 +47,7 @@ def fit(options: FittingOptions, **keywords: Unpack[FitOptions]) -> None:
     from kvalloc.online.fitting import fit as measured_model
 
     function = partial(measured_model, notify=note)
-    fitted, facts, shown = measure(
-        function, options, keywords, per_kind=EACH_KIND, by_tasks=None, unit="prompts"
-    )
+    fitted, facts, shown = measure(function, options, keywords, per_kind=EACH_KIND, unit="prompts")
     words = ["kvalloc", "generate", options.model, "--budget", "20%", "--prompt-file", "prompt.txt"]
     words += [] if options.output is None else ["--fitted", str(options.output)]
     shown["next"] = shlex.join(words)

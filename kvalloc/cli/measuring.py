@@ -13,10 +13,11 @@ from kvalloc.cli.output import note
 from kvalloc.cli.progress import ProgressBar, running
 from kvalloc.errors import InputError, option
 from kvalloc.online.conflicts import given_names
+from kvalloc.prompts.texts import read_prompts, read_texts
 from kvalloc.units import Option, duration, parse_numbers, size
 
 if TYPE_CHECKING:
-    from kvalloc.measure import Document, Prompt
+    from kvalloc.prompts.texts import Document, Prompt
 
 PROMPTS = "On which text or prompts"
 
@@ -56,17 +57,14 @@ class MeasuringOptions(EngineOptions, ModelArgument):
     """Seed of the choice of samples or prompts."""
 
 
-Prompts = Callable[[Any], "list[Document | Prompt] | None"]
-"""Gives the prompts, for a tokenizer; None leaves them to the library."""
-
-
 def measure(
     function: Callable[..., Any],
     options: MeasuringOptions,
     keywords: Mapping[str, Any],
     *,
     per_kind: int,
-    by_tasks: bool | None = True,
+    makes_prompts: bool = False,
+    default: Callable[[], list[Document]] = list,
     unit: str = "layers",
 ) -> tuple[Any, dict[str, Any], dict[str, str]]:
     """Measure a model on the texts or prompts that the user names.
@@ -77,19 +75,20 @@ def measure(
         `kvalloc.profile` or `kvalloc.fit`.
     options : MeasuringOptions
     keywords : mapping
-        What was typed of the function's own options.
+        Options of the function, as typed.
     per_kind : int
         Prompts of every kind and form that are made by default.
-    by_tasks : bool
-        Make prompts by tasks where the user names no text; otherwise take texts that ship. None
-        leaves it to `function`.
+    makes_prompts : bool
+        Make prompts by all tasks if the user names neither texts nor tasks.
+    default : callable
+        Gives the texts if neither are named or made; by default the function has its own.
     unit : str
         What `function` counts.
 
     Returns
     -------
     tuple of object, dict and dict
-        What was measured; file and time, for ``--json`` and for people.
+        The result of the function; file and time, for ``--json`` and for people.
 
     Raises
     ------
@@ -99,23 +98,30 @@ def measure(
     """
     from kvalloc.formats.shipped_profiles import fitted_file
     from kvalloc.measure.checkpoint import check_output
+    from kvalloc.prompts.calibration import KINDS
 
     if options.output is not None:
         check_output(options.output, resume=options.resume)
     arguments = {**keywords, "context": options.context, "seed": options.seed}
-    prompts, made = read_prompt_options(
-        options, keywords.get("samples"), per_kind=per_kind, by_tasks=by_tasks
-    )
+    tasks, texts = options.tasks, _read(options)
+    if texts and tasks is not None:
+        raise InputError("--tasks makes prompts, and text or prompts are given; give one of them")
+    if makes_prompts and not texts:
+        tasks = tasks or ",".join(KINDS)
+    if tasks is not None:
+        make = _maker(options, tasks, per_kind, keywords.get("samples"))
+    elif about := {"question_at", "lengths"} & given_names(vars(options)):
+        raise InputError(f"{option(max(about))} is about prompts that --tasks makes; add --tasks")
     start = time.perf_counter()
     with running(options.model, options) as loaded:
-        texts = prompts(loaded.tokenizer)
-        if made:
-            arguments["samples"] = len(texts or ())
+        if tasks is not None:
+            texts = make(loaded.tokenizer)
+            arguments["samples"] = len(texts)
         with ProgressBar("measuring", unit=unit) as progress:
             measured = function(
                 loaded.model,
                 loaded.tokenizer,
-                texts,
+                texts or default() or None,
                 output=options.output,
                 resume=options.resume,
                 progress=progress,
@@ -134,57 +140,42 @@ def measure(
     return measured, facts, shown
 
 
-def read_prompt_options(
-    options: MeasuringOptions, samples: int | None, *, per_kind: int, by_tasks: bool | None
-) -> tuple[Prompts, bool]:
-    """Return the texts and prompts that the user names, or how to make some.
+def _read(options: MeasuringOptions) -> list[Document | Prompt]:
+    """Return the texts and prompts that the user names."""
+    texts: list[Document | Prompt] = [*read_texts(options.text or ())]
+    return texts + [prompt for file in options.prompts or () for prompt in read_prompts(file)]
 
-    Parameters
-    ----------
-    options : MeasuringOptions
-    samples : int or None
-        How many prompts to make.
-    per_kind : int
-        Prompts of every kind and form by default.
-    by_tasks : bool
-        As for `measure`.
 
-    Returns
-    -------
-    tuple of callable and bool
-        The prompts; and whether they are made by tasks.
+def _maker(
+    options: MeasuringOptions, tasks: str, per_kind: int, samples: int | None
+) -> Callable[[Any], list[Document | Prompt]]:
+    """Return what makes prompts by tasks for a tokenizer; by default ``per_kind`` of each form.
 
     Raises
     ------
     InputError
-        If options contradict each other, a file cannot be read, there is no such task, place or
-        length; from the callable, if prompts cannot be made.
+        If there is no such task or length; from the callable, if prompts cannot be made.
     """
-    has_texts, tasks = bool(options.text or options.prompts), options.tasks
-    if tasks is not None and has_texts:
-        raise InputError("--tasks makes prompts, and text or prompts are given; give one of them")
-    if tasks is None and (has_texts or not by_tasks):
-        if about := {"question_at", "lengths"} & given_names(vars(options)):
-            raise InputError(
-                f"{option(max(about))} is about prompts that --tasks makes; add --tasks"
-            )
-        texts = _read(options) if has_texts or by_tasks is not None else None
-        return lambda tokenizer: texts, False
-    from kvalloc.prompts.calibration import KINDS, STANDINGS, calibration_prompts
+    from kvalloc.prompts.calibration import STANDINGS, calibration_prompts
     from kvalloc.prompts.tasks import find_tasks
 
-    names = KINDS if tasks is None else [name.strip() for name in tasks.split(",")]
-    kinds = tuple(task.name for task in find_tasks(names))
-    question = options.question_at or "inside"
-    lengths = _lengths(options.lengths, options.context)
-    forms = len(kinds) * len(lengths) * len(STANDINGS[question])
+    kinds = tuple(task.name for task in find_tasks([name.strip() for name in tasks.split(",")]))
+    question, lengths = options.question_at or "inside", (options.context,)
+    if options.lengths is not None:
+        lengths = tuple(dict.fromkeys(parse_numbers(options.lengths, "lengths")))
+    if wrong := [length for length in lengths if not 0 < length <= options.context]:
+        raise InputError(
+            f"--lengths {wrong[0]}: a prompt has at least one token and at most the "
+            f"{options.context} of --context"
+        )
+    count = per_kind * len(kinds) * len(lengths) * len(STANDINGS[question])
 
     def make(tokenizer: Any) -> list[Document | Prompt]:
         try:
             return [
                 *calibration_prompts(
                     tokenizer,
-                    per_kind * forms if samples is None else samples,
+                    count if samples is None else samples,
                     lengths,
                     kinds=kinds,
                     question=question,
@@ -194,23 +185,4 @@ def read_prompt_options(
         except InputError as error:
             raise InputError(f"{error}; or bring your own with --prompts or --text") from error
 
-    return make, True
-
-
-def _read(options: MeasuringOptions) -> list[Document | Prompt]:
-    from kvalloc.measure import default_texts, read_prompts, read_texts
-
-    texts: list[Document | Prompt] = [*read_texts(options.text or ())]
-    texts += [prompt for file in options.prompts or () for prompt in read_prompts(file)]
-    return texts or [*default_texts()]
-
-
-def _lengths(text: str | None, context: int) -> tuple[int, ...]:
-    lengths = (context,) if text is None else tuple(dict.fromkeys(parse_numbers(text, "lengths")))
-    for length in lengths:
-        if not 0 < length <= context:
-            raise InputError(
-                f"--lengths {length}: a prompt has at least one token and at most the {context} "
-                "of --context"
-            )
-    return lengths
+    return make

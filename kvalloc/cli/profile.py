@@ -20,7 +20,7 @@ EACH_TASK = 2
 
 @dataclass(frozen=True, kw_only=True)
 class ProfilingOptions(MeasuringOptions):
-    """What is measured, and where the profile goes."""
+    """Texts to measure, and the file to write."""
 
     output: Annotated[Path, Option("OUT.safetensors")]
     """The score profile to write."""
@@ -42,13 +42,19 @@ def profile(options: ProfilingOptions, **keywords: Unpack[ProfileOptions]) -> No
     kvalloc profile Qwen/Qwen3-0.6B --prompts prompts.jsonl --scorer snapkv -o s.safetensors
     kvalloc profile demo --samples 8 --loss fast --loss-level head -o s.safetensors
     """
+    from kvalloc.measure import default_texts
     from kvalloc.measure import profile as measured_profile
     from kvalloc.models.loading import require_run_packages
 
     require_run_packages()
     read_options(keywords)
     measured, facts, shown = measure(
-        measured_profile, options, keywords, per_kind=EACH_TASK, by_tasks="loss" in keywords
+        measured_profile,
+        options,
+        keywords,
+        per_kind=EACH_TASK,
+        makes_prompts="loss" in keywords,
+        default=default_texts,
     )
     fields = {**score_fields(measured), **shown}
     print_result({**score_facts(measured), **facts}, fields)
