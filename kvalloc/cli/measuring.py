@@ -160,7 +160,8 @@ def _maker(
     from kvalloc.prompts.tasks import find_tasks
 
     kinds = tuple(task.name for task in find_tasks([name.strip() for name in tasks.split(",")]))
-    question, lengths = options.question_at or "inside", (options.context,)
+    question = options.question_at or "inside"
+    lengths: tuple[int, ...] = (options.context,)
     if options.lengths is not None:
         lengths = tuple(dict.fromkeys(parse_numbers(options.lengths, "lengths")))
     if wrong := [length for length in lengths if not 0 < length <= options.context]:
