@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """What is written, where, and what it may lose."""
+    """The profile to write, its target, and the accepted losses."""
 
     profile: Annotated[str, Option()]
     """A budget profile, or a shipped one's name; for csv and parquet a score profile, too."""

@@ -17,11 +17,11 @@ from kvalloc.units import duration
 def generate(options: PromptOptions, **target: Unpack[RequestOptions]) -> None:
     """Answer one prompt with a reduced cache.
 
-    With --budget or --target-loss the cache is reduced in the best way that is known for the model:
-    by what 'kvalloc fit' measured, or what ships, if there is any; --memory beside it limits the
-    peak, and alone is the largest budget that fits. --profile takes budgets that were decided
-    before. Other targets are decided by the scores of the prompt. The answer goes to stdout, what
-    it took to stderr.
+    With --budget or --target-loss the cache is reduced by the best method for the model: by the
+    file that 'kvalloc fit' made, or one that ships, if there is any. --memory beside it limits the
+    peak, and alone takes the largest budget that fits. --profile takes budgets that were decided
+    before. Other targets are decided by the scores of the prompt. The answer goes to stdout, its
+    times and bytes to stderr.
 
     Examples
     --------

@@ -29,7 +29,7 @@ TOKENS_NOTE = (
 
 @dataclass(frozen=True)
 class InspectOptions:
-    """What is shown."""
+    """The file to show."""
 
     file: Annotated[str, Option()]
     """A score profile, a budget profile, the name of a shipped one, what 'kvalloc fit' or 'kvalloc
@@ -40,7 +40,7 @@ class InspectOptions:
 def inspect(options: InspectOptions) -> None:
     """Show what a profile, a fitted file, an evaluation or a cache holds.
 
-    A budget profile is drawn as one bar a layer, below what was measured with it; of a score
+    A budget profile is drawn as one bar a layer, below its measurements; of a score
     profile the tokens are shown that each layer needs to keep 50%, 90% and 99% of its score mass.
 
     Examples
@@ -120,8 +120,8 @@ def score_facts(profile: ScoreProfile) -> dict[str, Any]:
 def _show_saved(file: str, path: Path, header: SavedCacheHeader) -> None:
     """Show what a saved cache holds, without a model."""
     profile, notes = header.profile, header.notes
-    alone = header.batch == 1  # rows of a batch may be padded, which their number does not tell
-    if alone:
+    one_row = header.batch == 1  # rows of a batch may be padded, which the header does not tell
+    if one_row:
         prompt = header.prompt_tokens
         profile = profile.replace(context_tokens=prompt, budgets=profile.budgets_for(prompt))
     facts: dict[str, Any] = {
@@ -129,7 +129,7 @@ def _show_saved(file: str, path: Path, header: SavedCacheHeader) -> None:
         "rows": header.batch,
         **{name: getattr(header, name) for name in ("seen_tokens", "prompt_tokens", "dtype")},
         "file_bytes": path.stat().st_size,
-        "full_bytes": full_bytes(profile.shape, header.seen_tokens) if alone else None,
+        "full_bytes": full_bytes(profile.shape, header.seen_tokens) if one_row else None,
         "read_seconds": header.read_seconds,
         "bits": profile.bits,
     }

@@ -34,9 +34,9 @@ class ListOptions:
 def list(options: ListOptions) -> None:
     """List the installed solvers, scorers or policies, or the budget profiles.
 
-    Plug-ins of other packages are listed too, each with its options. Profiles are those that ship
-    with kvalloc, with their share of the bytes of a cache at 16 bits. Below them stand what else
-    ships, and what 'kvalloc fit' made here.
+    Plug-ins of other packages are listed too, each with its options. Profiles ship with kvalloc,
+    and are listed with their share of the bytes of a cache at 16 bits. Below them are the fitted
+    files that ship, or that 'kvalloc fit' made here.
 
     Examples
     --------

@@ -24,7 +24,7 @@ NOT_TRUE, NOT_PROVEN = 1, 3
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """What is verified, and from what."""
+    """The budget profiles to verify, and their score profiles."""
 
     profile: Annotated[str, Option()]
     """A budget profile, or the folder of several that share a memory."""

@@ -119,7 +119,7 @@ class _Worker:
         Its number, which a successor takes over.
     actor : ray.actor.ActorHandle
     waiting : ray.ObjectRef or None
-        What it is at: loading its model, or an item.
+        Its current work: loading its model, or an item.
     item : int or None
         Which one.
     ready : bool
@@ -140,8 +140,8 @@ class _Worker:
 class RayEngine:
     """A model in the workers of a Ray cluster, used in a ``with``.
 
-    What comes out is what the model gives in this process, to the bit, where threads, device and
-    versions are the same: an item is done by one worker from beginning to end.
+    Results are those of this process, to the bit, if threads, device and versions are the same: an
+    item is done by one worker from beginning to end.
 
     Attributes
     ----------
@@ -152,9 +152,10 @@ class RayEngine:
         machine that is started, and shut down again. In a process that is connected already it is
         that cluster.
     workers : int, optional
-        By default as many as the cluster has GPUs, else as its CPUs allow.
+        By default one for each GPU of the cluster, else as its CPUs allow.
     threads : int, optional
-        CPU threads of each; by default those of torch in this process, or what `workers` leaves.
+        CPU threads of each; by default the number of torch in this process, or the share that
+        `workers` leaves.
     log : bool
         Let Ray and the workers write to stderr.
     """
@@ -249,7 +250,7 @@ class RayEngine:
                 yield number, result
         finally:
             for worker in [one for one in self._workers if one.item is not None]:
-                self._replace(worker)  # nobody waits for what it is at
+                self._replace(worker)  # nobody waits for its result
 
     def _connected(self) -> bool:
         """Connect to the cluster; return whether it was started here."""

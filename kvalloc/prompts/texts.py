@@ -252,8 +252,8 @@ def shipped_texts(prefix: str) -> dict[str, str]:
 def default_texts() -> list[Document]:
     """Return the public-domain texts that ship with kvalloc for profiling, by name.
 
-    The shipped haystacks of the needle questions are not among them: what is measured on one
-    text is to hold on another.
+    The shipped haystacks of the needle questions are not among them: measurements on one text are
+    to hold on another.
 
     Raises
     ------

@@ -110,7 +110,7 @@ def curve_chart(curves: UnitCurves) -> Spec:
     """
     lines = curves.lines()
     heads = {line["head"] for line in lines}
-    # a choice that was not measured shows what was: whole layers only, or every head
+    # a choice without measurements shows the measured ones: whole layers only, or every head
     instead = {frozenset({WHOLE}): "true"}.get(frozenset(heads), f"head == {WHOLE}")
     if len(heads) > 1 and WHOLE in heads:
         instead = "false"

@@ -20,7 +20,7 @@ NAMES = 30
 
 
 def plot(files: Sequence[str | Path], output: str | Path, what: str | None = None) -> str:
-    """Draw what files of one model hold.
+    """Draw the content of files of one model.
 
     Parameters
     ----------
@@ -30,12 +30,12 @@ def plot(files: Sequence[str | Path], output: str | Path, what: str | None = Non
         A ``.png`` or ``.svg``, written atomically.
     what : str, optional
         ``budgets``, ``curves``, ``frontier``, ``measured``, or ``overview`` for budgets, curves and
-        what was measured side by side; the first of these that the files hold by default.
+        measurements side by side; the first of these that the files hold by default.
 
     Returns
     -------
     str
-        What was drawn.
+        Name of the picture.
 
     Raises
     ------

@@ -249,7 +249,7 @@ def _layer_table(material: Material) -> Table:
 
 
 def _evaluated_tables(material: Material) -> Iterator[Table]:
-    """Yield what was measured, as `kvalloc eval` prints it."""
+    """Yield the tables of an evaluation, as `kvalloc eval` prints them."""
     rows: list[Row] = [
         {"from": source, **row}
         for source, evaluation in material.evaluations.items()

@@ -48,7 +48,7 @@ def table_lines(
     Returns
     -------
     list of str
-        Without trailing spaces; each is one line, whatever is in the cells.
+        Without trailing spaces; each is one line, also if a cell holds a line break.
 
     Examples
     --------
@@ -112,7 +112,7 @@ def hanging(text: str, indent: int) -> str:
 
 
 def field_lines(fields: Mapping[str, str]) -> list[str]:
-    """Return names and texts, one a line, texts aligned and wrapped; without those of no text."""
+    """Return names and texts, one a line, texts aligned and wrapped; empty texts are left out."""
     fields = {name: text for name, text in fields.items() if text}
     indent = max(map(len, fields), default=0) + 2
     return [f"{plain(name):<{indent}}{hanging(text, indent)}" for name, text in fields.items()]
@@ -130,7 +130,7 @@ def number_text(value: Any, form: str, unknown: str = "unknown") -> str:
 
 
 def can_print_bars() -> bool:
-    """Return whether stdout is a terminal whose encoding has the block characters."""
+    """Return whether stdout is a terminal with block characters in its encoding."""
     if not sys.stdout.isatty():  # a pipe gets plain characters
         return False
     try:
@@ -241,6 +241,6 @@ def merged_names(profiles: Mapping[str, BudgetProfile]) -> dict[str, BudgetProfi
 
 def short_name(name: str, width: int) -> str:
     """Return a heading that fits: the first of several names and the number of others, else cut."""
-    first, *others = name.split(" = ")
-    counted = f"{first} = {len(others)} more" if others and len(name) > width else name
+    first, *same = name.split(" = ")
+    counted = f"{first} = {len(same)} more" if same and len(name) > width else name
     return one_line(counted, width)

@@ -2,8 +2,8 @@
 
 References
 ----------
-Y. Bai et al., LongBench (2023): Table 1 names the metric of each dataset, its published code how
-long the answers may be and of which datasets only the first line counts.
+Y. Bai et al., LongBench (2023): Table 1 names the metric of each dataset, its published code
+the length of the answers and the datasets that count the first line alone.
 """
 
 from __future__ import annotations
