@@ -1,8 +1,8 @@
 """Problems of too many options: some of them first, then finer ones near the answer.
 
-Each unit begins with options that are spread evenly. What is chosen there says where to look next:
-between the neighbours of the choice, as many options as before, until they are all there are. The
-bound is the dual of the whole problem at the prices of the last answer, so what is lost by leaving
+Each unit begins with options that are spread evenly. The choice among them says where to look
+next: between its neighbours, with equally many options as before, until no option is left out. The
+bound is the dual of the whole problem at the prices of the last answer, so the loss by leaving
 options out is inside the gap.
 """
 
@@ -25,7 +25,7 @@ from kvalloc.problem import (
     deadline_after,
     dual_bound,
 )
-from kvalloc.solvers._repair import rule_choices
+from kvalloc.solvers._repair import equal_choices
 
 MOST_OPTIONS = 2**17
 """A problem with more options in all is solved by parts."""
@@ -68,9 +68,9 @@ class ByParts(Solver):
         return _by_parts(self, problem, deadline - RESERVED * (deadline - time.monotonic()))
 
     def sizes(self, problem: AllocationProblem) -> tuple[int, int]:
-        """Return the options beyond which it looks at parts, and those of a part."""
-        most = MOST_LIMITED if problem.constraints else MOST_OPTIONS
-        return most, PART_CAPPED if problem.caps else PART_OPTIONS
+        """Return the number of options beyond which it looks at parts, and that of a part."""
+        limit = MOST_LIMITED if problem.constraints else MOST_OPTIONS
+        return limit, PART_CAPPED if problem.caps else PART_OPTIONS
 
     @abstractmethod
     def solve_whole(self, problem: AllocationProblem, deadline: float) -> Solution:
@@ -96,7 +96,7 @@ def _by_parts(solver: ByParts, problem: AllocationProblem, deadline: float) -> S
         if finer <= 1:
             able, until = solver, deadline
         try:
-            answer = able.solve_whole(_part(problem, columns, counts), until)
+            answer = able.solve_whole(problem.with_options(columns, counts), until)
         except (InfeasibleError, SolverError) as error:
             if answer is not None:
                 break
@@ -111,18 +111,16 @@ def _by_parts(solver: ByParts, problem: AllocationProblem, deadline: float) -> S
                 f"target; give larger pages with {option('page')}"
             ) from None
         before, choice = choice, columns[problem.units, answer.choice]
-        # At the end of what it could choose from, a unit looks on from there, as coarsely.
+        # A unit that chose the first or the last of its options looks on from there, as coarsely.
         ends = np.abs(choice - before) >= np.abs(steps).max()
         improved = known is not None and problem.is_better(answer.objective, known.objective)
         if not (improved and ends.any()):
             spacing = finer
         prices.append(answer.prices)
-    others = rule_choices(problem) + ([] if dual is None else [dual.choice])
-    for other in others:
-        better = problem.is_better(problem.objective(other), problem.objective(choice))
-        met = problem.meets_target(problem.objective_value(other))
-        if better and met and problem.side_fault(other) is None:
-            choice = other
+    for known_choice in equal_choices(problem) + ([] if dual is None else [dual.choice]):
+        better = problem.is_better(problem.objective(known_choice), problem.objective(choice))
+        if better and problem.satisfies(known_choice):
+            choice = known_choice
     # The last prices are the best, unless time ran out among them: each bound looks at everything.
     best = prices[-1 if spacing <= 1 else -2 :]
     bounds = [(bound_at(problem, *last), last) for last in best if last and dual is None]
@@ -165,12 +163,3 @@ def _columns(
     fresh = np.diff(columns, axis=1, prepend=-1) > 0
     order, counts = np.argsort(~fresh, axis=1, kind="stable"), fresh.sum(axis=1)
     return np.take_along_axis(columns, order, axis=1)[:, : int(counts.max())], counts
-
-
-def _part(problem: AllocationProblem, columns: IntArray, counts: IntArray) -> AllocationProblem:
-    """Return the problem with some options of each unit."""
-    names = ("tokens", "values", "costs", "bits")
-    arrays = {name: getattr(problem, name) for name in names}
-    at = (problem.units[:, None], columns)
-    some = {name: array[at] for name, array in arrays.items() if array is not None}
-    return problem.replace(**some, option_counts=counts)

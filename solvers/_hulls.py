@@ -1,7 +1,7 @@
-"""Upper convex hulls of all rows at once, and the greedy choice of their segments.
+"""Upper convex hulls of all units at once, and the greedy choice of their segments.
 
 Segments are taken whole, steepest first. One that does not fit within the capacity or a cap is
-passed over, and so are the later ones of its row. It takes no linear program and no repair, so it
+passed over, and so are the later ones of its unit. It takes no linear program and no repair, so it
 is the choice that searches start from.
 """
 
@@ -13,147 +13,137 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvalloc.accounting import BoolArray, IntArray
-from kvalloc.solvers._choices import Choices
+from kvalloc.problem import AllocationProblem
 
 
 @dataclass(frozen=True, kw_only=True)
 class Segments:
-    """Steps between neighbours on the hulls, steepest first; ties go to the lower row.
+    """Steps between neighbours on the hulls, steepest first; ties go to the lower unit.
 
     Attributes
     ----------
-    rows : ndarray of int64, (n_segments,)
-    before, columns : ndarray of int64, (n_segments,)
+    units : ndarray of int64, (n_segments,)
+    before, after : ndarray of int64, (n_segments,)
         Options that the segment leads from and to.
     bytes : ndarray of int64, (n_segments,)
         Cost, above 0.
     """
 
-    rows: IntArray
+    units: IntArray
     before: IntArray
-    columns: IntArray
+    after: IntArray
     bytes: IntArray
 
     @classmethod
-    def of(cls, choices: Choices) -> Segments:
-        """Return the segments of all rows."""
-        rows, columns = np.nonzero(upper_hull(choices))
-        worth, costs = choices.worth[rows, columns], choices.costs[rows, columns]
-        same = np.flatnonzero(rows[1:] == rows[:-1])
+    def of(cls, problem: AllocationProblem) -> Segments:
+        """Return the segments of all units."""
+        units, columns = np.nonzero(upper_hull(problem))
+        worth, costs = problem.worth[units, columns], problem.costs[units, columns]
+        same = np.flatnonzero(units[1:] == units[:-1])
         gains, bytes_ = np.diff(worth)[same], np.diff(costs)[same]
-        # Stable: the segments of a row stay in order, and their slopes fall.
+        # Stable: the segments of a unit stay in order, and their slopes fall.
         order = np.argsort(-(gains / bytes_), kind="stable")
         at = same[order]
-        return cls(rows=rows[at], before=columns[at], columns=columns[at + 1], bytes=bytes_[order])
+        return cls(units=units[at], before=columns[at], after=columns[at + 1], bytes=bytes_[order])
 
     def part(self, places: IntArray) -> Segments:
         """Return some of the segments."""
         return Segments(**{name: array[places] for name, array in vars(self).items()})
 
 
-def hull_greedy(choices: Choices) -> IntArray:
-    """Take whole segments within the limits, as many as fit or as the target needs.
+def hull_greedy(problem: AllocationProblem) -> IntArray:
+    """Take whole segments within the limits until no more fit or the target is met.
 
     Returns
     -------
-    ndarray of int64, (n_rows,)
+    ndarray of int64, (n_units,)
         Within capacity and caps; it may miss a target under caps.
     """
-    segments = Segments.of(choices)
-    segments = segments.part(_fitting(choices, segments))
-    if not choices.minimise:
-        return _after(choices, segments, segments.rows.size)
-    return _least_cost(choices, segments)
+    segments = Segments.of(problem)
+    segments = segments.part(_fitting(problem, segments))
+    if problem.target is None:
+        return _after(problem, segments, segments.units.size)
+    return _least_cost(problem, segments)
 
 
-def _after(choices: Choices, segments: Segments, count: int) -> IntArray:
-    """Return the pick after the first segments."""
-    picked = choices.floors.copy()
-    picked[segments.rows[:count]] = segments.columns[:count]
-    return picked
+def _after(problem: AllocationProblem, segments: Segments, count: int) -> IntArray:
+    """Return the choice after the first segments."""
+    choice = np.zeros(problem.n_units, dtype=np.int64)
+    choice[segments.units[:count]] = segments.after[:count]
+    return choice
 
 
-def _fitting(choices: Choices, segments: Segments) -> IntArray:
+def _fitting(problem: AllocationProblem, segments: Segments) -> IntArray:
     """Return the places of the segments that fit within capacity and caps, in their order."""
-    room = [cap.capacity_bytes - cap.load(choices.floors) for cap in choices.caps]
-    drawn = []
-    for cap in choices.caps:
-        place = np.full(choices.n_rows, -1, dtype=np.int64)
-        place[cap.rows] = np.arange(cap.rows.size)
-        at = place[segments.rows]
-        costs = cap.costs[at, segments.columns] - cap.costs[at, segments.before]
-        drawn.append(np.where(at >= 0, costs, 0))
-    if not choices.minimise:
-        room.append(choices.budget_bytes - choices.floor_bytes)
+    floors = np.zeros(problem.n_units, dtype=np.int64)
+    room = [cap.capacity_bytes - problem.cost(floors, cap.units) for cap in problem.caps]
+    drawn = [np.where(np.isin(segments.units, c.units), segments.bytes, 0) for c in problem.caps]
+    if problem.target is None:
+        room.append(problem.spendable_bytes - problem.min_cost_bytes)
         drawn.append(segments.bytes)
-    n_segments = segments.rows.size
+    n_segments = segments.units.size
     if not room or not n_segments:
         return np.arange(n_segments)
     left, needed = np.array(room), np.stack(drawn)
-    beyond = np.any(np.cumsum(needed, axis=1) > left[:, None], axis=0)
-    first = int(np.argmax(beyond)) if beyond.any() else n_segments
+    over = np.any(np.cumsum(needed, axis=1) > left[:, None], axis=0)
+    first = int(np.argmax(over)) if over.any() else n_segments
     taken, stuck = list(range(first)), set()
     left -= needed[:, :first].sum(axis=1)
-    for number, row in enumerate(segments.rows[first:].tolist(), start=first):
-        if row in stuck:
+    for number, unit in enumerate(segments.units[first:].tolist(), start=first):
+        if unit in stuck:
             continue
         if np.any(needed[:, number] > left):
-            stuck.add(row)
+            stuck.add(unit)
         else:
             taken.append(number)
             left -= needed[:, number]
     return np.array(taken, dtype=np.int64)
 
 
-def _least_cost(choices: Choices, segments: Segments) -> IntArray:
+def _least_cost(problem: AllocationProblem, segments: Segments) -> IntArray:
     """Take segments until the target is met; give back those not needed, largest first."""
-    counts = range(segments.rows.size)
+    counts = range(segments.units.size)
     taken = bisect_left(
-        counts, True, key=lambda count: choices.satisfies(_after(choices, segments, count))
+        counts, True, key=lambda count: problem.satisfies(_after(problem, segments, count))
     )
-    picked = _after(choices, segments, taken)
+    choice = _after(problem, segments, taken)
     for place in np.argsort(-segments.bytes[:taken], kind="stable").tolist():
-        row, column = segments.rows[place], segments.columns[place]
-        if picked[row] != column:
-            continue  # a later segment of the row stands on this one
-        picked[row] = segments.before[place]
-        if not choices.satisfies(picked):
-            picked[row] = column
-    return picked
+        unit, option = segments.units[place], segments.after[place]
+        if choice[unit] != option:
+            continue  # a later segment of the unit stands on this one
+        choice[unit] = segments.before[place]
+        if not problem.satisfies(choice):
+            choice[unit] = option
+    return choice
 
 
-def upper_hull(choices: Choices) -> BoolArray:
-    """Return the options on the upper convex hull of each row, from its cheapest to its best.
+def upper_hull(problem: AllocationProblem) -> BoolArray:
+    """Return the options on the upper convex hull of each unit, from its cheapest to its best.
 
-    All rows at once: an option under the chord of its two neighbours is under the hull, so all
+    All units at once: an option under the chord of its two neighbours is under the hull, so all
     such options go in one sweep, until none is left. Options on a chord stay: they can be taken
-    where the whole chord does not fit.
-
-    Parameters
-    ----------
-    choices : Choices
+    if the whole chord does not fit.
 
     Returns
     -------
-    ndarray of bool, (n_rows, n_columns)
+    ndarray of bool, (n_units, n_options)
     """
-    kept = choices.exists.copy()
     # Beyond the first best option nothing is worth its cost.
-    best = np.argmax(choices.worth, axis=1)
-    kept &= np.arange(choices.n_columns)[None, :] <= best[:, None]
-    rows, columns = np.nonzero(kept)
-    worth, costs = choices.worth[rows, columns], choices.costs[rows, columns]
+    best = np.argmax(problem.worth, axis=1)
+    kept: BoolArray = problem.exists & (np.arange(problem.n_options)[None, :] <= best[:, None])
+    units, columns = np.nonzero(kept)
+    worth, costs = problem.worth[units, columns], problem.costs[units, columns]
     while True:
-        same = rows[1:] == rows[:-1]
+        same = units[1:] == units[:-1]
         with np.errstate(divide="ignore", invalid="ignore"):
             slope = np.diff(worth) / np.diff(costs)
         inner = np.flatnonzero(same[1:] & same[:-1]) + 1
         under = inner[slope[inner - 1] < slope[inner]]
         if under.size == 0:
             break
-        stay = np.ones(rows.size, dtype=np.bool_)
+        stay = np.ones(units.size, dtype=np.bool_)
         stay[under] = False
-        rows, columns, worth, costs = rows[stay], columns[stay], worth[stay], costs[stay]
-    hull = np.zeros_like(kept)
-    hull[rows, columns] = True
+        units, columns, worth, costs = units[stay], columns[stay], worth[stay], costs[stay]
+    hull = np.zeros(kept.shape, dtype=np.bool_)
+    hull[units, columns] = True
     return hull

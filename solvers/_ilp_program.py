@@ -1,6 +1,6 @@
 """The integer program of a problem in whole numbers, and the back ends that solve it.
 
-Units are picked by 0/1 variables, one for each option of each row.
+A 0/1 variable stands for each option of each unit.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import numpy as np
 
 from kvalloc.accounting import BoolArray, FloatArray, IntArray
 from kvalloc.errors import SolverError
-from kvalloc.problem import Aggregate
-from kvalloc.solvers._choices import Choices
+from kvalloc.problem import Aggregate, AllocationProblem
 
 VALUE_RANGE = 2**50
 """The spread of all values is mapped to so many whole steps; sums stay far within int64."""
@@ -55,7 +54,7 @@ class Program:
         Largest value of each variable, from 0: 1 for a 0/1 variable. Larger ones are whole in
         every best solution by themselves.
     goal : Row
-        Of which only the variables and coefficients count.
+        Only its variables and coefficients count.
     hint : list of int
         A solution to start from; used where it is as long as there are variables.
     """
@@ -73,7 +72,7 @@ class Program:
         return np.arange(first, first + count)
 
     def add(self, variables: IntArray, coefficients: IntArray | None = None, **limits: int) -> None:
-        """Add one row; the limits are those of `Row`."""
+        """Add one row, with limits as in `Row`."""
         self.rows.append(Row(variables=variables, coefficients=coefficients, **limits))
 
 
@@ -106,128 +105,115 @@ class Encoding:
     Attributes
     ----------
     program : Program
-    choices : Choices
-    rows, columns : ndarray of int64, (n_picks,)
-        What each of the first variables picks.
+    units, options : ndarray of int64, (n_picks,)
+        Unit and option that each of the first variables picks.
     base : float
-        Worth that every pick has, or cost in bytes; a whole step of the goal is ``step`` more.
+        Value that every choice has, or cost in bytes; a whole step of the goal is ``step`` more.
     step : float
     rounded : int
         Whole steps that rounding down may have lost.
     """
 
     program: Program
-    choices: Choices
-    rows: IntArray
-    columns: IntArray
+    units: IntArray
+    options: IntArray
     base: float
     step: float
     rounded: int
 
-    def picked(self, values: IntArray) -> IntArray:
-        """Return the column of each row in a solution."""
-        on = np.flatnonzero(values[: self.rows.size])
-        picked = np.zeros(self.choices.n_rows, dtype=np.int64)
-        picked[self.rows[on]] = self.columns[on]
-        return picked
+    def choice(self, values: IntArray) -> IntArray:
+        """Return the option of each unit in a solution."""
+        on = np.flatnonzero(values[: self.units.size])  # one of each unit, in their order
+        return self.options[on]
 
     def bound(self, bound: float | None) -> float:
-        """Return what no pick can beat, by a back end's bound."""
+        """Return what no choice can beat, by a back end's bound."""
         if not self.program.maximise:
             return -math.inf if bound is None else self.base + math.ceil(bound - 1e-6) * self.step
         return math.inf if bound is None else self.base + (bound + self.rounded) * self.step
 
 
 def encode(
-    choices: Choices,
+    problem: AllocationProblem,
     kept: BoolArray,
     limit: int | None,
     hint: IntArray | None,
-    aggregate: Aggregate,
     *,
     tight_target: bool = False,
 ) -> Encoding:
-    """Write the choices left as an integer program.
+    """Write a problem as an integer program.
 
     Parameters
     ----------
-    choices : Choices
-    kept : ndarray of bool, (n_rows, n_columns)
-        Options to choose from, at least one in each row.
+    problem : AllocationProblem
+        If its worst unit counts, weighted values are whole numbers from 0 up.
+    kept : ndarray of bool, (n_units, n_options)
+        Options to choose from, at least one of each unit.
     limit : int or None
-        Most different budgets.
-    hint : ndarray of int64, (n_rows,), or None
-        A pick to start from.
-    aggregate : Aggregate
-        What is worth: the sum; or the worst row, worths being whole numbers from 0 up.
+        Largest number of different budgets.
+    hint : ndarray of int64, (n_units,), or None
+        A choice to start from.
     tight_target : bool
         Ask for the target plus rounding, so that every answer meets it; else less rounding, so
         that nothing feasible is lost.
     """
-    rows, columns = np.nonzero(kept)
-    program = Program(maximise=not choices.minimise)
-    picks = program.new(rows.size)
+    units, options = np.nonzero(kept)
+    program = Program(maximise=problem.target is None)
+    picks = program.new(units.size)
     if hint is not None:
-        program.hint += (columns == hint[rows]).astype(np.int64).tolist()
-    starts = np.flatnonzero(np.diff(rows, prepend=-1, append=choices.n_rows)).tolist()
+        program.hint += (options == hint[units]).astype(np.int64).tolist()
+    starts = np.flatnonzero(np.diff(units, prepend=-1, append=problem.n_units)).tolist()
     for first, end in pairwise(starts):
         program.add(picks[first:end], lower=1, upper=1)
-    cheapest = choices.costs[choices.index, np.argmax(kept, axis=1)]
-    cost = (choices.costs[rows, columns] - cheapest[rows]) // choices.grain
-    base_bytes = int(cheapest.sum())
-    if choices.capacity_bytes is not None:
-        room = (min(choices.capacity_bytes, 2**62) - base_bytes) // choices.grain
-        program.add(picks, cost, upper=room)
-    for cap, (where, costs) in zip(choices.caps, choices.cap_rows(kept), strict=True):
-        program.add(where, costs, upper=cap.capacity_bytes)
+    cheapest = np.argmax(kept, axis=1)
+    base_bytes, grain = problem.cost(cheapest), problem.lattice_bytes
+    costs = problem.costs[units, options]
+    extra = (costs - problem.costs[units, cheapest[units]]) // grain
+    if problem.capacity_bytes is not None:
+        program.add(picks, extra, upper=(problem.spendable_bytes - base_bytes) // grain)
+    for cap in problem.caps:
+        members = np.flatnonzero(np.isin(units, cap.units))
+        program.add(members, costs[members], upper=cap.capacity_bytes)
     if limit is not None:
-        _add_levels(program, choices.tokens[rows, columns], limit)
-    goal_of = _worst_goal if aggregate is Aggregate.WORST else _sum_goal
-    goal, base, step, rounded = goal_of(program, choices, rows, columns)
-    if choices.target is not None:
-        wanted = (choices.target - base) / step
-        lower = math.ceil(wanted) if tight_target else math.floor(wanted) - rounded
+        _add_levels(program, problem.tokens[units, options], limit)
+    goal_of = _worst_goal if problem.aggregate is Aggregate.WORST else _sum_goal
+    goal, base, step, rounded = goal_of(program, units, problem.worth[units, options])
+    if problem.target is not None:
+        target = (problem.lowest_accepted_value - base) / step
+        lower = math.ceil(target) if tight_target else math.floor(target) - rounded
         program.add(goal.variables, goal.coefficients, lower=lower)
-    if choices.minimise:
-        goal, base, step = Row(variables=picks, coefficients=cost), base_bytes, choices.grain
+        goal, base, step = Row(variables=picks, coefficients=extra), base_bytes, grain
     program.goal = goal
     return Encoding(
-        program=program,
-        choices=choices,
-        rows=rows,
-        columns=columns,
-        base=base,
-        step=step,
-        rounded=rounded,
+        program=program, units=units, options=options, base=base, step=step, rounded=rounded
     )
 
 
 def _sum_goal(
-    program: Program, choices: Choices, rows: IntArray, columns: IntArray
+    program: Program, units: IntArray, worth: FloatArray
 ) -> tuple[Row, float, float, int]:
-    """Return the goal's row, the worth of every pick, one step, and what rounding may lose.
+    """Return the goal's row, the value of every choice, one step, and what rounding may lose.
 
-    Worths are whole steps above their row's smallest.
+    Values are whole steps above their unit's smallest.
     """
-    worth = choices.worth[rows, columns]
-    starts = np.flatnonzero(np.diff(rows, prepend=-1))
-    least = np.minimum.reduceat(worth, starts)
-    spread = math.fsum(np.maximum.reduceat(worth, starts) - least)
+    starts = np.flatnonzero(np.diff(units, prepend=-1))
+    smallest = np.minimum.reduceat(worth, starts)
+    spread = math.fsum(np.maximum.reduceat(worth, starts) - smallest)
     scale = VALUE_RANGE / spread if spread > 0 else 1.0
-    whole = np.floor((worth - least[rows]) * scale).astype(np.int64)
-    goal = Row(variables=np.arange(rows.size), coefficients=whole)
-    return goal, math.fsum(least), 1.0 / scale, choices.n_rows
+    whole = np.floor((worth - smallest[units]) * scale).astype(np.int64)
+    goal = Row(variables=np.arange(units.size), coefficients=whole)
+    return goal, math.fsum(smallest), 1.0 / scale, starts.size
 
 
 def _worst_goal(
-    program: Program, choices: Choices, rows: IntArray, columns: IntArray
+    program: Program, units: IntArray, worth: FloatArray
 ) -> tuple[Row, float, float, int]:
-    """Return the same for the worst row; add its variable, which no row's worth is below."""
-    worth = choices.worth[rows, columns].astype(np.int64)
-    worst = program.new(1, upper=int(worth.max()))
-    for row in range(choices.n_rows):
-        picks = np.flatnonzero(rows == row)
-        program.add(np.append(picks, worst), np.append(worth[picks], -1), lower=0)
+    """Return the same for the worst unit; add its variable, which no unit's value is below."""
+    whole = worth.astype(np.int64)
+    worst = program.new(1, upper=int(whole.max()))
+    for unit in np.unique(units).tolist():
+        picks = np.flatnonzero(units == unit)
+        program.add(np.append(picks, worst), np.append(whole[picks], -1), lower=0)
     return Row(variables=worst), 0.0, 1.0, 0
 
 
@@ -350,8 +336,8 @@ def by_highs(program: Program, deadline: float, gap: float, workers: int) -> Ans
 def stdout_kept_clean() -> Iterator[None]:
     """Send what a library writes to file descriptor 1 to stderr.
 
-    HiGHS 1.12 prints a line of debugging there now and then, whatever is asked of it, and a
-    program's output may be read by another one.
+    HiGHS 1.12 prints a line of debugging there now and then, even if output is switched off, and
+    another program may read the output of this one.
     """
     try:
         sys.stdout.flush()

@@ -1,11 +1,11 @@
 """Few different budgets: bounds over all sets of levels, and the sets that could be best.
 
-At given prices every row takes the option of a level in the set that loses it least, so a set
-costs the sum of those losses. Losses fall up to a row's best level and rise after it; where they do
-not, a lower bound of them does. So a row uses one of the two levels around its best one, the sum
-splits over neighbouring levels, and the best set is a path: a dynamic program over levels, as for
-medians on a line (Hassin and Tamir, 1991). The program bounds every beginning of a set, so that
-all sets that could beat a known pick are listed without a detour.
+At given prices every unit takes the option of a level in the set that loses it least, so a set
+costs the sum of those losses. Losses fall up to a unit's best level and rise after it, or have a
+lower bound that does. So a unit uses the level below or above its best one, the sum splits over
+neighbouring levels, and the best set is a path: a dynamic program over levels, as for medians on a
+line (Hassin and Tamir, 1991). The program bounds every beginning of a set, so that all sets that
+could beat a known choice are listed without a detour.
 
 One program over all budgets (HiGHS, 4 budgets of 64 to 197 on SmolLM2's curves) takes 2 to 70 times
 the processor time of this, CP-SAT more.
@@ -19,7 +19,6 @@ import numpy as np
 
 from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.problem.bounds import NOISE
-from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._prices import Prices
 
 MOST_SETS = 50_000
@@ -28,7 +27,7 @@ MOST_SETS = 50_000
 
 @dataclass(frozen=True, kw_only=True)
 class LevelSets:
-    """Losses of sets of as many levels as are allowed, at given prices.
+    """Losses of sets of the largest allowed number of levels, at given prices.
 
     Smaller sets are parts of these, and lose no less.
 
@@ -37,15 +36,15 @@ class LevelSets:
     prices : Prices
     levels : ndarray of int64, (n_levels,)
         Budgets in tokens, rising.
-    loss : ndarray of float64, (n_rows, n_levels)
-        Loss of each row at each level; inf where it has no such option.
+    loss : ndarray of float64, (n_units, n_levels)
+        Loss of each unit at each level; inf where it has no such option.
     first : ndarray of float64, (n_levels,)
-        Loss of the rows below the first level of a set.
+        Loss of the units below the first level of a set.
     between : ndarray of float64, (n_levels, n_levels)
-        Loss of the rows from one level of a set to the next.
+        Loss of the units from one level of a set to the next.
     rest : ndarray of float64, (n_members, n_levels)
-        Least loss of the rows above a level when 0, 1, ... further levels follow it in the set;
-        inf where there are not so many.
+        Least loss of the units above a level when 0, 1, ... further levels follow it in the set;
+        inf if there are fewer levels.
     """
 
     prices: Prices
@@ -56,13 +55,14 @@ class LevelSets:
     rest: FloatArray
 
     @classmethod
-    def of(cls, choices: Choices, prices: Prices, max_distinct: int) -> LevelSets:
+    def of(cls, prices: Prices, max_distinct: int) -> LevelSets:
         """Return the losses of sets of ``max_distinct`` levels, or of all where there are fewer."""
-        levels = np.unique(choices.tokens[choices.exists])
-        loss = np.full((choices.n_rows, levels.size), np.inf)
-        rows, columns = np.nonzero(choices.exists)
-        at = np.searchsorted(levels, choices.tokens[rows, columns])
-        loss[rows, at] = prices.loss[rows, columns]
+        problem = prices.problem
+        levels = np.unique(problem.tokens[problem.exists])
+        loss = np.full((problem.n_units, levels.size), np.inf)
+        units, columns = np.nonzero(problem.exists)
+        at = np.searchsorted(levels, problem.tokens[units, columns])
+        loss[units, at] = prices.loss[units, columns]
         below = _valley(loss)
         best = np.argmin(loss, axis=1)
         index = np.arange(levels.size)
@@ -117,12 +117,12 @@ class LevelSets:
                 for level in np.flatnonzero(able).tolist():
                     stack.append((float(following[level]), (*chosen, level)))
             elif (lost := float(self.loss[:, chosen].min(axis=1).sum())) <= room:
-                sets.append((lost, chosen))  # by the losses themselves, not what is below them
+                sets.append((lost, chosen))  # by the losses themselves, not by lower bounds
         return None
 
 
 def _valley(loss: FloatArray) -> FloatArray:
-    """Return the largest losses below these that fall up to each row's best, then rise."""
+    """Return the largest losses below these that fall up to each unit's best, then rise."""
     best = np.argmin(loss, axis=1)
     falling = np.minimum.accumulate(loss, axis=1)
     rising = np.minimum.accumulate(loss[:, ::-1], axis=1)[:, ::-1]

@@ -1,4 +1,4 @@
-"""From a pick at some price to a good feasible one: reach the target, then move and exchange."""
+"""From a choice at some price to a good feasible one: change one unit, or exchange two."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvalloc.accounting import BoolArray, FloatArray, IntArray
+from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.errors import InfeasibleError, SolverError
 from kvalloc.problem import AllocationProblem, Solver
-from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._hulls import hull_greedy
 from kvalloc.solvers._prices import Prices
 from kvalloc.solvers._rules import Rule
@@ -19,7 +18,7 @@ from kvalloc.solvers.proportional import Proportional
 from kvalloc.solvers.uniform import Uniform
 
 ROUNDS = 2000
-"""Limit on the improvements of one pick; a safety net, dozens are common."""
+"""Limit on the improvements of one choice; a safety net, dozens are common."""
 
 NEAR = 4096
 """Options that a change may lead to: those that lose least at the prices."""
@@ -51,139 +50,122 @@ class SameBytes(Uniform):
         return same, costs.size - 1
 
 
-def rule_choices(problem: AllocationProblem, *rules: Solver) -> list[IntArray]:
-    """Return what simple rules choose, where that satisfies everything; equal ones by default.
+def equal_choices(problem: AllocationProblem) -> list[IntArray]:
+    """Return equal budgets (equal bytes if bits are chosen, too), if they satisfy everything."""
+    return _choices_of(problem, Uniform() if problem.bits is None else SameBytes())
+
+
+def rule_choices(problem: AllocationProblem) -> list[IntArray]:
+    """Return equal and proportional budgets, if they satisfy everything."""
+    return [*equal_choices(problem), *_choices_of(problem, Proportional())]
+
+
+def _choices_of(problem: AllocationProblem, rule: Solver) -> list[IntArray]:
+    if rule.can_solve(problem) is True:
+        with contextlib.suppress(InfeasibleError, SolverError):
+            return [rule.solve(problem).choice]
+    return []
+
+
+def best_of(problem: AllocationProblem, *choices: IntArray) -> IntArray | None:
+    """Return the best of some choices; None if none satisfies everything."""
+    known = [choice for choice in choices if problem.satisfies(choice)]
+    return max(known, key=lambda choice: _merit(problem, choice), default=None)
+
+
+def best_known(
+    problem: AllocationProblem, prices: Prices, deadline: float, *known: IntArray
+) -> IntArray | None:
+    """Return the best choice that repair reaches, or a known one if that is better.
 
     Parameters
     ----------
     problem : AllocationProblem
-    *rules : Solver
-    """
-    choices = []
-    for rule in rules or (Uniform() if problem.bits is None else SameBytes(),):
-        if rule.can_solve(problem) is True:
-            with contextlib.suppress(InfeasibleError, SolverError):
-                choices.append(rule.solve(problem).choice)
-    return choices
-
-
-def rule_picks(choices: Choices) -> list[IntArray]:
-    """Return equal and proportional budgets as picks, where they satisfy everything."""
-    picks = rule_choices(choices.problem) + rule_choices(choices.problem, Proportional())
-    return [picked for picked in picks if choices.satisfies(picked)]
-
-
-def best_of(choices: Choices, *picks: IntArray) -> IntArray | None:
-    """Return the best of some picks; None where none is within capacity, target and caps."""
-    known = [picked for picked in picks if choices.satisfies(picked)]
-    return max(known, key=lambda picked: _merit(choices, picked), default=None)
-
-
-def best_known(
-    choices: Choices, prices: Prices, deadline: float, *others: IntArray
-) -> IntArray | None:
-    """Return the best pick that repair reaches within capacity, target and caps.
-
-    Parameters
-    ----------
-    choices : Choices
     prices : Prices
-        Each of its starts is repaired, and what the hull greedy picks.
+        Their start is repaired, and what the hull greedy picks.
     deadline : float
         ``time.monotonic()`` at which to stop improving.
-    *others : ndarray of int64, (n_rows,)
-        Other picks that are known.
+    *known : ndarray of int64, (n_units,)
+        Choices that are known already.
 
     Returns
     -------
-    ndarray of int64, (n_rows,), or None
-        None when no pick meets the target within the caps.
+    ndarray of int64, (n_units,), or None
+        None if no choice satisfies everything.
     """
-    starts = (*prices.starts, hull_greedy(choices))
-    repaired = (_repaired(choices, prices, start, deadline) for start in starts)
-    return best_of(choices, *repaired, *others)
+    starts = (prices.start, hull_greedy(problem))
+    repaired = (_repaired(problem, prices, start, deadline) for start in starts)
+    return best_of(problem, *repaired, *known)
 
 
-def _repaired(choices: Choices, prices: Prices, start: IntArray, deadline: float) -> IntArray:
-    """Return the pick that is reached from a start, which is better where it satisfies all."""
-    picked = start
+def _repaired(
+    problem: AllocationProblem, prices: Prices, start: IntArray, deadline: float
+) -> IntArray:
+    """Return the choice that is reached from a start, which is better if it satisfies all."""
+    choice = start
     for _ in range(ROUNDS):
-        if time.monotonic() > deadline or not choices.satisfies(picked):
+        if time.monotonic() > deadline or not problem.satisfies(choice):
             break
-        room = prices.room(choices, choices.objective(picked))
-        improved = None if room < 0 else _improved(choices, prices, picked, room)
+        room = prices.room(problem.objective(choice))
+        improved = None if room < 0 else _improved(problem, prices, choice, room)
         if improved is None:
             break
-        picked = improved
-    return picked
+        choice = improved
+    return choice
 
 
-def _improved(choices: Choices, prices: Prices, picked: IntArray, room: float) -> IntArray | None:
-    """Return the pick after the best change of one row, else of two; None where none is better.
+def _improved(
+    problem: AllocationProblem, prices: Prices, choice: IntArray, room: float
+) -> IntArray | None:
+    """Return the choice after the best change of one unit, else of two; None if none is better.
 
-    ``room`` is what the options of a better pick lose at most.
+    ``room`` is the largest loss of an option of a better choice.
     """
-    kept = prices.worth_keeping(room) & choices.exists
-    kept[choices.index, picked] = False
-    rows, columns = np.nonzero(kept)
-    lost = prices.loss[rows, columns] - prices.loss[rows, picked[rows]]
+    kept = prices.worth_keeping(room)
+    kept[problem.units, choice] = False
+    units, options = np.nonzero(kept)
+    lost = prices.loss[units, options] - prices.loss[units, choice[units]]
     near = np.argsort(lost, kind="stable")[:NEAR]
-    rows, columns = rows[near], columns[near]
-    gained, bytes_ = _differences(choices, picked, rows, columns)
-    pairs = np.stack(np.triu_indices(min(rows.size, PAIRED), k=1), axis=1)
-    pairs = pairs[rows[pairs[:, 0]] != rows[pairs[:, 1]]]
-    for moves in (np.arange(rows.size)[:, None], pairs):
-        scores = _scores(choices, picked, gained[moves].sum(axis=1), bytes_[moves].sum(axis=1))
-        if choices.caps and moves is not pairs:
-            scores[~_within_caps(choices, picked)[rows, columns]] = -np.inf
+    units, options = units[near], options[near]
+    gained = problem.gains(choice[units], options, units)
+    bytes_ = problem.costs[units, options] - problem.costs[units, choice[units]]
+    pairs = np.stack(np.triu_indices(min(units.size, PAIRED), k=1), axis=1)
+    pairs = pairs[units[pairs[:, 0]] != units[pairs[:, 1]]]
+    for moves in (np.arange(units.size)[:, None], pairs):
+        scores = _scores(problem, choice, gained[moves].sum(axis=1), bytes_[moves].sum(axis=1))
+        if moves is not pairs:
+            for cap in problem.caps:
+                too_large = bytes_ > cap.capacity_bytes - problem.cost(choice, cap.units)
+                scores[too_large & np.isin(units, cap.units)] = -np.inf
         for best in np.argsort(-scores, kind="stable")[:TRIED].tolist():
             if not np.isfinite(scores[best]):
                 break
-            changed = picked.copy()
-            changed[rows[moves[best]]] = columns[moves[best]]
-            if choices.satisfies(changed) and _merit(choices, changed) > _merit(choices, picked):
+            changed = choice.copy()
+            changed[units[moves[best]]] = options[moves[best]]
+            if problem.satisfies(changed) and _merit(problem, changed) > _merit(problem, choice):
                 return changed
     return None
 
 
-def _merit(choices: Choices, picked: IntArray) -> tuple[float, float]:
+def _merit(problem: AllocationProblem, choice: IntArray) -> tuple[float, float]:
     """Return what is optimised, higher is better; of equal costs the higher value."""
-    value = choices.value(picked)
-    return (-float(choices.cost(picked)), value) if choices.minimise else (value, 0.0)
+    value = problem.objective_value(choice)
+    return (value, 0.0) if problem.target is None else (-float(problem.cost(choice)), value)
 
 
-def _differences(
-    choices: Choices, picked: IntArray, rows: IntArray, columns: IntArray
-) -> tuple[FloatArray, IntArray]:
-    """Return the worth and the bytes that options add, ``(n,)`` each."""
-    worth, now = choices.worth, picked[rows]
-    bytes_ = choices.costs[rows, columns] - choices.costs[rows, now]
-    return worth[rows, columns] - worth[rows, now], bytes_
-
-
-def _scores(choices: Choices, picked: IntArray, gained: FloatArray, bytes_: IntArray) -> FloatArray:
-    """Return how good each of some changes is; -inf where it does not improve the pick."""
-    values = choices.worth[choices.index, picked].sum() + gained
-    now = choices.value(picked)
-    margin = MARGIN * max(1.0, abs(now))
-    if not choices.minimise:
-        able = (bytes_ <= choices.budget_bytes - choices.cost(picked)) & (values > now + margin)
+def _scores(
+    problem: AllocationProblem, choice: IntArray, gained: FloatArray, bytes_: IntArray
+) -> FloatArray:
+    """Return how good each of some changes is; -inf if it does not improve the choice."""
+    now = problem.objective_value(choice)
+    values, margin = now + gained, MARGIN * max(1.0, abs(now))
+    if problem.target is None:
+        able = (bytes_ <= problem.spendable_bytes - problem.cost(choice)) & (gained > margin)
         return np.where(able, values, -np.inf)
-    able = (bytes_ < 0) | ((bytes_ == 0) & (values > now + margin))
-    if choices.target is not None:
-        able &= values >= choices.target - margin
+    able = (bytes_ < 0) | ((bytes_ == 0) & (gained > margin))
+    able &= values >= problem.lowest_accepted_value - margin
     # Bytes first; among equal ones the change that leaves most to give back.
     spread = float(np.ptp(values)) if values.size else 0.0
     return np.where(
         able, -bytes_ + 0.5 * (values - values.min(initial=0.0)) / (spread or 1.0), -np.inf
     )
-
-
-def _within_caps(choices: Choices, picked: IntArray) -> BoolArray:
-    """Return the options that no cap forbids when one row changes, ``(n_rows, n_columns)``."""
-    able: BoolArray = np.ones(choices.worth.shape, dtype=np.bool_)
-    for cap in choices.caps:
-        spare = cap.capacity_bytes - cap.load(picked)
-        now = cap.costs[np.arange(cap.rows.size), picked[cap.rows]]
-        able[cap.rows] &= cap.costs - now[:, None] <= spare
-    return able

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import time
 from collections.abc import Callable, Iterator
 from typing import ClassVar, NamedTuple
@@ -11,6 +10,7 @@ from typing import ClassVar, NamedTuple
 from kvalloc.errors import SolverError
 from kvalloc.problem import Aggregate, AllocationProblem, GroupCap, SideConstraint
 from kvalloc.problem.constraints import EVERY_KIND
+from kvalloc.problem.registry import get_solver
 from kvalloc.problem.solver import Solution, Solver, deadline_after
 
 
@@ -20,9 +20,7 @@ class Candidate(NamedTuple):
     Attributes
     ----------
     solver : str
-        Its name, which is also its module's.
-    kind : str
-        Its class in that module.
+        Its name.
     fits : callable
         Whether the problem is of the kind that it is meant for.
     why : str
@@ -30,7 +28,6 @@ class Candidate(NamedTuple):
     """
 
     solver: str
-    kind: str
     fits: Callable[[AllocationProblem], bool]
     why: str
 
@@ -48,11 +45,11 @@ _TABLE = "one capacity and few enough totals: a dynamic program over them is the
 _PROGRAM = "nothing cheaper is exact here: an integer program is"
 
 CANDIDATES = (
-    Candidate("greedy", "Greedy", _is_sum, _GREEDY),
-    Candidate("max_min", "MaxMin", lambda p: p.aggregate is Aggregate.WORST, _LEVEL),
-    Candidate("flow", "Flow", lambda p: bool(p.constraints) and _is_sum(p, GroupCap), _NESTED),
-    Candidate("dp", "DP", _is_sum, _TABLE),
-    Candidate("ilp", "ILP", lambda p: True, _PROGRAM),
+    Candidate("greedy", _is_sum, _GREEDY),
+    Candidate("max_min", lambda p: p.aggregate is Aggregate.WORST, _LEVEL),
+    Candidate("flow", lambda p: bool(p.constraints) and _is_sum(p, GroupCap), _NESTED),
+    Candidate("dp", _is_sum, _TABLE),
+    Candidate("ilp", lambda p: True, _PROGRAM),
 )
 """From cheap to expensive."""
 
@@ -114,7 +111,6 @@ class Auto(Solver):
         """Yield the candidates that can solve the problem, from cheap to expensive."""
         for candidate in CANDIDATES:
             if candidate.fits(problem):
-                module = importlib.import_module(f"kvalloc.solvers.{candidate.solver}")
-                solver: Solver = getattr(module, candidate.kind)()
+                solver = get_solver(candidate.solver)
                 if solver.can_solve(problem) is True:
                     yield candidate, solver

@@ -14,9 +14,8 @@ from kvalloc.errors import InputError, option
 from kvalloc.problem import AllocationProblem, Sense
 from kvalloc.problem.bounds import NOISE
 from kvalloc.problem.solver import Solution, Solver, deadline_after
-from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._prices import Prices, best_prices
-from kvalloc.solvers._repair import best_known, rule_picks
+from kvalloc.solvers._repair import best_known, rule_choices
 
 Options = np.ndarray[Any, np.dtype[Any]]
 """Options of states, in the smallest type that holds them."""
@@ -25,19 +24,19 @@ Options = np.ndarray[Any, np.dtype[Any]]
 class DP(Solver):
     """Exact multiple-choice knapsack by dynamic programming, one stage a unit.
 
-    A state is what the units so far cost, in grains: pages, or whatever divides all differences
-    of costs. Its label is the least that they lose against their best responses at the best price
-    of a byte, which orders choices of one cost exactly as their value does. The stage of unit u is
+    A state is the cost of the units so far, in grains: pages, or the greatest common divisor of all
+    differences of costs. Its label is their least loss against their best responses at the best
+    price of a byte, which orders choices of one cost exactly as their value does. The stage of unit
+    u is
 
         f_u(s) = min over options k of  f_{u-1}(s - c_uk) + loss_uk,
 
     for all states at once; the option of each state is stored, and the choice read back from the
-    best last state. What a choice loses in all, with the price of what it leaves unspent, is its
-    distance from the dual bound: a state beyond the distance of the choice already known cannot
+    best last state. The distance of a choice from the dual bound is its loss, and the price of the
+    bytes that it leaves unspent. A state beyond the distance of the choice already known cannot
     lead to a better one and is dropped, which usually leaves a narrow band of states.
 
-    To minimise cost for a target the same table is read at the cheapest state whose value meets
-    it.
+    To minimise cost for a target the same table is read at the cheapest state that meets it.
 
     Parameters
     ----------
@@ -87,24 +86,23 @@ class DP(Solver):
     ) -> Solution:
         """Return the optimum; when time runs out, a choice repaired from the dual and its bound."""
         deadline = deadline_after(time_limit_seconds)
-        choices = Choices.of(problem)
-        prices = best_prices(choices, deadline)
-        known = best_known(choices, prices, deadline, *rule_picks(choices))
+        prices = best_prices(problem, deadline)
+        known = best_known(problem, prices, deadline, *rule_choices(problem))
         if known is None:
-            known = np.argmax(choices.worth, axis=1).astype(np.int64)
-        room = prices.room(choices, choices.objective(known))
-        picked, states = (known, 0) if room < 0 else _search(choices, prices, known, room, deadline)
-        choice = known if picked is None else picked
-        bound = prices.bound if picked is None else problem.objective(choice)
-        detail = f"{states:,} states of {choices.grain:,} bytes"
+            known = np.argmax(problem.worth, axis=1)
+        room = prices.room(problem.objective(known))
+        best, states = (known, 0) if room < 0 else _search(prices, known, room, deadline)
+        choice = known if best is None else best
+        bound = prices.bound if best is None else problem.objective(choice)
+        detail = f"{states:,} states of {problem.lattice_bytes:,} bytes"
         return Solution.of(problem, choice, bound=bound, detail=detail, deadline=deadline)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Stage:
-    """Options stored for the states after one row."""
+    """Options stored for the states after one unit."""
 
-    row: int
+    unit: int
     first: int
     options: Options
 
@@ -114,36 +112,36 @@ def _option_type(n_options: int) -> np.dtype[Any]:
 
 
 def _search(
-    choices: Choices, prices: Prices, known: IntArray, room: float, deadline: float
+    prices: Prices, known: IntArray, room: float, deadline: float
 ) -> tuple[IntArray | None, int]:
-    """Return the best pick, None when time ran out, and the number of states visited.
+    """Return the best choice, None when time ran out, and the number of states visited.
 
     States that lose more than the room are dropped.
     """
-    kept = prices.worth_keeping(room) & choices.exists
-    steps = (choices.costs - choices.costs[choices.index, choices.floors][:, None]) // choices.grain
+    problem, kept = prices.problem, prices.worth_keeping(room)
+    steps = (problem.costs - problem.costs[:, :1]) // problem.lattice_bytes
     decided = np.where(kept.sum(axis=1) == 1, np.argmax(kept, axis=1), -1)
     fixed = np.flatnonzero(decided >= 0)
     offset = int(steps[fixed, decided[fixed]].sum())
     lost = float(prices.loss[fixed, decided[fixed]].sum())
-    # Grains above the floors that a pick worth looking at can cost.
-    highest_cost = choices.cost(known) if choices.minimise else choices.budget_bytes
-    last = (highest_cost - choices.floor_bytes) // choices.grain
+    # Grains above the floors that a choice worth looking at can cost.
+    highest_cost = problem.spendable_bytes if problem.target is None else problem.cost(known)
+    last = (highest_cost - problem.min_cost_bytes) // problem.lattice_bytes
     labels, first, stages, visited = np.array([lost]), offset, [], 1
-    for row in np.flatnonzero(decided < 0).tolist():
+    for unit in np.flatnonzero(decided < 0).tolist():
         if time.monotonic() > deadline:
             return None, visited
-        columns = np.flatnonzero(kept[row])
-        labels, options = _advance(labels, steps[row], prices.loss[row], columns)
-        first += int(steps[row, columns[0]])
+        columns = np.flatnonzero(kept[unit])
+        labels, options = _advance(labels, steps[unit], prices.loss[unit], columns)
+        first += int(steps[unit, columns[0]])
         labels, options, first = _trimmed(labels, options, first, last, room)
         if labels.size == 0:
             return known, visited  # nothing is left that could be better
-        stages.append(_Stage(row=row, first=first, options=options))
+        stages.append(_Stage(unit=unit, first=first, options=options))
         visited += labels.size
-    picked = np.where(decided >= 0, decided, 0).astype(np.int64)
-    best = _read(choices, prices, labels, first, stages, picked, steps)
-    if best is None or choices.better(choices.objective(known), choices.objective(best)):
+    choice = np.where(decided >= 0, decided, 0).astype(np.int64)
+    best = _read(prices, labels, first, stages, choice, steps)
+    if best is None or problem.is_better(problem.objective(known), problem.objective(best)):
         return known, visited
     return best, visited
 
@@ -151,7 +149,7 @@ def _search(
 def _advance(
     labels: FloatArray, steps: IntArray, loss: FloatArray, columns: IntArray
 ) -> tuple[FloatArray, Options]:
-    """Add every option of a row to every state, and keep the better: one stage.
+    """Add every option of a unit to every state, and keep the better: one stage.
 
     Parameters
     ----------
@@ -161,7 +159,7 @@ def _advance(
         Grains of each option above the floor.
     loss : ndarray of float64, (n_columns,)
     columns : ndarray of int64
-        Options of the row, cheapest first.
+        Options of the unit, cheapest first.
 
     Returns
     -------
@@ -185,7 +183,7 @@ def _advance(
 def _trimmed(
     labels: FloatArray, options: Options, first: int, last: int, room: float
 ) -> tuple[FloatArray, Options, int]:
-    """Drop states beyond the capacity or the room, and what is empty at both ends."""
+    """Drop states beyond the capacity or the room, and empty ones at both ends."""
     end = max(0, min(labels.size, last - first + 1))
     labels = np.where(labels[:end] <= room + NOISE, labels[:end], np.inf)
     alive = np.flatnonzero(np.isfinite(labels))
@@ -196,33 +194,35 @@ def _trimmed(
 
 
 def _read(
-    choices: Choices,
     prices: Prices,
     labels: FloatArray,
     first: int,
     stages: list[_Stage],
-    picked: IntArray,
+    fixed: IntArray,
     steps: IntArray,
 ) -> IntArray | None:
-    """Return the pick of the best last state: most worth, or the cheapest that meets the target."""
-    # Worth is what the rows' best responses net, less the loss, plus the price of what is spent.
-    floors = choices.costs[choices.index, choices.floors]
-    net = choices.worth - prices.per_byte * (choices.costs - floors[:, None])
-    paid = prices.per_byte * choices.grain * (first + np.arange(labels.size, dtype=np.float64))
-    worth = math.fsum(np.where(choices.exists, net, -np.inf).max(axis=1)) - labels + paid
-    order = np.array([np.argmax(worth)])
-    if choices.minimise:  # the pick itself decides
-        slack = 1e-11 * max(1.0, abs(choices.target_value))
-        order = np.flatnonzero(worth >= choices.target_value - slack)
-    picks = (_traced(stages, picked, first + state, steps) for state in order.tolist())
-    return next((pick for pick in picks if choices.satisfies(pick)), None)
+    """Return the choice of the best last state: most value, or the cheapest that meets the target.
+
+    ``fixed`` has the options of the units without a stage.
+    """
+    # The value is the best responses' net value, less the loss, plus the price of the bytes spent.
+    problem = prices.problem
+    net = problem.worth - prices.per_byte * (problem.costs - problem.costs[:, :1])
+    spent = problem.lattice_bytes * (first + np.arange(labels.size, dtype=np.float64))
+    values = math.fsum(net.max(axis=1)) - labels + prices.per_byte * spent
+    order = np.array([np.argmax(values)])
+    if problem.target is not None:  # the choice itself decides
+        slack = 1e-11 * max(1.0, abs(problem.target))
+        order = np.flatnonzero(values >= problem.lowest_accepted_value - slack)
+    choices = (_traced(stages, fixed, first + state, steps) for state in order.tolist())
+    return next((choice for choice in choices if problem.satisfies(choice)), None)
 
 
-def _traced(stages: list[_Stage], picked: IntArray, state: int, steps: IntArray) -> IntArray:
+def _traced(stages: list[_Stage], fixed: IntArray, state: int, steps: IntArray) -> IntArray:
     """Read the stored options backwards from a last state."""
-    pick = picked.copy()
+    choice = fixed.copy()
     for stage in reversed(stages):
         column = int(stage.options[state - stage.first])
-        pick[stage.row] = column
-        state -= int(steps[stage.row, column])
-    return pick
+        choice[stage.unit] = column
+        state -= int(steps[stage.unit, column])
+    return choice

@@ -27,13 +27,13 @@ SHOWN_CAPS = 5
 class Flow(Solver):
     """Most value under caps that nest, or the fewest bytes for a target under them; exact.
 
-    Whole steps flow from the model through every cap (a device, a rank, a layer) to the units,
-    and each step of a unit is an arc that carries one and earns its gain: a minimum-cost flow on
-    a tree, whose optimum is integral. Concave gains make the arcs of a unit fill in order.
+    Whole steps flow from the model through every cap (a device, a rank, a layer) to the units. Each
+    step of a unit is an arc that carries one and earns its gain. That is a minimum-cost flow on a
+    tree, which has an integral optimum. Concave gains make the arcs of a unit fill in order.
 
     The sets of steps that nested caps allow form a polymatroid, so taking the largest gains first
-    and passing over steps of full groups is optimal. What greedy takes in a group is then the
-    beginning of what it would take there if the group were alone, so every cap, the innermost
+    and passing over steps of full groups is optimal. The steps that greedy takes in a group are the
+    first ones that it would take there if the group were alone. So every cap, the innermost
     first, turns into upper limits of its units, each found by one threshold.
 
     The bound is that of prices: one for the capacity and one for each full cap.
@@ -77,7 +77,7 @@ class Flow(Solver):
         limits = problem.last_options.copy()
         for place in reversed([*tree][1:]):  # innermost first, the model left out
             units = np.unique(np.asarray(caps[place].units, dtype=np.int64))
-            room = caps[place].capacity_bytes - int(problem.costs[units, 0].sum())
+            room = caps[place].capacity_bytes - problem.cost(np.zeros_like(limits), units)
             steps = max(0, room // (problem.step_bytes or 1))
             limits[units] = largest_gains(problem, steps, units, limits[units])
         if problem.target is not None and not problem.meets_target(problem.objective_value(limits)):
@@ -112,8 +112,7 @@ def tree_prices(problem: AllocationProblem, choice: IntArray) -> tuple[float, ..
     prices = [float(units[0]), *(0.0 for _ in caps)]
     for _, place in cap_tree(caps).edges:  # outermost first
         members = np.asarray(caps[place].units, dtype=np.int64)
-        used = int(problem.costs[members, choice[members]].sum())
-        if used + problem.lattice_bytes > caps[place].capacity_bytes:
+        if problem.cost(choice, members) + problem.lattice_bytes > caps[place].capacity_bytes:
             outer = float(units[members[0]])
             units[members] = max(outer, _price(problem, members, choice[members]))
             prices[1 + place] = float(units[members[0]]) - outer

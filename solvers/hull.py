@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from kvalloc.accounting import IntArray
-from kvalloc.problem import SideConstraint
-from kvalloc.solvers._choices import Choices
+from kvalloc.problem import AllocationProblem, SideConstraint
 from kvalloc.solvers._hulls import hull_greedy
 from kvalloc.solvers._prices import Prices
 from kvalloc.solvers._repair import best_of
@@ -19,8 +18,8 @@ class Hull(Lagrangian):
     Segments are taken whole, by falling gain per byte over all units, while the capacity lasts or
     until the target is met. The first one that does not fit is left out and later ones that do
     fit are still taken; for a target, segments that are not needed are given back. Taking the
-    first one in part would solve the linear relaxation exactly. Its optimum is that of the
-    Lagrangian dual, and the bound. Optimal is claimed only when the bound meets the objective.
+    first one in part would solve the linear relaxation exactly. Its optimum equals the
+    Lagrangian dual, and is the bound. Optimal is claimed only when the bound meets the objective.
 
     References
     ----------
@@ -35,7 +34,7 @@ class Hull(Lagrangian):
     handles: ClassVar[frozenset[type[SideConstraint]]] = frozenset()
 
     def pick(
-        self, choices: Choices, prices: Prices, deadline: float, *others: IntArray
+        self, problem: AllocationProblem, prices: Prices, deadline: float, *known: IntArray
     ) -> IntArray | None:
-        """Return what the hull greedy picks, or a simple rule where that is better."""
-        return best_of(choices, hull_greedy(choices), *others)
+        """Return the choice of the hull greedy, or a known one if that is better."""
+        return best_of(problem, hull_greedy(problem), *known)

@@ -18,15 +18,14 @@ from kvalloc.solvers.lagrangian import Lagrangian
 class ILP(ByParts):
     """Multiple-choice integer program, solved to proven optimality.
 
-    One 0/1 variable for each option, one option for each unit, one row for the capacity (or the
-    target) and for each cap, and one more variable for each budget where few different ones are
-    allowed.
+    Each option is a 0/1 variable, each unit takes one option, and the capacity (or the target) and
+    each cap are a row. If few different budgets are allowed, each budget has one more variable.
 
     The Lagrangian dual says how much each option loses at the best prices, and a choice repaired
     from it which options could be part of something better (a core). Those are few or none, so the
-    program over them is small and its optimum is that of the whole. Where few different budgets are
-    allowed, the dual bound of every set of budgets is known from a dynamic program over them, and
-    only the sets that could be best are solved.
+    program over them is small and its optimum is the optimum of all. If few different budgets are
+    allowed, a dynamic program over them bounds every set of budgets, and only the sets that could
+    be best are solved.
     Curves need not be concave and costs need not be equal. Values are mapped to whole numbers,
     rounded down by at most one part in 2^50 of their range, and the rounding is added to the
     bound.
@@ -39,8 +38,8 @@ class ILP(ByParts):
         Threads of the back end; with 1 the answer is reproducible.
     backend : {"auto", "cp_sat", "highs"}
         OR-Tools CP-SAT, or HiGHS through SciPy. CP-SAT counts in whole numbers; HiGHS in floating
-        point, to about 1e-11 of the range of the values. By default HiGHS where there are caps,
-        whose rows its cuts are made for, else CP-SAT.
+        point, to about 1e-11 of the range of the values. By default HiGHS under caps, since its
+        cuts are made for such rows, else CP-SAT.
 
     Raises
     ------
@@ -94,14 +93,14 @@ class ILP(ByParts):
         result = search.run()
         if result.infeasible:
             raise _infeasible(problem)
-        if result.picked is None:
+        if result.choice is None:
             raise SolverError(
                 "ilp found no choice that satisfies the side constraints in the time it had, and "
                 "has not shown that there is none; give it more time"
             )
         return Solution.of(
             problem,
-            result.picked,
+            result.choice,
             bound=result.bound,
             prices=search.prices,
             detail=f"{result.status} on {result.n_options:,} of "
@@ -112,7 +111,7 @@ class ILP(ByParts):
 
 
 def _infeasible(problem: AllocationProblem) -> InfeasibleError:
-    """Return the error that names what is too much together.
+    """Return the error that names the goal and the limits that cannot be met together.
 
     `kvalloc.allocation.infeasibility` finds out which part of it.
     """

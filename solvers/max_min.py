@@ -19,7 +19,6 @@ from kvalloc.problem import (
     first_where,
 )
 from kvalloc.problem.solver import Solution
-from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._coarse import ByParts
 
 
@@ -31,12 +30,11 @@ class MaxMin(ByParts):
     option. Bytes that are left go, one better option at a time, to the lowest unit that can use
     them (the lower index among equals); entries that are worth nothing stay unspent.
 
-    Where the problem asks for the worst unit this is exact: whatever has a worst unit of level p
+    If the problem asks for the worst unit this is exact: a choice with a worst unit of level p
     gives every unit at least ``n_l``, so nothing cheaper reaches p. It stays exact with side
-    capacities, which are checked on the cheapest choice of a level. Where the
-    problem asks for the sum it is the published rule and proves nothing: R is then each unit's
-    value as a share of its best (or, where values are below zero, its place between worst and
-    best), whatever its weight.
+    capacities, which are checked on the cheapest choice of a level. If the problem asks for the sum
+    it is the published rule and proves nothing: R is then each unit's value as a share of its best
+    (or, if values are below zero, its place between worst and best). Weights do not count.
 
     References
     ----------
@@ -60,12 +58,8 @@ class MaxMin(ByParts):
             If no level meets the target within the side constraints.
         """
         worst = problem.aggregate is Aggregate.WORST
-        # The rows are the same for a capacity and for a target, which is met here.
-        capacity = problem.capacity_bytes
-        rows = Choices.of(
-            problem.with_capacity(problem.max_cost_bytes if capacity is None else capacity)
-        )
-        filling = _WaterFilling(rows, rows.worth if worst else _shares(rows), deadline)
+        levels = problem.worth if worst else _shares(problem)
+        filling = _WaterFilling(problem, levels, deadline)
         if problem.sense is Sense.MAX_VALUE:
             picked = filling.fill()
         elif worst:
@@ -80,66 +74,58 @@ class MaxMin(ByParts):
                 f"that{'' if worst else ', or use ilp'}",
                 nearest=reached,
             )
-        level = float(filling.levels[rows.index, picked].min())
+        level = float(filling.levels[problem.units, picked].min())
         detail = f"every unit at level {level:.6g} or above"
         bound = problem.objective(picked) if worst else None
         return Solution.of(problem, picked, bound=bound, detail=detail, deadline=deadline)
 
 
-def _shares(rows: Choices) -> FloatArray:
-    """Return each option's worth as a share of its row's best, ``(n_rows, n_columns)``."""
-    best = rows.worth.max(axis=1, keepdims=True)
-    least = np.where(rows.exists, rows.worth, np.inf).min(axis=1, keepdims=True)
-    if float(least.min()) >= 0.0:
-        least = np.zeros_like(least)
-    spread = best - least
+def _shares(problem: AllocationProblem) -> FloatArray:
+    """Return each option's value as a share of its unit's best, ``(n_units, n_options)``."""
+    best = problem.worth.max(axis=1, keepdims=True)
+    worst = np.where(problem.exists, problem.worth, np.inf).min(axis=1, keepdims=True)
+    if float(worst.min()) >= 0.0:
+        worst = np.zeros_like(worst)
+    spread = best - worst
     flat = spread <= 0.0
-    shares: FloatArray = (rows.worth - least) / np.where(flat, 1.0, spread)
-    return np.where(flat & rows.exists, 1.0, shares)
+    shares: FloatArray = (problem.worth - worst) / np.where(flat, 1.0, spread)
+    return np.where(flat & problem.exists, 1.0, shares)
 
 
 class _WaterFilling:
-    """The highest common level of all rows within limits, then what single rows can still rise.
+    """The highest common level of all units within limits, then what single ones can still rise.
 
     Parameters
     ----------
-    rows : Choices
-    levels : ndarray of float64, (n_rows, n_columns)
-        Level that each option reaches; -inf where there is no option.
+    problem : AllocationProblem
+    levels : ndarray of float64, (n_units, n_options)
+        Level that each option reaches; -inf in the padding.
     deadline : float
-        ``time.monotonic()`` after which no row rises above the common level.
+        ``time.monotonic()`` after which no unit rises above the common level.
     """
 
-    def __init__(self, rows: Choices, levels: FloatArray, deadline: float) -> None:
-        self.rows, self.deadline = rows, deadline
+    def __init__(self, problem: AllocationProblem, levels: FloatArray, deadline: float) -> None:
+        self.problem, self.deadline = problem, deadline
         # An option that is worth less than a cheaper one is never the first to reach a level.
         self.levels: FloatArray = np.maximum.accumulate(levels, axis=1)
         self.top: FloatArray = self.levels[:, -1]
 
     def at(self, level: float) -> IntArray:
-        """Return each row's first column that reaches the level, or its best, ``(n_rows,)``."""
-        wanted = np.minimum(level, self.top)
-        low = np.zeros(self.rows.n_rows, dtype=np.int64)
-        return first_where(
-            lambda columns: self.levels[self.rows.index, columns] >= wanted,
-            low,
-            low + self.rows.n_columns - 1,
-        )
+        """Return each unit's first option that reaches the level, or its best, ``(n_units,)``."""
+        goal, last = np.minimum(level, self.top), self.problem.last_options
 
-    def fits(self, picked: IntArray) -> bool:
-        """Return whether capacity and caps hold."""
-        rows = self.rows
-        if rows.capacity_bytes is not None and rows.cost(picked) > rows.capacity_bytes:
-            return False
-        return rows.satisfies_caps(picked)
+        def reaches(options: IntArray) -> BoolArray:
+            return self.levels[self.problem.units, options] >= goal
+
+        return first_where(reaches, np.zeros_like(last), last)
 
     def fill(self, is_enough: Callable[[IntArray], bool] = lambda picked: False) -> IntArray:
-        """Return the pick of the highest level that fits, its rows raised until none can rise.
+        """Return the pick of the highest level that fits, its units raised until none can rise.
 
         It stops as soon as a pick is enough.
         """
-        picked = self.rows.floors.copy()
-        active = np.ones(self.rows.n_rows, dtype=np.bool_)
+        picked = np.zeros(self.problem.n_units, dtype=np.int64)
+        active = np.ones(self.problem.n_units, dtype=np.bool_)
         while np.any(active) and not is_enough(picked):
             picked = self._at_highest_level(picked, active, is_enough)
             if time.monotonic() > self.deadline:
@@ -150,12 +136,12 @@ class _WaterFilling:
     def lowest_for(self, level: float) -> IntArray:
         """Return the cheapest pick at a level, or the highest that fits where it does not."""
         picked = self.at(level)
-        return picked if self.fits(picked) else self.fill()
+        return picked if self.problem.fits(picked) else self.fill()
 
     def _at_highest_level(
         self, start: IntArray, active: BoolArray, is_enough: Callable[[IntArray], bool]
     ) -> IntArray:
-        """Return the active rows at the highest level that fits and is not enough yet.
+        """Return the active units at the highest level that fits and is not enough yet.
 
         Picks grow with the level. The interval between an accepted level and the highest one that
         is left is halved; both ends move on to the next level that changes a pick.
@@ -165,11 +151,11 @@ class _WaterFilling:
         while low < high:
             columns = self.at(level)
             picked = np.where(active, np.maximum(columns, start), start)
-            if self.fits(picked) and not is_enough(picked):
-                best, reached = picked, self.levels[self.rows.index, columns]
+            if self.problem.fits(picked) and not is_enough(picked):
+                best, reached = picked, self.levels[self.problem.units, columns]
                 low = float(reached[reached >= level].min())
             else:
-                missed = self.levels[self.rows.index, np.maximum(columns - 1, 0)]
+                missed = self.levels[self.problem.units, np.maximum(columns - 1, 0)]
                 high = float(missed[missed < level].max())
             level = low + 0.5 * (high - low)
             if not low < level:
@@ -182,17 +168,17 @@ class _WaterFilling:
         active: BoolArray,
         is_enough: Callable[[IntArray], bool],
     ) -> None:
-        """Raise each active row by one better option where it fits; the others become inactive."""
-        heights = self.levels[self.rows.index, picked]
+        """Raise each active unit by one better option if it fits; the others become inactive."""
+        heights = self.levels[self.problem.units, picked]
         moving = np.flatnonzero(active)
-        for row in moving[np.argsort(heights[moving], kind="stable")].tolist():
-            before = int(picked[row])
-            after = int(np.searchsorted(self.levels[row], heights[row], side="right"))
-            if after >= self.rows.n_columns:
-                active[row] = False
+        for unit in moving[np.argsort(heights[moving], kind="stable")].tolist():
+            before = int(picked[unit])
+            after = int(np.searchsorted(self.levels[unit], heights[unit], side="right"))
+            if after > self.problem.last_options[unit]:
+                active[unit] = False
                 continue
-            picked[row] = after
-            if not self.fits(picked):
-                picked[row], active[row] = before, False
+            picked[unit] = after
+            if not self.problem.fits(picked):
+                picked[unit], active[unit] = before, False
             elif is_enough(picked):
                 return

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from kvalloc.accounting import FloatArray, IntArray
+from kvalloc.accounting import IntArray
 from kvalloc.allocation.curves import RequestCurves, check_losses
 from kvalloc.allocation.request import LayerCap, Request
 from kvalloc.errors import InfeasibleError, InputError, option
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.problem import Aggregate, AllocationProblem, GroupCap, Sense, SideConstraint, Solver
 from kvalloc.problem.constraints import MaxDistinct
-from kvalloc.problem.dominance import Undominated, undominated
+from kvalloc.problem.dominance import undominated
 from kvalloc.shape import ModelShape
 
 EVEN_OPTIONS = 256
@@ -46,7 +47,7 @@ class PosedRequest:
 
 
 def choose_objective(scores: ScoreProfile, request: Request, solver: Solver) -> tuple[Request, str]:
-    """Choose the objective of a request that names none: the loss where it was measured.
+    """Choose the objective of a request that names none: the loss, if it was measured.
 
     Retention is a weak measure of harm. A size is therefore spent by loss curves if the score
     profile has them for such units and bits, and the solver takes them.
@@ -75,7 +76,7 @@ def choose_objective(scores: ScoreProfile, request: Request, solver: Solver) -> 
         able = solver.can_solve(formulate(scores, by_loss))
         refusal = "" if able is True else f"{solver.name}: {able}"
     except InfeasibleError:
-        pass  # solving says what is in the way
+        pass  # solving names the limit
     except InputError as error:
         refusal = str(error)
     if refusal:
@@ -154,20 +155,15 @@ def problem_of(curves: RequestCurves) -> AllocationProblem:
     _check_context(curves)
     costs = curves.costs
     tokens = _option_tokens(curves)
-    options, weights = _options(curves, tokens)
+    options = _options(curves, tokens)
     heads_per_unit = shape.n_kv_heads if request.level == "layer" else 1
     full_layers = np.asarray(shape.full_layers, dtype=np.int64)
     layers = np.repeat(full_layers, shape.n_kv_heads // heads_per_unit)
     heads = np.tile(np.arange(shape.n_kv_heads), len(shape.full_layers))
     target = request.target.needed_value
-    capacity = request.target.capacity(costs, floor_cost=int(options.costs[:, 0].sum()))
+    capacity = request.target.capacity(costs, floor_cost=int(options["costs"][:, 0].sum()))
     return AllocationProblem(
-        tokens=options.tokens,
-        bits=None if request.bits is None else options.bits,
-        values=options.values,
-        costs=options.costs,
-        option_counts=options.counts,
-        weights=weights,
+        **options,
         layers=layers,
         heads=heads.astype(np.int64) if request.level == "head" else np.full(layers.size, -1),
         sense=Sense.MAX_VALUE if target is None else Sense.MIN_COST,
@@ -205,10 +201,10 @@ def _constraints(
 def _group_cap(
     cap: LayerCap, shape: ModelShape, layers: IntArray, sliding_layer_bytes: int
 ) -> GroupCap:
-    beyond = [layer for layer in cap.layers if layer >= shape.n_layers]
-    if beyond:
+    unknown = [layer for layer in cap.layers if layer >= shape.n_layers]
+    if unknown:
         raise InputError(
-            f"{option('cap', cap.text)} names layer {beyond[0]}, and {shape.model_id} has layers "
+            f"{option('cap', cap.text)} names layer {unknown[0]}, and {shape.model_id} has layers "
             f"0-{shape.n_layers - 1}; name some of those"
         )
     sliding = sum(shape.layer_types[layer] == "sliding" for layer in cap.layers)
@@ -224,28 +220,32 @@ def _group_cap(
     )
 
 
-def _options(curves: RequestCurves, tokens: IntArray) -> tuple[Undominated, FloatArray]:
-    """Return the options of all units, and the units' weights."""
+def _options(curves: RequestCurves, tokens: IntArray) -> dict[str, Any]:
+    """Return the fields of the problem that describe the options of all units."""
     shape, request = curves.scores.shape, curves.request
-    widths = tuple(request.bits or (16,))
-    valued = [curves.values(tokens, bits) for bits in widths]
+    widths = request.bits or (16,)
+    valued = [curves.values(tokens, width) for width in widths]
+    values, weights = valued[0]
     heads = (shape.n_kv_heads if request.level == "layer" else 1) * request.batch
     costs = heads * np.concatenate(
-        [curves.costs.of_head(tokens, bits, request.page) for bits in widths]
+        [curves.costs.of_head(tokens, width, request.page) for width in widths]
     )
-    values, weights = valued[0]
-    every = (np.tile(tokens, len(widths)), np.repeat(np.asarray(widths), tokens.size))
+    of_all = {
+        "tokens": np.tile(tokens, len(widths)),
+        "bits": np.repeat(np.asarray(widths), tokens.size),
+        "costs": costs,
+    }
     if len(widths) > 1:
-        table = np.concatenate([values for values, _ in valued], axis=1)
-        return undominated(*every, table, costs), weights
-    options = Undominated(
-        tokens=np.broadcast_to(every[0], values.shape),
-        bits=np.broadcast_to(every[1], values.shape),
-        values=values,
-        costs=np.broadcast_to(costs, values.shape),
-        counts=np.full(values.shape[0], tokens.size, dtype=np.int64),
-    )
-    return options, weights
+        values = np.concatenate([values for values, _ in valued], axis=1)
+        kept, counts = undominated(values, costs)
+        values = np.take_along_axis(values, kept, axis=1)
+        options = {name: array[kept] for name, array in of_all.items()}
+    else:
+        counts = np.full(len(values), tokens.size, dtype=np.int64)
+        options = {name: np.broadcast_to(array, values.shape) for name, array in of_all.items()}
+    if request.bits is None:
+        del options["bits"]
+    return {**options, "values": values, "option_counts": counts, "weights": weights}
 
 
 def _check_context(curves: RequestCurves) -> None:

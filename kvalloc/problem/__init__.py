@@ -4,41 +4,21 @@ All that the author of a solver needs is here. Each module uses only those befor
 `constraints`, `bounds` and `dominance`; `solver`; `registry`.
 """
 
-from kvalloc.problem.arrays import (
-    Aggregate,
-    AllocationProblem,
-    GroupCap,
-    Sense,
-    SideConstraint,
-    first_where,
-)
-from kvalloc.problem.bounds import (
-    best_response,
-    bound_at,
-    cheapest_reaching,
-    dual_bound,
-    steps_above,
-)
-from kvalloc.problem.constraints import MaxDistinct, cap_tree
-from kvalloc.problem.solver import Solution, Solver, Termination, deadline_after, is_closed
-
-__all__ = [
-    "Aggregate",
-    "AllocationProblem",
-    "GroupCap",
-    "MaxDistinct",
-    "Sense",
-    "SideConstraint",
-    "Solution",
-    "Solver",
-    "Termination",
-    "best_response",
-    "bound_at",
-    "cap_tree",
-    "cheapest_reaching",
-    "deadline_after",
-    "dual_bound",
-    "first_where",
-    "is_closed",
-    "steps_above",
-]
+from kvalloc.problem.arrays import Aggregate as Aggregate
+from kvalloc.problem.arrays import AllocationProblem as AllocationProblem
+from kvalloc.problem.arrays import GroupCap as GroupCap
+from kvalloc.problem.arrays import Sense as Sense
+from kvalloc.problem.arrays import SideConstraint as SideConstraint
+from kvalloc.problem.arrays import first_where as first_where
+from kvalloc.problem.bounds import best_response as best_response
+from kvalloc.problem.bounds import bound_at as bound_at
+from kvalloc.problem.bounds import cheapest_reaching as cheapest_reaching
+from kvalloc.problem.bounds import dual_bound as dual_bound
+from kvalloc.problem.bounds import steps_above as steps_above
+from kvalloc.problem.constraints import MaxDistinct as MaxDistinct
+from kvalloc.problem.constraints import cap_tree as cap_tree
+from kvalloc.problem.solver import Solution as Solution
+from kvalloc.problem.solver import Solver as Solver
+from kvalloc.problem.solver import Termination as Termination
+from kvalloc.problem.solver import deadline_after as deadline_after
+from kvalloc.problem.solver import is_closed as is_closed

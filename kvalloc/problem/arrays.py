@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -42,12 +42,12 @@ BOUND = "dual_bound"
 """Where `kvalloc.problem.dual_bound` stores its result in a problem; `replace` drops it."""
 
 _OF_VALUES = frozenset((*_ARRAYS, "aggregate"))
-_CACHED = ("max_value", "is_concave", "best_so_far", "largest_gain")
+_CACHED = ("exists", "worth", "max_value", "is_concave", "best_so_far", "largest_gain")
 """Cached properties computed from them: `replace` keeps these if none of them changes."""
 
 
 class Sense(Enum):
-    """What is optimised: the value within a capacity, or the cost for a target value."""
+    """The goal: the most value within a capacity, or the least cost for a target value."""
 
     MAX_VALUE = "max_value"
     MIN_COST = "min_cost"
@@ -68,7 +68,7 @@ class SideConstraint(ABC):
     """The keyword of `kvalloc.solve` that asks for it, if there is one."""
 
     compares_tokens: ClassVar[bool] = False
-    """Whether it compares budgets in tokens, which says nothing where bits are chosen too."""
+    """Whether it compares budgets in tokens, which does not go with a choice of bits."""
 
     @abstractmethod
     def fault(self, problem: AllocationProblem, choice: IntArray) -> str | None:
@@ -81,17 +81,9 @@ class SideConstraint(ABC):
             Option of each unit.
         """
 
-    def floor_fault(self, problem: AllocationProblem) -> str | None:
-        """Return what even the smallest options violate, as half a sentence, or None."""
-        return None
-
     def stated(self) -> tuple[str, str]:
         """Return its name and its limit, in a few words each."""
         return type(self).__name__, str(self)
-
-    def members(self) -> tuple[int, ...]:
-        """Return the units that it names; none where it is about all of them."""
-        return ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,26 +116,10 @@ class GroupCap(SideConstraint):
         """See the base class."""
         return f"cap of {self.name}", f"{self.capacity_bytes:,} bytes"
 
-    def members(self) -> tuple[int, ...]:
-        """See the base class."""
-        return self.units
-
     def fault(self, problem: AllocationProblem, choice: IntArray) -> str | None:
         """See the base class."""
-        units = np.asarray(self.units, dtype=np.int64)
-        cost = int(problem.costs[units, choice[units]].sum())
-        if cost > self.capacity_bytes:
+        if (cost := problem.cost(choice, self.units)) > self.capacity_bytes:
             return f"{self.name} takes {cost:,} bytes of {self.capacity_bytes:,}"
-        return None
-
-    def floor_fault(self, problem: AllocationProblem) -> str | None:
-        """See the base class."""
-        floors = int(problem.costs[np.asarray(self.units, dtype=np.int64), 0].sum())
-        if floors > self.capacity_bytes:
-            return (
-                f"the cap of {self.name}, {self.capacity_bytes:,} bytes, is below its floors of "
-                f"{floors:,} bytes"
-            )
         return None
 
 
@@ -305,17 +281,17 @@ class AllocationProblem:
             lowest_accepted_value=accepted,
             caps=tuple(one for one in self.constraints if isinstance(one, GroupCap)),
         )
-        for constraint in self.constraints:
-            named = constraint.members()
-            if named and not 0 <= min(named) <= max(named) < self.n_units:
+        for cap in self.caps:
+            if cap.units and not 0 <= min(cap.units) <= max(cap.units) < self.n_units:
                 raise InputError(
-                    f"problem: {constraint.stated()[0]} names units {min(named)}..{max(named)} of "
-                    f"0..{self.n_units - 1}"
+                    f"problem: the {cap.stated()[0]} names units {min(cap.units)}.."
+                    f"{max(cap.units)} of 0..{self.n_units - 1}"
                 )
-            if self.bits is not None and constraint.compares_tokens:
+        for one in self.constraints:
+            if self.bits is not None and one.compares_tokens:
                 raise InputError(
-                    f"{type(constraint).__name__} compares budgets in tokens, and with bits two "
-                    "budgets of the same tokens can differ; leave one of them out"
+                    f"{type(one).__name__} compares budgets in tokens, and with bits two budgets "
+                    "of the same tokens can differ; leave one of them out"
                 )
 
     def _check_arrays(self) -> None:
@@ -356,7 +332,7 @@ class AllocationProblem:
         )
         for name, array in (("tokens", self.tokens), ("costs", self.costs)):
             rows = _distinct_rows(array)
-            every = steps = np.diff(rows, axis=1)
+            jumps = steps = np.diff(rows, axis=1)
             if is_ragged and rows.shape[0] == n_units:
                 steps = steps[self.exists[:, 1:]]
             may_fall = name == "tokens" and self.bits is not None
@@ -370,17 +346,23 @@ class AllocationProblem:
             )
         first = int(steps.flat[0]) if steps.size else 0
         step = first if first and bool(np.all(steps == first)) else None
-        grain = step or max(1, int(np.gcd.reduce(every, axis=None)) if every.size else 1)
+        grain = step or max(1, int(np.gcd.reduce(jumps, axis=None)) if jumps.size else 1)
         floors = int(self.costs[:, 0].sum())
         self.__dict__.update(
             min_cost_bytes=floors, max_cost_bytes=largest, step_bytes=step, lattice_bytes=grain
         )
 
-    @property
+    @cached_property
     def exists(self) -> BoolArray:
         """Mask of the options that a unit has, ``(n_units, n_options)``; the rest is padding."""
-        there: BoolArray = np.arange(self.n_options) < self.option_counts[:, None]
-        return there
+        mask: BoolArray = np.arange(self.n_options) < self.option_counts[:, None]
+        return mask
+
+    @cached_property
+    def worth(self) -> FloatArray:
+        """Weighted values, ``(n_units, n_options)``; minus infinity in the padding."""
+        weighted = self.weights[:, None] * self.values
+        return np.where(self.exists, weighted, -np.inf) if self.is_ragged else weighted
 
     @cached_property
     def max_value(self) -> float:
@@ -397,8 +379,8 @@ class AllocationProblem:
         if self.step_bytes is None:
             return self.n_options == 1
         # Two buffers for all, as many rows as fit in the cache: all may be gigabytes.
-        together = max(1, min(self.n_units, CONCAVE_BLOCK // self.n_options))
-        buffers = (np.empty((together, self.n_options)), np.empty((together, self.n_options)))
+        n_rows = max(1, min(self.n_units, CONCAVE_BLOCK // self.n_options))
+        buffers = (np.empty((n_rows, self.n_options)), np.empty((n_rows, self.n_options)))
         if self.is_ragged:
             rows = zip(self.values, self.option_counts.tolist(), strict=True)
             return all(_rows_are_concave(row[None, :count], *buffers) for row, count in rows)
@@ -407,7 +389,7 @@ class AllocationProblem:
         while first < self.n_units:
             if not _rows_are_concave(self.values[first:end], *buffers):
                 return False
-            first, end = end, end + together
+            first, end = end, end + n_rows
         return True
 
     @cached_property
@@ -428,9 +410,10 @@ class AllocationProblem:
         """Steps of one size above the smallest options that the capacity holds."""
         return (self.spendable_bytes - self.min_cost_bytes) // (self.step_bytes or 1)
 
-    def cost(self, choice: IntArray) -> int:
-        """Return the bytes of a choice, one option index per unit, ``(n_units,)``."""
-        return int(self.costs[self.units, choice].sum())
+    def cost(self, choice: IntArray, units: Sequence[int] | IntArray | None = None) -> int:
+        """Return the bytes that a choice, ``(n_units,)``, costs in all units or in some."""
+        rows = self.units if units is None else np.asarray(units, dtype=np.int64)
+        return int(self.costs[rows, choice[rows]].sum())
 
     def gains(
         self, before: IntArray | int, after: IntArray, units: IntArray | None = None
@@ -466,6 +449,33 @@ class AllocationProblem:
         """Return whether a value reaches the target, within `VALUE_TOLERANCE`."""
         return value >= self.lowest_accepted_value
 
+    def fits(self, choice: IntArray) -> bool:
+        """Return whether a choice keeps the capacity and the caps."""
+        within = self.cost(choice) <= self.spendable_bytes
+        return within and all(cap.fault(self, choice) is None for cap in self.caps)
+
+    def satisfies(self, choice: IntArray) -> bool:
+        """Return whether a choice keeps capacity, target and side constraints."""
+        met = self.meets_target(self.objective_value(choice))
+        within = self.cost(choice) <= self.spendable_bytes
+        return met and within and self.side_fault(choice) is None
+
+    def with_options(self, columns: IntArray, counts: IntArray) -> AllocationProblem:
+        """Return the problem with some options of each unit.
+
+        Parameters
+        ----------
+        columns : ndarray of int64, (n_units, n_columns)
+            Options of each unit, by rising cost; the rest is padding.
+        counts : ndarray of int64, (n_units,)
+            Options that each unit has.
+        """
+        arrays = {name: getattr(self, name) for name in ("values", *_PER_OPTION)}
+        part = {
+            name: a[self.units[:, None], columns] for name, a in arrays.items() if a is not None
+        }
+        return self.replace(**part, option_counts=counts)
+
     def options_within(self, tokens: FloatArray | IntArray) -> IntArray:
         """Return each unit's largest option of at most the given tokens, ``(n_units,)``.
 
@@ -499,10 +509,13 @@ class AllocationProblem:
                 f"{self.max_value:.15g}; ask for at most that",
                 nearest=self.max_value,
             )
-        for constraint in self.constraints:
-            fault = constraint.floor_fault(self)
-            if fault is not None:
-                raise InfeasibleError(f"no choice can work: {fault}; raise it or lower the floors")
+        for cap in self.caps:
+            floors = self.cost(np.zeros_like(self.units), cap.units)
+            if floors > cap.capacity_bytes:
+                raise InfeasibleError(
+                    f"no choice can work: the cap of {cap.name}, {cap.capacity_bytes:,} bytes, is "
+                    f"below its floors of {floors:,} bytes; raise it or lower the floors"
+                )
 
     def side_fault(self, choice: IntArray) -> str | None:
         """Return the first side constraint that a choice violates, as half a sentence, or None.
@@ -548,9 +561,9 @@ def first_where(holds: Callable[[IntArray], BoolArray], low: IntArray, high: Int
     """
     for _ in range(int((high - low).max(initial=0)).bit_length()):
         middle = (low + high) >> 1
-        held = holds(middle)
-        low = np.where(held, low, np.minimum(middle + 1, high))
-        high = np.where(held, middle, high)
+        is_true = holds(middle)
+        low = np.where(is_true, low, np.minimum(middle + 1, high))
+        high = np.where(is_true, middle, high)
     return high
 
 

@@ -73,7 +73,7 @@ def dual_bound(problem: AllocationProblem) -> DualBound:
     InfeasibleError
         If no choice meets the capacity or the target.
     """
-    if BOUND not in problem.__dict__:  # whoever solved it has asked for it, as a rule
+    if BOUND not in problem.__dict__:  # a solver has computed it, as a rule
         bound_of = _worst_bound if problem.aggregate is Aggregate.WORST else _sum_bound
         problem.check_feasible()
         problem.__dict__[BOUND] = bound_of(problem)
@@ -105,11 +105,10 @@ def bound_at(problem: AllocationProblem, price: float, *cap_prices: float) -> fl
     response = best_response(problem, prices)
     unspent = 0.0
     for cap, cap_price in zip(caps, cap_prices, strict=True):
-        members = list(cap.units)
-        costs = problem.costs[members, response[members]] - problem.costs[members, 0]
-        room = cap.capacity_bytes - int(problem.costs[members, 0].sum())
+        floors = problem.cost(np.zeros_like(response), cap.units)
+        room = cap.capacity_bytes - floors
         room -= room % problem.lattice_bytes
-        unspent += cap_price * (room - int(costs.sum()))
+        unspent += cap_price * (room - (problem.cost(response, cap.units) - floors))
     return _bound_with(problem, price, response, unspent)
 
 
@@ -209,9 +208,8 @@ def next_gain(problem: AllocationProblem, choice: IntArray) -> float:
         return 0.0  # one option each
     gains = problem.gains(choice, np.minimum(choice + 1, problem.last_options))
     for cap in problem.caps:
-        members = np.asarray(cap.units, dtype=np.int64)
-        if int(problem.costs[members, choice[members]].sum()) + step > cap.capacity_bytes:
-            gains[members] = 0.0
+        if problem.cost(choice, cap.units) + step > cap.capacity_bytes:
+            gains[list(cap.units)] = 0.0
     return max(0.0, float(gains.max())) / step
 
 
@@ -308,27 +306,21 @@ def cheapest_reaching(problem: AllocationProblem, level: float) -> IntArray | No
 def _worst_bound(problem: AllocationProblem) -> DualBound:
     """Return the exact optimum of the worst unit, caps included where value is maximised.
 
-    What a level costs changes only where it is the value of some option, so halving the interval
-    between a level that is affordable and one that is not, down to neighbouring numbers, ends at
-    the largest such value. A choice is worth at least the level it was made for: what it is
-    worth is the next level known to be affordable.
+    The cost of a level changes only at the values of options. So halving the interval between a
+    level that is affordable and one that is not, down to neighbouring numbers, ends at the largest
+    such value. A choice is worth at least the level it was made for: its value is the next level
+    known to be affordable.
     """
     if problem.target is not None:
         choice = cheapest_reaching(problem, problem.lowest_accepted_value)
         assert choice is not None  # check_feasible: the target can be reached
         return DualBound(bound=float(problem.cost(choice)), multiplier=0.0, choice=choice)
-    caps = problem.caps
-
-    def fits(choice: IntArray) -> bool:
-        within = problem.cost(choice) <= problem.spendable_bytes
-        return within and all(cap.fault(problem, choice) is None for cap in caps)
-
     best = np.zeros(problem.n_units, dtype=np.int64)
     low, high = problem.objective_value(best), problem.max_value
     level = high
     while True:
         within = cheapest_reaching(problem, level)
-        if within is not None and fits(within):
+        if within is not None and problem.fits(within):
             best, low = within, problem.objective_value(within)
         else:
             high = level

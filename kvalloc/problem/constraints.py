@@ -72,8 +72,8 @@ def cap_tree(caps: Sequence[GroupCap]) -> Any:
     for place in sorted(range(len(caps)), key=lambda at: -len(caps[at].units)):
         cap, around = caps[place], {inner.get(unit, MODEL) for unit in caps[place].units}
         if len(around) > 1:
-            others = (caps[at] for at in around if isinstance(at, int))
-            other = next(one for one in others if not {*cap.units} <= {*one.units})
+            outer = (caps[at] for at in around if isinstance(at, int))
+            other = next(one for one in outer if not {*cap.units} <= {*one.units})
             raise SolverError(
                 f"flow needs caps that nest, and {other.name} and {cap.name} overlap; use "
                 "lagrangian or ilp"

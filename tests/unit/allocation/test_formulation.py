@@ -167,7 +167,7 @@ def test_caps_on_no_unit_and_on_units_that_are_not_there():
     problem = make_problem([[0.0, 1.0]] * 2, capacity=2, constraints=(empty,))
     choice = np.array([1, 1])
     assert empty.fault(problem, choice) is None
-    assert empty.floor_fault(problem) is None
+    problem.check_feasible()
     with pytest.raises(InputError, match="a unit twice"):
         GroupCap(name="device 0", units=(0, 0), capacity_bytes=5)
     beyond = GroupCap(name="device 0", units=(0, 2), capacity_bytes=5)

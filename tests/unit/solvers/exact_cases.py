@@ -173,7 +173,7 @@ def put_every_option_in_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Prices, "worth_keeping", lambda prices, room: np.isfinite(prices.loss))
 
-    def one_program(self, choices, sets, best):
-        return self._core(choices, sets.prices, NOTHING, self.limit)
+    def one_program(self, sets, best):
+        return self._core(sets.prices, NOTHING, self.limit)
 
     monkeypatch.setattr(Search, "_best_levels", one_program)

@@ -17,9 +17,8 @@ from scipy import optimize
 from kvalloc import solve
 from kvalloc.allocation.verification import solve_problem
 from kvalloc.errors import InfeasibleError, SolverError
-from kvalloc.problem import Aggregate, GroupCap, Termination
+from kvalloc.problem import GroupCap, Termination
 from kvalloc.problem.constraints import MaxDistinct
-from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._ilp_program import BACKENDS, encode, stdout_kept_clean
 from kvalloc.solvers._levels import LevelSets
 from kvalloc.solvers._prices import best_prices
@@ -30,9 +29,8 @@ def test_the_bound_over_sets_of_budgets_is_that_of_all_sets():
     """The dynamic program over levels against every set there is, on curves of any shape."""
     for seed in range(20):
         problem = medium_problem(seed, n_layers=2, n_options=7, concave=seed % 2 == 0)
-        choices = Choices.of(problem)
         for most in (1, 2, 3):
-            sets = LevelSets.of(choices, best_prices(choices), most)
+            sets = LevelSets.of(best_prices(problem), most)
             every = {
                 chosen: float(sets.loss[:, chosen].min(axis=1).sum())
                 for chosen in itertools.combinations(range(7), most)
@@ -104,8 +102,7 @@ def test_what_a_library_prints_does_not_reach_stdout(capfd):
 def test_a_back_end_that_had_no_time_proves_no_bound(backend):
     """CP-SAT says 0 where it has none: what was known was then called optimal."""
     problem = medium_problem(1, n_layers=30, n_options=24, constraints=(MaxDistinct(most=3),))
-    choices = Choices.of(problem)
-    whole = encode(choices, choices.exists, 3, None, Aggregate.SUM)
+    whole = encode(problem, problem.exists, 3, None)
     answer = BACKENDS[backend](whole.program, time.monotonic(), 0.0, 1)
     best = solve_problem(problem, ILP()).objective
     assert whole.bound(answer.bound) >= best

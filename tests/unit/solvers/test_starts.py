@@ -125,7 +125,7 @@ def test_the_worst_unit_under_crossing_caps_is_no_worse_than_equal(seconds, monk
     assert equal is not None
     assert answer is not None
     assert (equal.objective, answer.objective) == (52 / 55, 52 / 55)
-    undecided = _ilp_search.Outcome(picked=None, bound=0.0)
+    undecided = _ilp_search.Outcome(choice=None, bound=0.0)
     monkeypatch.setattr(_ilp_search.Search, "_cheapest_with", lambda self, allowed: undecided)
     answer = answer_of("ilp", problem, seconds)
     assert answer is not None
