@@ -21,21 +21,20 @@ from kvalloc.allocation.infeasibility import advise
 from kvalloc.allocation.request import Request, RequestOptions
 from kvalloc.allocation.sensitivity import limits_of, price_at
 from kvalloc.allocation.verification import (
-    DUAL,
     CheckedSolution,
     check_time_limit,
-    prove,
+    checked,
     solve_problem,
 )
-from kvalloc.errors import InfeasibleError, InputError, KVAllocError, SolverError, one_line, option
+from kvalloc.errors import InfeasibleError, InputError, KVAllocError, SolverError, option
 from kvalloc.files import provenance
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.formats.shipped_profiles import load_scores
-from kvalloc.problem import AllocationProblem, Solver, Termination
+from kvalloc.problem import AllocationProblem, Solution, Solver, Termination
 from kvalloc.problem.registry import get_solver, options_of, solver_names
 from kvalloc.shape import ModelShape
-from kvalloc.units import gap_text, keywords_of
+from kvalloc.units import keywords_of
 
 Average = Literal["curves", "allocations"]
 
@@ -141,18 +140,16 @@ def decide(
     scores, request = curves.scores, curves.request
     options = options_of(solver)
     if average == "curves":
-        checked = solve_problem(problem, solver, time_limit_seconds=time_limit)
+        answer = solve_problem(problem, solver, time_limit_seconds=time_limit)
     else:
-        checked = _average_allocations(posed, solver, time_limit, average)
+        answer = _average_allocations(posed, solver, time_limit, average)
         options["average"] = average
     prices: dict[str, Any] = {}
     if priced:
-        is_optimal = checked.termination is Termination.OPTIMAL
-        price = price_at(problem, checked.choice, is_optimal, checked.multiplier, checked.prices)
-        prices["value_per_mib"], prices["price_source"] = price.value_per_mib, price.source
-        prices["limits"] = limits_of(
-            problem, checked.choice, checked.prices or (checked.multiplier,)
-        )
+        is_optimal = answer.termination is Termination.OPTIMAL
+        price = price_at(problem, answer.choice, is_optimal, answer.multiplier, answer.prices)
+        prices["value_per_mib"], prices["price_source"] = price
+        prices["limits"] = limits_of(problem, answer.choice, answer.prices or (answer.multiplier,))
     requested = request.record()
     if (granted := request.target.granted(curves.costs)) is not None:
         requested["bytes"] = granted + curves.costs.sliding_bytes
@@ -168,16 +165,16 @@ def decide(
         **request.target.steering(),
         solver=solver.name,
         solver_options=options,
-        decided_by=checked.decided_by,
-        detail=checked.detail,
+        decided_by=answer.decided_by,
+        detail=answer.detail,
         sense=problem.sense.value,
-        objective=checked.objective,
-        bound=checked.bound,
-        bound_source=checked.bound_source,
-        prices=checked.prices,
-        termination=checked.termination.value,
+        objective=answer.objective,
+        bound=answer.bound,
+        bound_source=answer.bound_source,
+        prices=answer.prices,
+        termination=answer.termination.value,
         **prices,
-        **outcome(posed, checked.choice, checked.value),
+        **outcome(posed, answer.choice, answer.value),
         score_digest=scores.digest,
         problem_digest=problem.digest(),
         **provenance("python", "numpy"),
@@ -206,41 +203,12 @@ class Attempt:
 
     @property
     def rank(self) -> tuple[float, ...]:
-        """Sorts the best objective first, then what is proven and quick."""
+        """Sort key: the best objective first, then proven and quick ones."""
         if self.profile is None:
             return (math.inf,)
         better = -1.0 if self.profile.sense == "max_value" else 1.0
         proven = self.profile.termination == Termination.OPTIMAL.value
         return better * self.profile.objective, not proven, self.seconds
-
-
-class Attempts(list[Attempt]):
-    """The results of several solvers for one problem, shown as a table."""
-
-    def __repr__(self) -> str:
-        name = max((len(one.solver) for one in self), default=0)
-        heads = ("share", "retention", "loss", "gap", "seconds", "ended")
-        lines = [_TABLE.format("solver", *heads, name=name)]
-        for one in self:
-            decided = one.profile
-            if decided is None:
-                reason = one.reason.removeprefix(f"{one.solver} ")
-                lines.append(f"{one.solver:<{name}}  {one_line(reason, max(40, 98 - name))}")
-                continue
-            cells = (
-                f"{decided.share:.1%}",
-                "-" if decided.retention is None else f"{decided.retention:.4f}",
-                "-" if decided.predicted_loss is None else f"{decided.predicted_loss:.4f}",
-                gap_text(decided.gap),
-                f"{one.seconds:.3f}",
-                decided.termination.replace("_", " "),
-            )
-            lines.append(_TABLE.format(one.solver, *cells, name=name))
-        return "\n".join(lines)
-
-
-_TABLE = "{:<{name}}  {:>6}  {:>9}  {:>6}  {:>7}  {:>7}  {}"
-"""A line of the table: the solver, the cells under its headings."""
 
 
 @keywords_of(RequestOptions)
@@ -254,7 +222,7 @@ def compare(
     notify: Callable[[str], None] = lambda line: None,
     watch: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext(),
     **keywords: Unpack[RequestOptions],
-) -> Attempts:
+) -> list[Attempt]:
     """Let several solvers decide the same budgets.
 
     Parameters
@@ -271,8 +239,8 @@ def compare(
 
     Returns
     -------
-    Attempts
-        A list of `Attempt`: the best first, those that cannot solve this problem last; at least
+    list of Attempt
+        The best first, those that cannot solve this problem last; at least
         one decided.
 
     Raises
@@ -322,7 +290,7 @@ def compare(
         raise SolverError(reasons) if str(advice) == reasons else advice
     if note:
         notify(note)
-    return Attempts(sorted(attempts, key=lambda one: one.rank))
+    return sorted(attempts, key=lambda one: one.rank)
 
 
 def outcome(posed: PosedRequest, choice: IntArray, value: float) -> dict[str, Any]:
@@ -372,15 +340,15 @@ def _head_table(
 
 
 def _check_average(posed: PosedRequest, average: str) -> None:
-    """Raise an `InputError` for a request whose allocations cannot be averaged over samples."""
+    """Raise an `InputError` if the allocations of a request cannot be averaged over samples."""
     problem, counts = posed.problem, posed.problem.option_counts
-    alone = option("average", "curves")
+    way_out = option("average", "curves")
     refusals = {
         f"average is {average!r}, expected 'curves' or 'allocations'": average != "allocations",
         "the mean of several allocations need not keep caps or few distinct budgets; use "
-        f"{alone} with them": bool(problem.constraints),
+        f"{way_out} with them": bool(problem.constraints),
         "the mean of several allocations is one of tokens, and here options differ in more; use "
-        f"{alone}": problem.bits is not None or bool(np.any(counts != counts[0])),
+        f"{way_out}": problem.bits is not None or bool(np.any(counts != counts[0])),
     }
     for refusal, holds in refusals.items():
         if holds:
@@ -398,21 +366,21 @@ def _average_allocations(
     curves, problem = posed.curves, posed.problem
     problem.check_feasible()
     start = time.perf_counter()
-    wanted = np.zeros(problem.n_units)
+    mean_choice = np.zeros(problem.n_units)
     n_samples = curves.scores.n_samples
     for sample in range(n_samples):
         single = problem_of(replace(curves, sample=sample))
         if single.target is not None:  # one sample may reach less than the mean of all has to
             single = single.with_target(min(single.target, single.max_value))
         answer = solve_problem(single, solver, time_limit_seconds=time_limit)
-        wanted += answer.choice / n_samples
+        mean_choice += answer.choice / n_samples
 
     def averaged(total: int) -> IntArray:
-        return apportion(wanted, total, maximum=problem.last_options)
+        return apportion(mean_choice, total, maximum=problem.last_options)
 
-    total = int(np.floor(wanted.sum() + 1e-9))
+    total = int(np.floor(mean_choice.sum() + 1e-9))
     if problem.target is not None:
-        # The mean of sufficient budgets need not suffice on the mean curves: add what is missing.
+        # The mean of sufficient budgets need not suffice on the mean curves: add entries.
         total = bisect_left(
             range(int(problem.last_options.sum())),
             True,
@@ -425,17 +393,6 @@ def _average_allocations(
             "budgets averaged over the samples do not meet the target, which those of the mean "
             f"curves do; use {option('average', 'curves')}"
         )
-    proof = prove(problem, choice)
-    return CheckedSolution(
-        choice=choice,
-        objective=problem.objective(choice),
-        value=problem.objective_value(choice),
-        cost_bytes=problem.cost(choice),
-        bound=proof.bound,
-        bound_source=DUAL,
-        multiplier=proof.multiplier,
-        termination=Termination.HEURISTIC,
-        detail=f"mean of the budgets of {n_samples} samples, each by {answer.decided_by}",
-        decided_by=answer.decided_by,
-        seconds=time.perf_counter() - start,
-    )
+    detail = f"mean of the budgets of {n_samples} samples, each by {answer.decided_by}"
+    mean = Solution.of(problem, choice, detail=detail)
+    return checked(problem, mean, answer.decided_by, time.perf_counter() - start)

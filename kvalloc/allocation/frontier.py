@@ -9,13 +9,12 @@ from typing import Unpack
 
 import numpy as np
 
-from kvalloc.accounting import IntArray
 from kvalloc.allocation.decision import outcome
 from kvalloc.allocation.formulation import PosedRequest, choose_objective, pose
 from kvalloc.allocation.infeasibility import advise
 from kvalloc.allocation.request import TARGETS, Request, RequestOptions
 from kvalloc.allocation.sensitivity import price_at
-from kvalloc.allocation.verification import solve_problem
+from kvalloc.allocation.verification import CheckedSolution, solve_problem
 from kvalloc.errors import InfeasibleError, InputError
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.formats.shipped_profiles import load_scores
@@ -28,26 +27,16 @@ MOST_POINTS = 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class FrontierPoint:
-    """One size on the frontier.
+class FrontierPoint(CheckedSolution):
+    """One size on the frontier, and the best choice there.
 
     Attributes
     ----------
     share : float
         Cost of the choice over that of keeping everything, at 16 bits a number.
-    cost_bytes : int
-        Bytes of the choice.
-    value : float
-        What the objective is about: retention, or less the predicted loss.
-    bound : float
-        No choice of this capacity has more.
-    bound_source : str
-        ``"dual"``, or the solver on whose word the bound stands.
     value_per_mib : float or None
         Shadow price: value that one more MiB would buy here; None where side constraints leave no
         price.
-    choice : ndarray of int64, (n_units,)
-        Chosen option of each unit.
     retention : float or None
         Mean over layers of the kept share of score mass; None where only a problem is known.
     predicted_loss : float or None
@@ -55,12 +44,7 @@ class FrontierPoint:
     """
 
     share: float
-    cost_bytes: int
-    value: float
-    bound: float
-    bound_source: str
     value_per_mib: float | None
-    choice: IntArray
     retention: float | None = None
     predicted_loss: float | None = None
 
@@ -200,7 +184,7 @@ def trace_frontier(
     last_error: InfeasibleError | None = None
     point = problem
     for done, capacity in enumerate(capacities, start=1):
-        # From the last one, not the first: what is computed from the arrays is kept.
+        # From the last one, not the first: it keeps the results computed from the arrays.
         point = point.with_capacity(capacity)
         try:
             answer = solve_problem(point, solver, time_limit_seconds=time_limit_seconds)
@@ -209,19 +193,9 @@ def trace_frontier(
         else:
             is_optimal = answer.termination is Termination.OPTIMAL
             price = price_at(point, answer.choice, is_optimal, answer.multiplier, answer.prices)
-            assert answer.bound is not None  # a bound by duality at least
             cost = min(answer.cost_bytes, whole)  # what keeps everything stores no positions
-            traced.append(
-                FrontierPoint(
-                    share=cost / whole,
-                    cost_bytes=cost,
-                    value=answer.value,
-                    bound=answer.bound,
-                    bound_source=answer.bound_source,
-                    value_per_mib=price.value_per_mib,
-                    choice=answer.choice,
-                )
-            )
+            fields = {**vars(answer), "cost_bytes": cost, "share": cost / whole}
+            traced.append(FrontierPoint(**fields, value_per_mib=price.value_per_mib))
         if progress is not None:
             progress(done, len(capacities))
     if not traced and last_error is not None:

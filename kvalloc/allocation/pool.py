@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -36,6 +36,7 @@ from kvalloc.allocation.request import Request, RequestOptions, Target
 from kvalloc.allocation.verification import DUAL, CheckedSolution, prove, solve_problem
 from kvalloc.errors import InfeasibleError, InputError, no_such, one_line, option
 from kvalloc.formats.budget_profile import BudgetProfile, relative_gap
+from kvalloc.formats.record import Record
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.formats.shipped_profiles import load_profile, load_scores
 from kvalloc.problem import (
@@ -53,7 +54,7 @@ Fairness = Literal["sum", "worst"]
 
 
 class Bound(NamedTuple):
-    """A bound on what keeps all floors, and what proves it.
+    """A bound on the choices that keep all floors, and its proof.
 
     Attributes
     ----------
@@ -83,6 +84,45 @@ WEIGHINGS, FLOOR_HALVINGS = 16, 40
 """Where the worst member counts: weights tried for a bound, and halvings of the common floor."""
 
 
+class PoolStatement(Record):
+    """The statement about its pool in the budget profile of a member."""
+
+    NAME: ClassVar[str] = "pool"
+
+    memory: int
+    """Bytes that all caches may take together, at their peaks."""
+
+    members: int
+    """Number of members."""
+
+    member: int = 0
+    """Place of this one, from 1."""
+
+    weights: list[float]
+    """How much each member's value counts."""
+
+    floors: list[float | None]
+    """Smallest value of each member, None without one."""
+
+    fairness: Fairness
+    """Whether the weighted sum of the values counts, or the worst one."""
+
+    objective: float
+    """The weighted sum of the members' values, or the worst one's."""
+
+    bound: float
+    """No other split of the memory can beat it."""
+
+    bound_source: str
+    """``dual``, or the solver on whose word the bound stands."""
+
+    scales: list[float]
+    """With these the bound is computed again, see `Bound`."""
+
+    prices: list[float]
+    """With these, too."""
+
+
 class Pool(list[BudgetProfile]):
     """The budget profiles of the members, in their order.
 
@@ -95,17 +135,14 @@ class Pool(list[BudgetProfile]):
         the memory can beat.
     bound_source : str
         ``"dual"``, or the solver on whose word the bound stands.
-    scales, prices : tuple of float
-        With which the bound is computed again, see `Bound`.
     """
 
-    def __init__(
-        self, profiles: Iterable[BudgetProfile], fairness: Fairness, objective: float, bound: Bound
-    ) -> None:
-        super().__init__(profiles)
-        self.fairness, self.objective = fairness, objective
-        self.bound, self.bound_source = max(bound.value, objective), bound.source
-        self.scales, self.prices = bound.scales, bound.prices
+    def __init__(self, profiles: Sequence[BudgetProfile], stated: PoolStatement) -> None:
+        self.fairness, self.objective = stated.fairness, stated.objective
+        self.bound, self.bound_source = stated.bound, stated.bound_source
+        for place, one in enumerate(profiles, 1):
+            pool = stated.replace(member=place).record()
+            self.append(one.replace(requested={**one.requested, "pool": pool}))
 
     @property
     def gap(self) -> float | None:
@@ -161,8 +198,8 @@ def solve_pool(
         raise InputError(f"the fairness is {fairness!r}, expected 'sum' or 'worst'")
     if not members:
         raise InputError("the pool has no members; give at least one (scores, request, weight)")
-    given: Sequence[Any] = members  # a user may give anything
-    for place, one in enumerate(given, 1):
+    untyped: Sequence[Any] = members  # a user may give anything
+    for place, one in enumerate(untyped, 1):
         if not (isinstance(one, Sequence) and len(one) == 3 and isinstance(one[1], Mapping)):
             expected = "(scores, request, weight)"
             raise InputError(f"member {place} of the pool is {one_line(one, 60)}, not {expected}")
@@ -196,21 +233,27 @@ def solve_pool(
         one.profile(one.posed.problem.cost(part), chosen, time_limit) for one, part in parts
     ]
     values = [one.weight * profile.objective for one, profile in zip(read, profiles, strict=True)]
-    pool = Pool(profiles, fairness, _together(values, fairness), bound)
-    stated = {"memory": memory_bytes, "members": len(read), **vars(pool)}
-    stated |= {"weights": [one.weight for one in read], "floors": [one.floor for one in read]}
-    pool[:] = [
-        one.replace(requested={**one.requested, "pool": {**stated, "member": place}})
-        for place, one in enumerate(pool, 1)
-    ]
-    return pool
+    objective = _combined(values, fairness)
+    stated = PoolStatement(
+        memory=memory_bytes,
+        members=len(read),
+        weights=[one.weight for one in read],
+        floors=[one.floor for one in read],
+        fairness=fairness,
+        objective=objective,
+        bound=max(bound.value, objective),
+        bound_source=bound.source,
+        scales=[*bound.scales],
+        prices=[*bound.prices],
+    )
+    return Pool(profiles, stated)
 
 
 def verify_pool(
     profiles: Sequence[BudgetProfile | str | Path],
     scores: Sequence[ScoreProfile | str | Path],
 ) -> list[Check]:
-    """Recompute what the profiles of a pool state of it, from their score profiles alone.
+    """Recompute the statements of profiles about their pool, from their score profiles alone.
 
     `kvalloc.allocation.audit.verify` recomputes what each states of its own part.
 
@@ -233,30 +276,26 @@ def verify_pool(
         If they are not the profiles of one pool, or do not say what was requested.
     """
     loaded = [load_profile(one) for one in profiles]
-    pools: list[Any] = [one.requested.get("pool") for one in loaded]
     try:
-        order = sorted(range(len(pools)), key=lambda at: pools[at]["member"])
-        stated = {key: value for key, value in pools[order[0]].items() if key != "member"}
-        places, memory = [pools[at]["member"] for at in order], int(stated["memory"])
-        weights, floors = map(float, stated["weights"]), stated["floors"]
-        scales, prices = (tuple(map(float, stated[key])) for key in ("scales", "prices"))
+        every = [PoolStatement(**one.requested.get("pool", {})) for one in loaded]
+        order = sorted(range(len(loaded)), key=lambda at: every[at].member)
+        stated = every[order[0]]
+        memory, fairness, scales = stated.memory, stated.fairness, stated.scales
         members = [
-            _Member.again(loaded[at], load_scores(scores[at]), memory, *each)
-            for at, *each in zip(order, weights, floors, strict=True)
+            _Member.of_profile(loaded[at], load_scores(scores[at]), memory, weight, floor)
+            for at, weight, floor in zip(order, stated.weights, stated.floors, strict=True)
         ]
-        fairness, objective, bound = (stated[key] for key in ("fairness", "objective", "bound"))
-        objective, bound = float(objective), float(bound)
-        source = str(stated["bound_source"])
-        if places != [*range(1, len(pools) + 1)] or len(scales) != len(members):
+        places = [every[at].member for at in order]
+        if places != [*range(1, len(places) + 1)] or len(scales) != len(members):
             raise ValueError(f"members {places}")
-        if fairness not in get_args(Fairness) or not _can_prove(scales, members, fairness):
+        if not _can_prove(scales, members, fairness):
             raise ValueError(f"weights {scales} for the {fairness}")
-    except (TypeError, KeyError, ValueError, IndexError, AttributeError) as error:
+    except (InputError, TypeError, ValueError, IndexError) as error:
         raise InputError(
             f"these {len(loaded)} profiles are not one pool: {one_line(error, 80)}; give the "
             "folder that 'kvalloc solve' wrote, and the score profile of each member"
         ) from error
-    same = all({**one, "member": 0} == {**stated, "member": 0} for one in pools if one)
+    same = all(one.replace(member=stated.member) == stated for one in every)
     checks = [Check("pool", f"of {len(members)} members", "all say so" if same else "others", same)]
     parts = [at.requested["value"] for at in loaded]
     fits = sum(parts) <= memory
@@ -273,24 +312,25 @@ def verify_pool(
             kept = value >= one.floor - VALUE_TOLERANCE
             checks.append(Check(f"floor of {one.name}", repr(one.floor), repr(value), kept))
     weighed = [one.weight * value for one, value in zip(members, values, strict=True)]
-    reached = _together(weighed, fairness)
+    reached = _combined(weighed, fairness)
     slack = TOLERANCE * max(1.0, abs(reached))
-    close = abs(reached - objective) <= slack
-    checks.append(Check("objective", repr(objective), repr(reached), close))
+    close = abs(reached - stated.objective) <= slack
+    checks.append(Check("objective", repr(stated.objective), repr(reached), close))
     joint = _scaled(_joint(members, memory), members, np.array(scales))
     paid = _paid(members, scales)
-    proof = prove(joint, np.concatenate(choices), prices)
+    proof = prove(joint, np.concatenate(choices), tuple(stated.prices))
+    bound, source = stated.bound, stated.bound_source
     dual = max(proof.bound - paid, reached)
     proven = abs(bound - dual) <= slack
     beaten = bound < reached - slack or bool(proof.beating(joint, bound + paid))
     word = "" if proven or source == DUAL else f"; not proven again: {source}'s word"
     passed = not beaten and (proven or (source != DUAL and bound <= dual + slack))
-    found = "a better choice" if beaten else f"{dual!r} by duality{word}"
-    return [*checks, Check(BOUND, repr(bound), found, passed, proven)]
+    text = "a better choice" if beaten else f"{dual!r} by duality{word}"
+    return [*checks, Check(BOUND, repr(bound), text, passed, proven)]
 
 
-def _together(values: Sequence[float] | FloatArray, fairness: Fairness) -> float:
-    """Return what the values of all members make."""
+def _combined(values: Sequence[float] | FloatArray, fairness: Fairness) -> float:
+    """Return the value of the pool: the sum of its members' values, or the worst one."""
     return min(values) if fairness == "worst" else math.fsum(values)
 
 
@@ -343,18 +383,18 @@ class _Member:
         name = f"member {place} of the pool"
         if not isinstance(weight, int | float) or not 0 < weight < math.inf:
             raise InputError(f"{name} has the weight {weight!r}, expected a number above 0")
-        given = {key: value for key, value in keywords.items() if value is not None}
-        if unknown := sorted(given.keys() - RequestOptions.__annotations__.keys()):
+        options = {key: value for key, value in keywords.items() if value is not None}
+        if unknown := sorted(options.keys() - RequestOptions.__annotations__.keys()):
             raise InputError(
                 f"{name}: {no_such('option', unknown[0], RequestOptions.__annotations__)}"
             )
-        for key in sorted(given.keys() & _ALONE.keys()):
+        for key in sorted(options.keys() & _REFUSED.keys()):
             raise InputError(
-                f"{name} gives {option(key, given[key])}, and {_ALONE[key]}; leave it out"
+                f"{name} gives {option(key, options[key])}, and {_REFUSED[key]}; leave it out"
             )
-        target = Target.of(given) if given.keys() & _FLOORS else None
-        given = {key: value for key, value in given.items() if key not in _FLOORS}
-        request = Request.parse(**given, memory=memory)
+        target = Target.of(options) if options.keys() & _FLOORS else None
+        options = {key: value for key, value in options.items() if key not in _FLOORS}
+        request = Request.parse(**options, memory=memory)
         if request.objective == "worst":
             raise InputError(f"{name} asks for its worst unit, and {_ADDED}; leave it out")
         scores = load_scores(scores)
@@ -366,17 +406,22 @@ class _Member:
         return cls(name=name, posed=posed, weight=float(weight), target=target)
 
     @classmethod
-    def again(
-        cls, profile: BudgetProfile, scores: ScoreProfile, memory: int, weight: float, floor: Any
+    def of_profile(
+        cls,
+        profile: BudgetProfile,
+        scores: ScoreProfile,
+        memory: int,
+        weight: float,
+        floor: float | None,
     ) -> _Member:
-        """Return the member whose part a profile is."""
+        """Return the member of a profile of the pool."""
         profile.shape.require_same_model(scores.shape)
         request = Request.read(profile, "a profile of the pool")
         request = replace(request, target=Target.of({"memory": memory}))
         target = None
         if floor is not None:
-            value, by_loss = float(floor), request.objective == "loss"
-            target = Target.of({"target_loss": -value} if by_loss else {"target_retention": value})
+            by_loss = request.objective == "loss"
+            target = Target.of({"target_loss": -floor} if by_loss else {"target_retention": floor})
         return cls(
             name=f"member {profile.requested['pool']['member']} of the pool",
             posed=pose(scores, request),
@@ -391,7 +436,7 @@ class _Member:
 
     @property
     def beside_bytes(self) -> int:
-        """Bytes of its peak beside what is kept."""
+        """Bytes of its peak beside the kept entries."""
         return self.peak_bytes(0)
 
     @property
@@ -411,8 +456,8 @@ class _Member:
         problem = self.posed.problem
         if whole or not self.extra_bytes:
             return problem
-        less, every = self.posed.curves.costs.everything - 1, tuple(range(problem.n_units))
-        cap = GroupCap(name="all layers", units=every, capacity_bytes=less)
+        less, units = self.posed.curves.costs.everything - 1, tuple(range(problem.n_units))
+        cap = GroupCap(name="all layers", units=units, capacity_bytes=less)
         return problem.replace(constraints=(*problem.constraints, cap))
 
     def least_peak(self, solver: Solver, seconds: float) -> int:
@@ -441,7 +486,7 @@ class _Member:
         raise InfeasibleError(f"the floor of {self.name}: {never}", nearest=never.nearest)
 
     def profile(self, cost: int, solver: Solver, time_limit: float | None) -> BudgetProfile:
-        """Return what is decided for its part of the memory, which a choice of a cost takes."""
+        """Return the decision for its part of the memory, which a choice of a cost takes."""
         request = self.posed.request
         _, target = request.target.nearest(cost, self.posed.curves.costs)
         part = pose(self.posed.curves.scores, replace(request, target=target))
@@ -450,7 +495,7 @@ class _Member:
 
 _FLOORS = frozenset({"target_retention", "target_loss"})
 _ADDED = "the members' values add up"
-_ALONE = {
+_REFUSED = {
     **dict.fromkeys(("budget", "budget_tokens", "memory"), "the memory of the pool is its size"),
     "max_distinct": _ADDED,
 }
@@ -458,10 +503,10 @@ _ALONE = {
 
 def _able(members: Sequence[_Member], memory: int) -> list[int]:
     """Return the members that can be whole where the others have their smallest budgets."""
-    least = [one.peak_bytes(one.posed.problem.min_cost_bytes) for one in members]
+    smallest = [one.peak_bytes(one.posed.problem.min_cost_bytes) for one in members]
     whole = [one.peak_bytes(one.posed.problem.max_cost_bytes) for one in members]
-    room = memory - sum(least)
-    return [at for at in range(len(members)) if whole[at] - least[at] <= room]
+    room = memory - sum(smallest)
+    return [at for at in range(len(members)) if whole[at] - smallest[at] <= room]
 
 
 def _joint(
@@ -531,8 +576,8 @@ def _best(search: _Search) -> tuple[IntArray, Bound]:
     choice, bound = search.weighted(scales)
     if all(keeps(choice, at) for at in floors):
         return choice, bound
-    least = search.cheapest(floors)
-    choices = [least, search.solved(_above(joint, least)).choice + least]
+    cheapest = search.cheapest(floors)
+    choices = [cheapest, search.solved(_above(joint, cheapest)).choice + cheapest]
     for at in [*floors] * SWEEPS:
         low, high = 0.0, MAX_POWER
         for _ in range(HALVINGS):
@@ -550,14 +595,14 @@ def _best(search: _Search) -> tuple[IntArray, Bound]:
 
 
 def _fairest(search: _Search) -> tuple[IntArray, Bound]:
-    """Return the choice whose worst member keeps the most, and a bound on what it can keep."""
+    """Return the choice with the best worst member, and a bound on the value of that member."""
     joint, members, deadline = search.joint, search.members, search.deadline
     weights = np.full(len(members), 1.0 / len(members))
     choice, bound = search.weighted(weights)
     choices = [choice]
     for _ in range(WEIGHINGS):  # cutting planes (Kelley, 1960)
-        weights, least = _least_weights(np.array([search.values(one) for one in choices]))
-        if bound.value <= least + VALUE_TOLERANCE or time.monotonic() > deadline:
+        weights, value = _least_weights(np.array([search.values(one) for one in choices]))
+        if bound.value <= value + VALUE_TOLERANCE or time.monotonic() > deadline:
             break
         choice, proven = search.weighted(weights)
         choices.append(choice)
@@ -573,7 +618,7 @@ def _fairest(search: _Search) -> tuple[IntArray, Bound]:
             low = search.values(best).min()
         except InfeasibleError:
             high = middle
-    more = search.solved(_above(joint, best)).choice + best  # what is left goes to all
+    more = search.solved(_above(joint, best)).choice + best  # the rest goes to all
     return (more if search.values(more).min() >= low else best), bound
 
 
@@ -594,7 +639,7 @@ def _least_weights(values: FloatArray) -> tuple[FloatArray, float]:
     from scipy.optimize import linprog
 
     count = values.shape[1]
-    found = linprog(
+    answer = linprog(
         np.append(np.zeros(count), 1.0),
         A_ub=np.column_stack([values, -np.ones(len(values))]),
         b_ub=np.zeros(len(values)),
@@ -602,12 +647,12 @@ def _least_weights(values: FloatArray) -> tuple[FloatArray, float]:
         b_eq=[1.0],
         bounds=[(0, None)] * count + [(None, None)],
     )
-    weights = np.maximum(found.x[:-1], 0.0)
-    return weights / weights.sum(), float(found.x[-1])
+    weights = np.maximum(answer.x[:-1], 0.0)
+    return weights / weights.sum(), float(answer.x[-1])
 
 
 class _Search:
-    """What is tried to split a memory: each choice is one of the problem of all members.
+    """A search for the best split of a memory among the choices of all members.
 
     Parameters
     ----------
@@ -652,7 +697,7 @@ class _Search:
         if not choices:
             raise InfeasibleError("no choice was found that fits with what is kept whole")
         weights = np.array([one.weight for one in self.members])
-        return max(choices, key=lambda one: _together(weights * self.values(one), fairness))
+        return max(choices, key=lambda one: _combined(weights * self.values(one), fairness))
 
     def too_small(self, error: InfeasibleError) -> InfeasibleError:
         """Return the error that names a memory that is enough, or a floor that is kept in none."""
@@ -675,7 +720,6 @@ class _Search:
     def weighted(self, scales: FloatArray) -> tuple[IntArray, Bound]:
         """Return the best choice with scaled weights of the members, and the bound it proves."""
         answer = self.solved(_scaled(self.joint, self.members, scales))
-        assert answer.bound is not None  # a bound by duality at least
         value = answer.bound - _paid(self.members, scales.tolist())
         used = tuple(scales.tolist())
         return answer.choice, Bound(value, answer.bound_source, used, answer.prices)
@@ -693,19 +737,13 @@ class _Search:
             if at in floors:
                 part = self.solved(one.problem(at in self.able).with_target(floors[at])).choice
             parts.append(part)
-        least = np.concatenate(parts)
-        if self.joint.cost(least) > (self.joint.capacity_bytes or 0):
+        cheapest = np.concatenate(parts)
+        if self.joint.cost(cheapest) > (self.joint.capacity_bytes or 0):
             raise InfeasibleError(f"no choice was found that keeps {len(floors)} floors")
-        return least
+        return cheapest
 
 
-def _above(joint: AllocationProblem, least: IntArray) -> AllocationProblem:
-    """Return the problem without the options that are smaller than those of a choice."""
-    columns = np.minimum(least[:, None] + np.arange(joint.n_options), joint.last_options[:, None])
-    arrays = {name: getattr(joint, name) for name in ("tokens", "values", "costs", "bits")}
-    kept = {
-        name: np.take_along_axis(array, columns, axis=1)
-        for name, array in arrays.items()
-        if array is not None
-    }
-    return joint.replace(**kept, option_counts=joint.option_counts - least)
+def _above(joint: AllocationProblem, floors: IntArray) -> AllocationProblem:
+    """Return the problem without the options below a choice."""
+    columns = np.minimum(floors[:, None] + np.arange(joint.n_options), joint.last_options[:, None])
+    return joint.with_options(columns, joint.option_counts - floors)

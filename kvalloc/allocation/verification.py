@@ -49,8 +49,10 @@ class CheckedSolution(Solution):
 
     Attributes
     ----------
+    bound : float
+        No choice is better than this.
     value : float
-        Weighted value of the choice, whatever the sense.
+        Weighted value of the choice, in either sense.
     cost_bytes : int
         Cost of the choice.
     bound_source : str
@@ -61,6 +63,7 @@ class CheckedSolution(Solution):
         Wall time of the solver alone.
     """
 
+    bound: float
     value: float
     cost_bytes: int
     bound_source: str
@@ -94,8 +97,8 @@ def solve_problem(
     InfeasibleError
         If no choice can meet the capacity or the target.
     SolverError
-        If the solver refuses the problem, fails, hangs beyond its time limit, or reports what is
-        not true.
+        If the solver refuses the problem, fails, hangs beyond its time limit, or makes a claim that
+        is not true.
     """
     check_time_limit(time_limit_seconds)
     patience = None if time_limit_seconds is None else 2 * time_limit_seconds + GRACE_SECONDS
@@ -107,20 +110,46 @@ def solve_problem(
     solution = _guarded(
         solver, patience, solver.solve, problem, time_limit_seconds=time_limit_seconds
     )
-    seconds = time.perf_counter() - start
+    return checked(problem, solution, solver.name, time.perf_counter() - start)
+
+
+def checked(
+    problem: AllocationProblem, solution: Solution, name: str, seconds: float
+) -> CheckedSolution:
+    """Compute every claim of a solver's answer again.
+
+    Parameters
+    ----------
+    problem : AllocationProblem
+    solution : Solution
+        Its answer.
+    name : str
+        The solver's name.
+    seconds : float
+        Wall time of the solver.
+
+    Returns
+    -------
+    CheckedSolution
+
+    Raises
+    ------
+    SolverError
+        If a claim is not true.
+    """
     if fault := _claims_fault(problem, solution):
-        raise SolverError(f"the solver {solver.name} {fault}")
+        raise SolverError(f"the solver {name} {fault}")
     choice, objective = solution.choice, problem.objective(solution.choice)
     proof = prove(problem, choice, solution.prices)
     bound, source = proof.bound, DUAL
     if solution.bound is not None:
         if known := proof.beating(problem, solution.bound):
             raise SolverError(
-                f"the solver {solver.name} reports a bound of {solution.bound:.9g}, but a choice "
+                f"the solver {name} reports a bound of {solution.bound:.9g}, but a choice "
                 f"of {known[0]:.9g} exists"
             )
         if problem.is_better(bound, solution.bound, PROOF_TOLERANCE):
-            bound, source = solution.bound, solution.decided_by or solver.name
+            bound, source = solution.bound, solution.decided_by or name
     if abs(bound - objective) <= PROOF_TOLERANCE * max(1.0, abs(objective)):
         bound = objective
     return CheckedSolution(
@@ -132,7 +161,7 @@ def solve_problem(
         bound_source=source,
         termination=solution.termination,
         detail=" ".join(solution.detail.split()),
-        decided_by=solution.decided_by or solver.name,
+        decided_by=solution.decided_by or name,
         prices=proof.prices,
         multiplier=proof.multiplier,
         seconds=seconds,
@@ -152,7 +181,7 @@ def _guarded(
     *args: Any,
     **options: Any,
 ) -> T:
-    """Call into a solver, and turn whatever goes wrong there into a `SolverError`."""
+    """Call into a solver, and turn any failure there into a `SolverError`."""
     ours = type(solver).__module__.startswith("kvalloc.")
     try:
         if ours or patience_seconds is None:
@@ -253,9 +282,9 @@ def _claims_fault(problem: AllocationProblem, solution: Any) -> str:
             f"returned a choice of {choice.dtype} shaped {choice.shape}, expected whole numbers "
             f"shaped ({problem.n_units},)"
         )
-    beyond = (choice < 0) | (choice >= problem.option_counts)
-    if np.any(beyond):
-        unit = int(np.argmax(beyond))
+    unknown = (choice < 0) | (choice >= problem.option_counts)
+    if np.any(unknown):
+        unit = int(np.argmax(unknown))
         options = int(problem.option_counts[unit])
         return f"chose option {int(choice[unit])} of unit {unit}, which has {options}"
     cost, value = problem.cost(choice), problem.objective_value(choice)
@@ -314,7 +343,7 @@ def prove(problem: AllocationProblem, choice: IntArray, prices: tuple[float, ...
     ----------
     problem : AllocationProblem
     choice : ndarray of int64, (n_units,)
-        What is claimed to be good: the dual at its own price is tried before the best price.
+        A choice that is claimed to be good: the dual at its own price is tried before the best one.
     prices : tuple of float
         Prices of the capacity and of each cap that may prove more than kvalloc's own, which leave
         caps out. Any prices give a bound that holds.
@@ -341,18 +370,8 @@ def prove(problem: AllocationProblem, choice: IntArray, prices: tuple[float, ...
     if problem.constraints and equal.can_solve(problem) is True:
         with contextlib.suppress(KVAllocError):  # no equal budgets fit
             choices.append(equal.solve(problem).choice)
-    feasible = (
-        choice
-        for choice in choices
-        if problem.side_fault(choice) is None
-        and problem.meets_target(problem.objective_value(choice))
-    )
-    return Proof(
-        bound=bound,
-        prices=used,
-        multiplier=dual.multiplier,
-        known=tuple(problem.objective(choice) for choice in feasible),
-    )
+    known = tuple(problem.objective(one) for one in choices if problem.satisfies(one))
+    return Proof(bound=bound, prices=used, multiplier=dual.multiplier, known=known)
 
 
 def are_prices(problem: AllocationProblem, prices: tuple[float, ...]) -> bool:

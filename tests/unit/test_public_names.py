@@ -84,15 +84,3 @@ def test_a_loaded_model_and_an_applied_one_are_a_line():
     applied.remove()
     share = f"asked for 20.0%, {applied.last_cache.share:.1%} of a cache at 16 bits, "
     assert repr(applied).startswith(f"Applied(LlamaForCausalLM, removed; last cache: {share}")
-
-
-def test_what_compare_returns_is_a_table_of_a_hundred_columns():
-    names = ["uniform", "greedy", "adaptive_head"]
-    attempts = kvalloc.compare(make_scores(0), solvers=names, budget="40%")
-    head, first, second, refused = repr(attempts).splitlines()
-    assert head.split() == ["solver", "share", "retention", "loss", "gap", "seconds", "ended"]
-    best = attempts[0].profile
-    assert first.split()[:3] == ["greedy", f"{best.share:.1%}", f"{best.retention:.4f}"]
-    assert second.startswith("uniform")
-    assert refused.startswith("adaptive_head  decides single KV heads, not whole layers; use level")
-    assert max(map(len, repr(attempts).splitlines())) <= 100

@@ -12,7 +12,7 @@ from kvalloc.allocation.decision import solve
 from kvalloc.allocation.formulation import formulate
 from kvalloc.allocation.frontier import frontier
 from kvalloc.allocation.request import Request
-from kvalloc.allocation.sensitivity import limits_of, price_at
+from kvalloc.allocation.sensitivity import MIB, limits_of, price_at
 from kvalloc.allocation.verification import solve_problem
 from kvalloc.errors import InputError, KVAllocError
 from kvalloc.formats.budget_profile import BudgetProfile
@@ -42,7 +42,7 @@ def test_one_step_more_buys_what_the_price_says(seed, cap):
     answer = solve_problem(problem.with_capacity(spent), AUTO)
     price = price_at(problem, answer.choice)
     gained = value_with(problem, spent + step) - answer.value
-    assert price.value_per_byte * step == pytest.approx(gained, rel=1e-9, abs=1e-15)
+    assert price.value_per_mib / MIB * step == pytest.approx(gained, rel=1e-9, abs=1e-15)
     assert price.source == "the next entry"
 
 
@@ -52,9 +52,9 @@ def test_a_full_cap_makes_its_units_worth_nothing():
     problem = make_problem(values, capacity=2, constraints=(cap,))
     choice = np.array([1, 0])
     price = price_at(problem, choice)
-    assert price.value_per_byte == pytest.approx(0.1)
+    assert price.value_per_mib == pytest.approx(0.1 * MIB)
     free = price_at(dataclasses.replace(problem, constraints=()), choice)
-    assert free.value_per_byte == pytest.approx(0.4)
+    assert free.value_per_mib == pytest.approx(0.4 * MIB)
 
 
 def test_a_target_is_priced_by_what_it_costs():
@@ -72,7 +72,7 @@ def test_what_is_not_concave_is_priced_by_its_dual():
         problem = tiny_problem("losses", seed=3, sense=sense)
         price = price_at(problem, solve_problem(problem, AUTO).choice)
         assert price.source == "dual"
-        assert price.value_per_byte == dual_bound(problem).multiplier
+        assert price.value_per_mib == dual_bound(problem).multiplier * MIB
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -82,7 +82,8 @@ def test_the_worst_unit_is_priced_by_a_hundredth_more(seed):
     price = price_at(problem, answer.choice)
     more = solve_problem(problem.with_target(answer.value + 0.01), AUTO)
     gained = more.value - answer.value
-    assert price.value_per_byte == pytest.approx(gained / (more.cost_bytes - answer.cost_bytes))
+    spent = more.cost_bytes - answer.cost_bytes
+    assert price.value_per_mib == pytest.approx(gained / spent * MIB)
 
 
 @pytest.mark.parametrize("context", range(20, 36))
@@ -137,7 +138,7 @@ def test_everything_kept_leaves_nothing_to_buy(tmp_path):
     assert (again.value_per_mib, again.price_source) == (0.0, "the next entry")
     only = make_problem([[0.5]] * 2, capacity=0)
     price = price_at(only, np.zeros(2, dtype=np.int64))
-    assert price.value_per_byte == 0.0
+    assert price.value_per_mib == 0.0
 
 
 # Which limits bind, what they are worth, and where that holds, beside solving again
