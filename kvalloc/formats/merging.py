@@ -24,8 +24,7 @@ _ASIDE = "set_aside"
 def merge(parts: Sequence[str | Path], output: str | Path) -> ScoreProfile:
     """Merge the parts of a measurement that ``kvalloc profile --shard`` made.
 
-    The file is the one that an unbroken measurement writes, byte for byte, in whatever order the
-    parts are given.
+    The file equals that of an unbroken measurement, byte for byte, in any order of the parts.
 
     Parameters
     ----------
@@ -72,7 +71,7 @@ def merge(parts: Sequence[str | Path], output: str | Path) -> ScoreProfile:
 def _shared(part: ScoreProfile) -> dict[str, Any]:
     """Return what all parts of a measurement share: fields, shapes, and arrays of no sample."""
     shared = part.header()
-    del shared["shard"]
+    shared["the number of shards"] = shared.pop("shard")[1]
     for name in ScoreProfile.array_fields():
         array = getattr(part, name)
         if array is None:
@@ -87,17 +86,17 @@ def _shared(part: ScoreProfile) -> dict[str, Any]:
 def check_given(parts: Sequence[str | Path], output: str | Path) -> None:
     """Refuse an empty list of parts, a part given twice, and an output that cannot be written."""
     check_writable(output)
-    given = [os.path.realpath(path) for path in parts]
-    if not given:
+    real = [os.path.realpath(path) for path in parts]
+    if not real:
         raise InputError("there is nothing to merge; name the files of the parts")
-    if twice := [path for path in given if given.count(path) > 1]:
+    if twice := [path for path in real if real.count(path) > 1]:
         raise InputError(f"{twice[0]} is given twice; give each part once")
 
 
 def check_fields(
     paths: tuple[str | Path, str | Path], one: Mapping[str, Any], other: Mapping[str, Any]
 ) -> None:
-    """Refuse two parts whose headers differ; names the first field and both values."""
+    """Refuse two parts with different headers; name the first field and both values."""
     for name in [*one, *other]:
         before, now = one.get(name), other.get(name)
         if name in (*_MAY_DIFFER, _ASIDE) or before == now:
@@ -105,25 +104,16 @@ def check_fields(
         if isinstance(before, dict) and isinstance(now, dict):
             key = next(key for key in [*before, *now] if before.get(key) != now.get(key))
             name, before, now = f"{name}.{key}", before.get(key), now.get(key)
-        raise apart(paths, name, before, now)
-
-
-def apart(
-    paths: tuple[str | Path, str | Path], name: str, before: object, now: object
-) -> InputError:
-    """Return the error for two parts of different measurements."""
-    return InputError(
-        f"{paths[0]} and {paths[1]} are no parts of one measurement: {one_line(name, 60)} is "
-        f"{one_line(before, 60)} in the first and {one_line(now, 60)} in the second"
-    )
+        raise InputError(
+            f"{paths[0]} and {paths[1]} are no parts of one measurement: {one_line(name, 60)} is "
+            f"{one_line(before, 60)} in the first and {one_line(now, 60)} in the second"
+        )
 
 
 def _check_shards(paths: Sequence[str | Path], shards: Sequence[tuple[int, int]]) -> None:
-    """Refuse shards one of which is there twice, or missing."""
+    """Refuse a shard that is there twice, and missing ones."""
     (_, of), known = shards[0], dict[int, str | Path]()
-    for path, (number, n_shards) in zip(paths, shards, strict=True):
-        if n_shards != of:
-            raise apart((paths[0], path), "the number of shards", of, n_shards)
+    for path, (number, _) in zip(paths, shards, strict=True):
         if number in known:
             raise InputError(
                 f"{known[number]} and {path} overlap: both are shard {number} of {of}; give each "

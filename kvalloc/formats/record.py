@@ -60,9 +60,9 @@ def require(holds: bool | np.bool_, field: str, found: object, expected: str) ->
     field : str
         The field that is wrong, or "" for the one that is validated.
     found : object
-        What it is.
+        Value that it has.
     expected : str
-        What it should be.
+        Value that it should have.
     """
     if not holds:
         context = {"field": field, "found": found, "expected": expected}
@@ -73,12 +73,6 @@ def require_shape(field: str, array: npt.NDArray[Any], shape: tuple[int, ...]) -
     """Refuse an array of another shape, as `require` does."""
     found, expected = f"{array.dtype} shaped {array.shape}", f"{array.dtype} shaped {shape}"
     require(array.shape == shape, field, found, expected)
-
-
-def require_none(*fields: str, values: Sequence[object]) -> None:
-    """Refuse some of the fields that go together where another one is missing."""
-    missing = all(value is None for value in values)
-    require(missing, ", ".join(fields), "one without the other", "both or neither")
 
 
 class ArrayOf:
@@ -310,7 +304,7 @@ class FileRecord(Record):
     def check_digest(
         cls, path: str | Path, stated: Any, digest: Callable[[dict[str, Any]], str]
     ) -> None:
-        """Raise a `ProfileFileError` unless a file's digest is that of its content."""
+        """Raise a `ProfileFileError` unless a file's digest matches its content."""
         found = stated.get("digest", "missing")
         content = {name: value for name, value in stated.items() if name != "digest"}
         try:
@@ -390,7 +384,7 @@ class FileRecord(Record):
 
 
 class MeasuredHeader(FileRecord):
-    """Header of a safetensors file of what was measured on samples of text."""
+    """Header of a safetensors file of a measurement on samples of text."""
 
     METADATA: ClassVar[str] = "kvalloc"
     OPTIONAL: ClassVar[tuple[str, ...]] = ("set_aside",)

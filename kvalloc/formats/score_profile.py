@@ -22,7 +22,6 @@ from kvalloc.formats.record import (
     MeasuredHeader,
     Record,
     require,
-    require_none,
     require_shape,
 )
 
@@ -178,7 +177,7 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
 
     @property
     def samples_text(self) -> str:
-        """How many samples there are, for people."""
+        """Number of samples, for people."""
         return "1 sample" if self.n_samples == 1 else f"{self.n_samples:,} samples"
 
     @cached_property
@@ -221,7 +220,7 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
 
     @property
     def part_text(self) -> str:
-        """Which shard a part of a measurement is, and a comma; empty for a whole one."""
+        """Shard that a part of a measurement is, and a comma; empty for a whole measurement."""
         return "" if self.shard is None else "shard {} of {}, ".format(*self.shard)
 
     @property
@@ -303,8 +302,9 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
         """
         levels, widths, losses = self.loss_tokens, self.loss_bits, self.losses
         if levels is None or widths is None or losses is None:
-            names = "loss_tokens", "loss_bits", "losses"
-            require_none(*names, values=(levels, widths, losses))
+            none = levels is None and widths is None and losses is None
+            names = "loss_tokens, loss_bits, losses"
+            require(none, names, "one without the other", "both or neither")
             expected = "losses that it belongs to"
             require(not self.loss_method, "loss_method", self.loss_method, expected)
             return

@@ -34,14 +34,6 @@ SHIPPED: dict[type[Any], str] = {
 KINDS = (ScoreProfile, BudgetProfile, Evaluation)
 """What is read from any file."""
 
-_FOREIGN = {
-    b"\x89PNG": "a PNG picture",
-    b"PK\x03\x04": "a ZIP archive",
-    b"<": "HTML or SVG",
-    b"{": "JSON of another kind, or cut short",
-}
-"""Files of others by their first bytes."""
-
 
 def shipped_profiles() -> list[str]:
     """Return the names of the budget profiles that ship with kvalloc, sorted."""
@@ -55,8 +47,8 @@ def shipped_fitted() -> list[str]:
 
 def _shipped(kind: type[Any]) -> list[str]:
     ending = SHIPPED[kind]
-    every = (entry.name for entry in resources.files(PACKAGE).iterdir())
-    return sorted(name.removesuffix(ending) for name in every if name.endswith(ending))
+    names = (entry.name for entry in resources.files(PACKAGE).iterdir())
+    return sorted(name.removesuffix(ending) for name in names if name.endswith(ending))
 
 
 def load_profile(source: BudgetProfile | str | Path) -> BudgetProfile:
@@ -83,7 +75,7 @@ def load_profile(source: BudgetProfile | str | Path) -> BudgetProfile:
 
 
 def load_scores(source: ScoreProfile | str | Path) -> ScoreProfile:
-    """Load a score profile from a file, from the hub, or that of a fitted file.
+    """Load a score profile from a file, from the hub, or from a fitted file.
 
     Parameters
     ----------
@@ -237,8 +229,9 @@ def _foreign(path: Path) -> str:
         raise InputError(f"cannot read {path} ({error.strerror})") from error
     if not start:
         return "empty"
-    known = (text for magic, text in _FOREIGN.items() if start.lstrip().startswith(magic))
-    return next(known, f"none of kvalloc's ({start[:20]!r}...)")
+    if start.lstrip().startswith(b"{"):
+        return "JSON of another kind, or cut short"
+    return f"none of kvalloc's ({start[:20]!r}...)"
 
 
 def fitted_folder() -> Path:
