@@ -242,7 +242,6 @@ def stacked(
         weights=weights,
         layers=np.repeat(np.arange(n_units // heads), heads),
         heads=np.tile(np.arange(heads), n_units // heads),
-        sense=sense,
         capacity_bytes=capacity if maximise else None,
         target=None if maximise else RETENTION,
         context_tokens=int(tokens[-1]),

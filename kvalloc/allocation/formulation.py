@@ -12,7 +12,7 @@ from kvalloc.allocation.curves import RequestCurves, check_losses
 from kvalloc.allocation.request import LayerCap, Request
 from kvalloc.errors import InfeasibleError, InputError, option
 from kvalloc.formats.score_profile import ScoreProfile
-from kvalloc.problem import Aggregate, AllocationProblem, GroupCap, Sense, SideConstraint, Solver
+from kvalloc.problem import Aggregate, AllocationProblem, GroupCap, SideConstraint, Solver
 from kvalloc.problem.constraints import MaxDistinct
 from kvalloc.problem.dominance import undominated
 from kvalloc.shape import ModelShape
@@ -160,16 +160,14 @@ def problem_of(curves: RequestCurves) -> AllocationProblem:
     full_layers = np.asarray(shape.full_layers, dtype=np.int64)
     layers = np.repeat(full_layers, shape.n_kv_heads // heads_per_unit)
     heads = np.tile(np.arange(shape.n_kv_heads), len(shape.full_layers))
-    target = request.target.needed_value
     capacity = request.target.capacity(costs, floor_cost=int(options["costs"][:, 0].sum()))
     return AllocationProblem(
         **options,
         layers=layers,
         heads=heads.astype(np.int64) if request.level == "head" else np.full(layers.size, -1),
-        sense=Sense.MAX_VALUE if target is None else Sense.MIN_COST,
         aggregate=Aggregate.WORST if request.objective == "worst" else Aggregate.SUM,
         capacity_bytes=capacity,
-        target=target,
+        target=request.target.needed_value,
         context_tokens=curves.context_tokens,
         protected_tokens=curves.scores.protected_tokens,
         constraints=_constraints(request, shape, layers, costs.sliding_layer_bytes),

@@ -42,7 +42,6 @@ from kvalloc.formats.shipped_profiles import load_profile, load_scores
 from kvalloc.problem import (
     AllocationProblem,
     GroupCap,
-    Sense,
     Solver,
     deadline_after,
 )
@@ -548,7 +547,6 @@ def _joint(
         weights=weights,
         layers=np.concatenate([p.layers + at for p, at in zip(problems, layers, strict=True)]),
         heads=np.concatenate([one.heads for one in problems]),
-        sense=Sense.MAX_VALUE,
         capacity_bytes=memory - extra - sum(one.beside_bytes for one in members),
         context_tokens=max(one.context_tokens for one in problems),
         protected_tokens=min(one.protected_tokens for one in problems),

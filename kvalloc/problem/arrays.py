@@ -150,14 +150,12 @@ class AllocationProblem:
         Weight of each unit's value in the objective.
     layers, heads : ndarray of int64, (n_units,)
         Which layer and KV head a unit is; head -1 means all heads of the layer.
-    sense : Sense
-        Maximise value or minimise cost.
     aggregate : Aggregate
         The value is the sum over units, or the worst unit's.
     capacity_bytes : int or None
-        Bytes available to the units (MAX_VALUE).
+        Bytes available to the units; the value is maximised within them.
     target : float or None
-        Value to reach (MIN_COST).
+        Value to reach instead; the cost is minimised.
     context_tokens, protected_tokens : int
         Context the options are for; sinks plus window inside every option.
     constraints : tuple of SideConstraint
@@ -187,7 +185,7 @@ class AllocationProblem:
     ------
     InputError
         If arrays do not fit each other, a unit has no option, values are not finite, costs do not
-        rise, or sense, capacity and target contradict each other.
+        rise, or there is not one of capacity and target.
     """
 
     tokens: IntArray
@@ -198,7 +196,6 @@ class AllocationProblem:
     weights: FloatArray
     layers: IntArray
     heads: IntArray
-    sense: Sense
     aggregate: Aggregate = Aggregate.SUM
     capacity_bytes: int | None = None
     target: float | None = None
@@ -249,11 +246,16 @@ class AllocationProblem:
 
     def with_capacity(self, capacity_bytes: int) -> AllocationProblem:
         """Return the same units under another capacity, maximising value."""
-        return self.replace(sense=Sense.MAX_VALUE, capacity_bytes=capacity_bytes, target=None)
+        return self.replace(capacity_bytes=capacity_bytes, target=None)
 
     def with_target(self, target: float) -> AllocationProblem:
         """Return the same units with a target to reach at minimal cost."""
-        return self.replace(sense=Sense.MIN_COST, capacity_bytes=None, target=target)
+        return self.replace(capacity_bytes=None, target=target)
+
+    @property
+    def sense(self) -> Sense:
+        """Goal: the most value within the capacity, or the least cost for the target."""
+        return Sense.MAX_VALUE if self.target is None else Sense.MIN_COST
 
     def _check(self, changed: Set[str]) -> None:
         """Refuse impossible fields; arrays are checked only where one of them changed."""
@@ -264,11 +266,8 @@ class AllocationProblem:
             for name in _ARRAYS:  # a solver must not change what its answer is checked against
                 if (array := getattr(self, name)) is not None:
                     array.flags.writeable = False
-        maximises, has_target = self.sense is Sense.MAX_VALUE, self.target is not None
-        if maximises and (self.capacity_bytes is None or has_target):
-            raise InputError("a problem that maximises value needs a capacity and no target")
-        if not maximises and (self.capacity_bytes is not None or not has_target):
-            raise InputError("a problem that minimises cost needs a target and no capacity")
+        if (self.capacity_bytes is None) == (self.target is None):
+            raise InputError("a problem needs a capacity or a target; give one of them")
         if self.target is not None and not math.isfinite(self.target):
             raise InputError(f"the target is {self.target}, expected a finite number")
         floors, room = self.min_cost_bytes, self.max_cost_bytes - self.min_cost_bytes

@@ -171,7 +171,6 @@ def _made(
         weights=weights,
         layers=np.repeat(np.arange(n_layers), heads.size),
         heads=np.tile(heads, n_layers),
-        sense=Sense.MAX_VALUE,
         aggregate=aggregate,
         capacity_bytes=int(np.iinfo(np.int32).max),
         context_tokens=int(tokens.max()),

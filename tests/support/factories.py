@@ -13,7 +13,7 @@ from kvalloc.allocation.request import Request
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.formats.evaluation import Evaluation
 from kvalloc.formats.score_profile import ScoreProfile
-from kvalloc.problem import AllocationProblem, Sense
+from kvalloc.problem import AllocationProblem
 from kvalloc.shape import ModelShape
 
 Array = npt.NDArray[Any]
@@ -168,7 +168,6 @@ def make_problem(
         "weights": [1.0] * n_units,
         "layers": range(n_units),
         "heads": [-1] * n_units,
-        "sense": Sense.MAX_VALUE if target is None else Sense.MIN_COST,
         "capacity_bytes": capacity,
         "target": target,
         "context_tokens": int(tokens.max()),

@@ -36,7 +36,6 @@ def large(sense=Sense.MAX_VALUE, *sides):
         weights=np.full(n, 1 / n),
         layers=np.repeat(np.arange(n // 4), 4),
         heads=np.tile(np.arange(4), n // 4),
-        sense=Sense.MAX_VALUE,
         capacity_bytes=n * N * 512 // 5,
         context_tokens=N + 8,
         protected_tokens=8,

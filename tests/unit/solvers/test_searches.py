@@ -13,7 +13,6 @@ from kvalloc.allocation.verification import solve_problem
 from kvalloc.errors import InfeasibleError, InputError, SolverError
 from kvalloc.problem import (
     GroupCap,
-    Sense,
     Termination,
     dual_bound,
     registry,
@@ -91,7 +90,6 @@ def test_what_is_not_needed_for_a_target_goes_back():
         costs=np.array([[1, 2, 3], [1, 11, 12], [1, 21, 41]]),
         capacity_bytes=None,
         target=9.0,
-        sense=Sense.MIN_COST,
     )
     assert Hull().solve(problem).choice.tolist() == [0, 1, 0]
 
