@@ -1,8 +1,8 @@
-"""One profiling job: what decides its numbers, and what is done already."""
+"""One profiling job: everything that decides its numbers, and the samples done already."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -26,7 +26,7 @@ MEASURED_LAYERS = 20
 
 
 Measured = dict[str, FloatArray]
-"""What one sample gave, by name; see `Job.sizes`."""
+"""Arrays of one sample by name; see `Job.sizes`."""
 
 
 class Steps:
@@ -58,10 +58,8 @@ def measured_samples(
     *,
     sample_steps: int,
     sizes: Mapping[str, tuple[int, ...]] | None = None,
-) -> Iterator[tuple[int, Mapping[str, Any] | Failed]]:
-    """Yield what each sample gave, by its place and in order; or why it failed by itself.
-
-    A sample that is in the checkpoint is not measured again.
+) -> tuple[dict[int, Measured], dict[int, Failed]]:
+    """Measure the samples that the checkpoint does not have.
 
     Parameters
     ----------
@@ -69,40 +67,42 @@ def measured_samples(
     measure : callable
         Measures the sample of a place, as `Engine.run` calls it.
     places : sequence of int
-        Of the samples.
+        Places of the samples.
     kept : Checkpoint or None
-        Where finished samples are kept.
+        Keeps finished samples.
     steps : Steps
     sample_steps : int
         Steps of one sample.
     sizes : mapping, optional
         Shapes that the arrays of a kept sample must have.
+
+    Returns
+    -------
+    measured : dict of int to Measured
+        Arrays of each sample by its place, in order: workers finish in any order.
+    failed : dict of int to Failed
+        Why the other samples failed by themselves.
     """
-
-    def finished() -> Iterator[tuple[int, Mapping[str, Any] | Failed]]:
-        """Yield the samples as they come: workers finish in any order."""
-        left: dict[int, int] = {}
-        for place in places:
-            piece = None if kept is None else kept.load(_name(place), sizes)
-            if piece is None:
-                left[place] = place
-            else:
-                steps.advance(sample_steps)
-                yield place, piece
-        for place, result in engine.run(measure, left, steps.advance):
-            if kept is not None and not isinstance(result, Failed):
-                kept.save(_name(place), result)
-            yield place, result
-
-    results, waiting = finished(), dict[int, Mapping[str, Any] | Failed]()
+    measured, failed, left = dict[int, Measured](), dict[int, Failed](), dict[int, int]()
     for place in places:
-        while place not in waiting:
-            waiting |= [next(results)]
-        yield place, waiting.pop(place)
+        arrays = None if kept is None else kept.load(_name(place), sizes)
+        if arrays is None:
+            left[place] = place
+        else:
+            steps.advance(sample_steps)
+            measured[place] = arrays
+    for place, result in engine.run(measure, left, steps.advance):
+        if isinstance(result, Failed):
+            failed[place] = result
+            continue
+        if kept is not None:
+            kept.save(_name(place), result)
+        measured[place] = dict(result)
+    return dict(sorted(measured.items())), failed
 
 
-def _name(index: int) -> str:
-    return f"sample_{index:05d}"
+def _name(place: int) -> str:
+    return f"sample_{place:05d}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +138,7 @@ class Job:
 
     @cached_property
     def ranks(self) -> IntArray:
-        """Where curves are stored, ``(n_points,)``."""
+        """Ranks at which curves are stored, ``(n_points,)``."""
         return rank_grid(self.context_tokens - self.protected_tokens, self.context_tokens)
 
     @property
@@ -148,7 +148,7 @@ class Job:
 
     @property
     def loss_plan(self) -> LossPlan:
-        """How losses are measured, of a job that measures them."""
+        """Plan of the losses, of a job that measures them."""
         assert self.losses is not None
         return self.losses
 
@@ -161,7 +161,7 @@ class Job:
 
     @property
     def loss_layers(self) -> int:
-        """What measuring the losses of one layer takes, in layers of a mini-prefill."""
+        """Work of measuring the losses of one layer, in layers of a mini-prefill."""
         if self.losses is None:
             return 0
         layers = MEASURED_LAYERS if self.losses.method == "measured" else 1
@@ -169,7 +169,7 @@ class Job:
 
     @property
     def sample_steps(self) -> int:
-        """What measuring a sample takes, in layers of a mini-prefill."""
+        """Work of measuring a sample, in layers of a mini-prefill."""
         return len(self.shape.full_layers) * (1 + self.loss_layers)
 
     @property
@@ -186,8 +186,8 @@ class Job:
         InputError
             If there are fewer samples than shards.
         """
-        every = range(len(self.samples.samples))
-        return every if self.shard is None else self.shard.of_places(every)
+        places = range(len(self.samples.samples))
+        return places if self.shard is None else self.shard.of_places(places)
 
     def chunk_of(self, n_tokens: int) -> int:
         """Return the tokens of a sample that run at once, at least those whose queries are scored.

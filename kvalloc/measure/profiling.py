@@ -11,24 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict, Unpack
 import numpy as np
 
 from kvalloc.accounting import IntArray
-from kvalloc.engine.contract import (
-    MEASURED_WITH,
-    Advance,
-    Engine,
-    Failed,
-    LocalEngine,
-    engine_of,
-)
+from kvalloc.engine.contract import MEASURED_WITH, Advance, Engine, LocalEngine, engine_of
 from kvalloc.errors import InputError, option
 from kvalloc.files import provenance
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.measure.checkpoint import Checkpoint, kept_work
-from kvalloc.measure.curves import (
-    check_finite,
-    checked_widths,
-    on_grid,
-    retention_curves,
-)
+from kvalloc.measure.curves import check_finite, checked_widths, on_grid, retention_curves
 from kvalloc.measure.job import Job, Measured, Steps, measured_samples
 from kvalloc.measure.loss_plan import LossLevel, LossMethod, LossPlan
 from kvalloc.measure.mini_prefill import mini_prefill
@@ -235,8 +223,11 @@ def read_options(options: ProfileOptions) -> dict[str, Any]:
     InputError
         If an option cannot be used, or some contradict each other, whatever the model.
     """
-    sinks = options.get("sinks", 4)
-    scorer, losses = _scorer(options), _loss_plan(options)
+    scorer, losses = options.get("scorer", "xkv"), options.get("loss")
+    if not isinstance(scorer, Scorer):
+        scorer = get_scorer(scorer)
+    if not isinstance(losses, LossPlan | None):
+        losses = LossPlan(method=losses, level=options.get("loss_level", "layer"))
     scorer.check_prompt_only()
     if (chunk := options.get("chunk")) is not None and chunk < 1:
         raise InputError(f"the chunk is {chunk} tokens, expected at least 1")
@@ -250,7 +241,7 @@ def read_options(options: ProfileOptions) -> dict[str, Any]:
         "shard": shard,
         "chunk": chunk,
         "scorer": scorer,
-        "sinks": sinks,
+        "sinks": options.get("sinks", 4),
         "context_tokens": options.get("context", 1024),
         "losses": losses,
         "bits": bits,
@@ -288,9 +279,7 @@ def measure_job(
 ) -> ScoreProfile:
     """Measure all samples of a job and put them together."""
     steps = Steps(len(job.places) * job.sample_steps, progress)
-    measured: dict[int, Measured] = {}
-    failed: dict[int, Failed] = {}
-    for index, result in measured_samples(
+    measured, failed = measured_samples(
         engine,
         partial(_measure_sample, job),
         job.places,
@@ -298,11 +287,7 @@ def measure_job(
         steps,
         sample_steps=job.sample_steps,
         sizes=job.sizes(),
-    ):
-        if isinstance(result, Failed):
-            failed[index] = result
-        else:
-            measured[index] = dict(result)
+    )
     if not measured:
         raise failed[min(failed)].of_every_sample(job.shape.model_id)
     if failed:
@@ -321,15 +306,15 @@ def _measure_sample(job: Job, model: Any, index: int, advance: Advance) -> Measu
     masses, error = arrays["masses"], arrays["interpolation_error"]
     first, end = job.sinks, ids.size - job.scorer.window
 
-    noted: Observed | None = None
+    observed: Observed | None = None
 
     def look(states: AttentionStates) -> None:
-        nonlocal noted
-        layer, states = states.layer, replace(states, observed=noted)
+        nonlocal observed
+        layer, states = states.layer, replace(states, observed=observed)
         if states.keys.shape[2] < ids.size:  # a chunk, and not the last one
-            noted = job.scorer.observe(states, sinks=job.sinks)
+            observed = job.scorer.observe(states, sinks=job.sinks)
             return
-        noted = None
+        observed = None
         scores = job.scorer.score(states, sinks=job.sinks)[0, :, first:end].float().cpu().numpy()
         what = f"the scores of {job.shape.model_id} in layer {layer}, sample {index}"
         check_finite(what, scores, least=0)
@@ -346,13 +331,6 @@ def _measure_sample(job: Job, model: Any, index: int, advance: Advance) -> Measu
 
     losses = sample_losses(model, job, index, layer_done=lambda: advance(job.loss_layers))
     return arrays | losses
-
-
-def _loss_plan(options: ProfileOptions) -> LossPlan | None:
-    loss = options.get("loss")
-    if loss is None or isinstance(loss, LossPlan):
-        return loss
-    return LossPlan(method=loss, level=options.get("loss_level", "layer"))
 
 
 def _assemble(job: Job, samples: Mapping[int, Measured]) -> ScoreProfile:
@@ -385,11 +363,6 @@ def _assemble(job: Job, samples: Mapping[int, Measured]) -> ScoreProfile:
         text_description=job.samples.description,
         **provenance(*MEASURED_WITH),
     )
-
-
-def _scorer(options: ProfileOptions) -> Scorer:
-    scorer = options.get("scorer", "xkv")
-    return scorer if isinstance(scorer, Scorer) else get_scorer(scorer)
 
 
 def _check_sizes(shape: ModelShape, context: int, sinks: int, window: int) -> None:

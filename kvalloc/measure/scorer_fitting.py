@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Self, TypedDict
 
 import numpy as np
 
 from kvalloc.accounting import FloatArray
-from kvalloc.engine.contract import (
-    MEASURED_WITH,
-    Advance,
-    Engine,
-    Failed,
-)
+from kvalloc.engine.contract import MEASURED_WITH, Advance, Engine
 from kvalloc.errors import InputError, option
 from kvalloc.files import provenance
 from kvalloc.formats.surrogate import FittedSurrogate
@@ -54,7 +50,7 @@ TARGET = Reconstruction(chunk=PIECE)
 class NormalEquations:
     """All that least squares need of some rows ``(x, y)``, for each of several problems.
 
-    Sums of rows add up to those of all of them.
+    The sums of parts of the rows add up to the sums of all rows.
 
     Attributes
     ----------
@@ -66,7 +62,7 @@ class NormalEquations:
 
     @classmethod
     def of(cls, rows: FloatArray, targets: FloatArray) -> Self:
-        """Return those of rows, ``(..., n_rows, n_features)``, and targets, ``(..., n_rows)``."""
+        """Return sums of rows, ``(..., n_rows, n_features)``, and targets, ``(..., n_rows)``."""
         ones = np.ones_like(targets, dtype=np.float64)
         joined = np.concatenate(
             [np.asarray(rows, dtype=np.float64), targets[..., None], ones[..., None]], axis=-1
@@ -136,8 +132,112 @@ class FitOptions(TypedDict, total=False):
     """Of the choice of samples; 0 by default."""
 
 
-def _check_tokens(shape: ModelShape, samples: SampleSet) -> None:
-    """Refuse text whose halves have fewer tokens than a head's map has weights."""
+def fit_surrogate(
+    shape: ModelShape,
+    samples: SampleSet,
+    context: int,
+    engine: Engine,
+    kept: Checkpoint | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> FittedSurrogate:
+    """Fit the scorer ``surrogate``: it predicts from one read what a second read attends to.
+
+    Each sample runs through the decoder once, written twice. The target is the largest attention
+    that a token gets from the second copy, as in the scorer ``reconstruction``. Its log is fitted
+    for each KV head of every full-attention layer. Only sums over the tokens are kept.
+    A reduced cache of each sample then shows whether attention of a prompt's last queries helps
+    beside such scores, and at which weight.
+
+    Each half of the samples is fitted and tested by the other half, and the best ridge is taken.
+
+    Parameters
+    ----------
+    shape : ModelShape
+        Sizes of the model.
+    samples : SampleSet
+        At least 2.
+    context : int
+        Longest sample, tokens.
+    engine : Engine
+        Where the model runs.
+    kept : Checkpoint, optional
+        Keeps the sums of each finished sample.
+    progress : callable, optional
+        Called with (layers done, layers in all).
+
+    Returns
+    -------
+    FittedSurrogate
+        Fitted without the samples that failed by themselves, as in `kvalloc.profile`; the
+        others stay in the half that they would have been in.
+
+    Raises
+    ------
+    InputError
+        If there is too little text, two readings are beyond the model's limit, or every sample of
+        a half fails.
+    UnsupportedModelError
+        If the model has no attention that kvalloc can see, or does not rotate its keys by
+        halves.
+
+    References
+    ----------
+    KVzap (NVIDIA, 2026, arXiv 2601.07891); see `kvalloc.scorers.surrogate.Surrogate`.
+    """
+    _check_samples(shape, samples, context)
+    n_samples, layers = len(samples.samples), len(shape.full_layers)
+    steps = Steps(n_samples * layers, progress)
+    work = partial(_sample_sums, shape, samples.samples)
+    sums, failed = measured_samples(
+        engine, work, range(n_samples), kept, steps, sample_steps=layers
+    )
+    halves: dict[bool, NormalEquations] = {}
+    for index, arrays in sums.items():
+        half = 2 * index >= n_samples  # neighbours in the text are in the same half
+        moments = NormalEquations(moments=arrays["moments"])
+        halves[half] = halves[half] + moments if half in halves else moments
+    if len(halves) < 2:  # then a sample failed, as there are two at least
+        raise failed[min(failed)].of_every_sample(shape.model_id)
+    first, second = halves[False], halves[True]
+    explained = {
+        ridge: (second.r_squared(first.fit(ridge)) + first.r_squared(second.fit(ridge))) / 2
+        for ridge in RIDGES
+    }
+    ridge = max(RIDGES, key=lambda one: float(explained[one].mean()))
+    votes_weight, votes_ratio = best_weight(np.stack([one["vote_losses"] for one in sums.values()]))
+    return FittedSurrogate(
+        shape=shape,
+        target=TARGET.name,
+        target_parameters=TARGET.parameters(),
+        context_tokens=context,
+        samples=len(sums),
+        sinks=SINKS,
+        ridge=ridge,
+        weights=(first + second).fit(ridge),
+        r_squared=explained[ridge].mean(axis=1),
+        votes_weight=votes_weight,
+        votes_ratio=votes_ratio,
+        text_digest=samples.digest(),
+        text_description=samples.description,
+        set_aside=samples.set_aside(failed),
+        **provenance(*MEASURED_WITH),
+    )
+
+
+def _check_samples(shape: ModelShape, samples: SampleSet, context: int) -> None:
+    """Refuse what cannot be read twice, and text with fewer tokens than a fit has weights."""
+    limit = shape.max_context_tokens
+    if limit is not None and 2 * context > limit:
+        raise InputError(
+            f"prompts of {context:,} tokens are read twice, which is beyond the {limit:,} "
+            f"tokens that {shape.model_id} was made for; choose "
+            f"{option('context', limit // 2)} or less"
+        )
+    if len(samples.samples) < 2:
+        raise InputError(
+            "a surrogate is fitted on at least 2 samples, one half for the test of the other; "
+            f"give more text, or {option('samples', 16)}"
+        )
     n_weights = 2 * shape.head_dim + shape.head_dim // 2 + 3
     n_tokens = sum(one.token_ids.size - SINKS for one in samples.samples)
     if n_tokens < 2 * n_weights:
@@ -148,168 +248,12 @@ def _check_tokens(shape: ModelShape, samples: SampleSet) -> None:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class SurrogateFit:
-    """A fit of the scorer ``surrogate``: what a second read of a prompt looks up, from one read.
-
-    Each sample runs through the decoder once, written twice. In every full-attention layer the
-    largest attention that each of its tokens gets from the second copy is the target, as in the
-    scorer ``reconstruction``, and its log is fitted for each KV head. Only sums over the tokens
-    are kept. A reduced cache of each sample then shows whether the votes of a prompt's last queries
-    help beside such scores, and at which weight.
-
-    Attributes
-    ----------
-    shape : ModelShape
-        Of the model.
-    samples : SampleSet
-        At least 2.
-    context : int
-        Longest sample, tokens.
-
-    Raises
-    ------
-    InputError
-        If there is too little text, or two readings are beyond the model's limit.
-
-    References
-    ----------
-    KVzap (NVIDIA, 2026, arXiv 2601.07891); see `kvalloc.scorers.surrogate.Surrogate`.
-    """
-
-    shape: ModelShape
-    samples: SampleSet
-    context: int
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot be fitted."""
-        limit = self.shape.max_context_tokens
-        if limit is not None and 2 * self.context > limit:
-            raise InputError(
-                f"prompts of {self.context:,} tokens are read twice, which is beyond the {limit:,} "
-                f"tokens that {self.shape.model_id} was made for; choose "
-                f"{option('context', limit // 2)} or less"
-            )
-        if len(self.samples.samples) < 2:
-            raise InputError(
-                "a surrogate is fitted on at least 2 samples, one half for the test of the other; "
-                f"give more text, or {option('samples', 16)}"
-            )
-        _check_tokens(self.shape, self.samples)
-
-    def run(
-        self,
-        engine: Engine,
-        kept: Checkpoint | None = None,
-        progress: Callable[[int, int], None] | None = None,
-    ) -> FittedSurrogate:
-        """Return the fit of both halves at the best ridge, each half tested by the other's fit.
-
-        Parameters
-        ----------
-        engine : Engine
-            Where the model runs.
-        kept : Checkpoint, optional
-            Where the sums of each finished sample are kept.
-        progress : callable, optional
-            Called with (layers done, layers in all).
-
-        Returns
-        -------
-        FittedSurrogate
-            Fitted without the samples that failed by themselves, as in `kvalloc.profile`; the
-            others stay in the half that they would have been in.
-
-        Raises
-        ------
-        InputError
-            If every sample of a half fails.
-        UnsupportedModelError
-            If the model has no attention that kvalloc can see, or does not rotate its keys by
-            halves.
-        """
-        n_samples, layers = len(self.samples.samples), len(self.shape.full_layers)
-        steps = Steps(n_samples * layers, progress)
-        sums: dict[int, Mapping[str, Any]] = {}
-        failed: dict[int, Failed] = {}
-        for index, result in measured_samples(
-            engine, self.sums, range(n_samples), kept, steps, sample_steps=layers
-        ):
-            if isinstance(result, Failed):
-                failed[index] = result
-            else:
-                sums[index] = result
-        return self.fitted(sums, failed)
-
-    def fitted(
-        self, sums: Mapping[int, Mapping[str, Any]], failed: Mapping[int, Failed]
-    ) -> FittedSurrogate:
-        """Return the fit of what `sums` has given of samples; see `run`."""
-        halves: dict[int, NormalEquations] = {}
-        for index, own in sums.items():
-            half, moments = self._half(index), NormalEquations(moments=own["moments"])
-            halves[half] = halves[half] + moments if half in halves else moments
-        if len(halves) < 2:  # so that some failed: there are two samples at least
-            raise failed[min(failed)].of_every_sample(self.shape.model_id)
-        first, second = halves[0], halves[1]
-        explained = {
-            ridge: (second.r_squared(first.fit(ridge)) + first.r_squared(second.fit(ridge))) / 2
-            for ridge in RIDGES
-        }
-        ridge = max(RIDGES, key=lambda one: float(explained[one].mean()))
-        losses = [own["vote_losses"] for own in sums.values()]
-        votes_weight, votes_ratio = best_weight(np.stack(losses))
-        return FittedSurrogate(
-            shape=self.shape,
-            target=TARGET.name,
-            target_parameters=TARGET.parameters(),
-            context_tokens=self.context,
-            samples=len(losses),
-            sinks=SINKS,
-            ridge=ridge,
-            weights=(first + second).fit(ridge),
-            r_squared=explained[ridge].mean(axis=1),
-            votes_weight=votes_weight,
-            votes_ratio=votes_ratio,
-            text_digest=self.samples.digest(),
-            text_description=self.samples.description,
-            set_aside=self.samples.set_aside(failed),
-            **provenance(*MEASURED_WITH),
-        )
-
-    def _half(self, index: int) -> int:
-        """Return the half of a sample, 0 or 1: neighbours in the text are in the same one."""
-        return int(2 * index >= len(self.samples.samples))
-
-    def sums(self, model: Any, index: int, advance: Advance) -> dict[str, Any]:
-        """Return what is kept of a sample; see `sample_sums`."""
-        sample = self.samples.samples[index]
-        return sample_sums(model, self.shape, sample, f"sample {index}", advance)
-
-
-def sample_sums(
-    model: Any, shape: ModelShape, sample: Sample, where: str, advance: Advance
+def _sample_sums(
+    shape: ModelShape, samples: Sequence[Sample], model: Any, index: int, advance: Advance
 ) -> dict[str, Any]:
-    """Return what is kept of a sample: moments of its tokens, and losses by weight of votes.
-
-    Parameters
-    ----------
-    model : transformers.PreTrainedModel
-        Reads the sample twice, one reading after the other.
-    shape : ModelShape
-    sample : Sample
-    where : str
-        Which one, for messages.
-    advance : callable
-        Called with 1 after each layer.
-
-    Raises
-    ------
-    SampleError
-        If a number is not finite.
-    """
-    features, targets = _rows(model, shape, sample, where, advance)
-    losses = vote_losses(model, shape, sample, targets, SINKS)
+    """Return moments of a sample's tokens, and its losses by weight of the last queries."""
+    features, targets = _rows(model, shape, samples[index], f"sample {index}", advance)
+    losses = vote_losses(model, shape, samples[index], targets, SINKS)
     return {"moments": NormalEquations.of(features, targets).moments, "vote_losses": losses}
 
 
@@ -329,7 +273,7 @@ def _rows(
 
     def look(states: AttentionStates) -> None:
         keys, values = (one[:, :, :n_tokens] for one in (states.keys, states.values))
-        noted = None
+        observed = None
         for begin in range(0, n_tokens, PIECE):
             repeated = first[begin : begin + PIECE]
             second_copy = slice(n_tokens + begin, n_tokens + begin + repeated.numel())
@@ -337,14 +281,14 @@ def _rows(
                 states,
                 queries=states.queries[:, :, second_copy],
                 keys=torch.cat([keys, states.keys[:, :, second_copy]], dim=2),
-                observed=noted,
+                observed=observed,
             )
             leading = first[:SINKS] if begin else None
             step = LaterStep(n_prompt=n_tokens, repeated=repeated, leading=leading)
-            noted = TARGET.observe_later(second, step, sinks=SINKS)
-        assert noted is not None
-        assert noted.columns is not None  # `observe_later` made it
-        score = noted.columns.view(shape.n_kv_heads, -1, n_tokens).amax(dim=1)[:, rows]
+            observed = TARGET.observe_later(second, step, sinks=SINKS)
+        assert observed is not None
+        assert observed.columns is not None  # `observe_later` made it
+        score = observed.columns.view(shape.n_kv_heads, -1, n_tokens).amax(dim=1)[:, rows]
         prompt = replace(states, keys=keys, values=values)
         targets.append(score.clamp_(min=LEAST_SCORE).log_().cpu().numpy())
         features.append(entry_features(prompt)[0, :, rows].cpu().numpy())

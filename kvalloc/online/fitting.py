@@ -16,8 +16,9 @@ from typing import Any, Unpack
 import numpy as np
 
 from kvalloc.accounting import FloatArray
-from kvalloc.engine.contract import Advance, Engine, Failed, engine_of, none_failed
+from kvalloc.engine.contract import Advance, Engine, engine_of, none_failed
 from kvalloc.errors import InputError, option
+from kvalloc.files import make_folder
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.fitted import FittedModel
 from kvalloc.formats.score_profile import ShareError
@@ -27,7 +28,7 @@ from kvalloc.measure.checkpoint import Checkpoint
 from kvalloc.measure.job import Job, Steps, measured_samples
 from kvalloc.measure.profiling import ProfileOptions, measure_job, read_options
 from kvalloc.measure.sampling import Sample, SampleSet, choose_samples
-from kvalloc.measure.scorer_fitting import FitOptions, SurrogateFit
+from kvalloc.measure.scorer_fitting import FitOptions, fit_surrogate
 from kvalloc.models.attention import rotary_frequencies
 from kvalloc.models.loading import require_run_packages
 from kvalloc.online.solved import SINKS, WIDTHS, WINDOW, solve_share
@@ -35,6 +36,7 @@ from kvalloc.online.solving import loss_summary
 from kvalloc.prompts.calibration import KINDS, calibration_prompts
 from kvalloc.prompts.texts import Document, Prompt
 from kvalloc.scorers.surrogate import surrogate_frequencies
+from kvalloc.shape import ModelShape
 from kvalloc.units import duration, keywords_of
 
 EACH_KIND = 4
@@ -114,7 +116,7 @@ def fit(
     facts = engine.facts(model_id)
     check = partial(_check_rotation, facts.shape.full_layers)
     none_failed(engine.run(check, {0: None}, lambda steps: None))
-    output = _output(output, fitted_file(facts.shape))
+    output = _output_in_cache(facts.shape) if output is None else output
     context, seed = options.get("context", 1024), options.get("seed", 0)
     second, losses, other_samples = _samples(
         tokenizer, texts, context, options.get("samples"), seed
@@ -127,19 +129,20 @@ def fit(
         "text_digest": [one.digest() for one in (second, losses, other_samples)],
     }
     layers = len(facts.shape.full_layers)
-    each = (2 * layers, layers * (2 + len(WIDTHS)), layers * (1 + len(ERROR_SHARES)))
     prompts = [len(one.samples) for one in (second, losses, other_samples)]
-    begun, unsaid = perf_counter(), [] if resume else [notify]  # a resumed job takes less
+    passes = (2 * layers, layers * (2 + len(WIDTHS)), layers * (1 + len(ERROR_SHARES)))
+    all_passes = sum(n * each for n, each in zip(prompts, passes, strict=True))
+    begun = perf_counter()
+    unsaid = [] if resume or notify is None else [notify]  # a resumed job takes less
 
     def stage(number: int) -> Callable[[int, int], None]:
         """Return the progress of one stage as the job's."""
 
         def count(done: int, total: int) -> None:
             measured = prompts[number] * done // max(total, 1)
-            if measured and unsaid and (say := unsaid.pop()) is not None:
-                a_prompt = (perf_counter() - begun) / measured / each[0]
-                seconds = a_prompt * sum(n * work for n, work in zip(prompts, each, strict=True))
-                say(
+            if measured and unsaid:
+                seconds = (perf_counter() - begun) / (measured * passes[0]) * all_passes
+                unsaid.pop()(
                     f"measuring takes about {duration(seconds)}: {sum(prompts)} prompts through "
                     f"{layers} layers"
                 )
@@ -149,8 +152,9 @@ def fit(
         return count
 
     with Checkpoint(output, record, resume=resume) as kept:
-        fitting = SurrogateFit(shape=facts.shape, samples=second, context=context)
-        surrogate = fitting.run(engine, kept.stage("second"), stage(0))
+        surrogate = fit_surrogate(
+            facts.shape, second, context, engine, kept.stage("second"), stage(0)
+        )
         file = kept.folder / "surrogate.safetensors"
         surrogate.save(file)
         how: ProfileOptions = {
@@ -192,53 +196,42 @@ def _samples(
     Of given texts whole caches are measured on samples that no loss was measured on, if any.
     """
     short = min(context, LOSS_CONTEXT)
-
-    def choose(
-        texts: Sequence[str | Document | Prompt], longest: int, seed: int, count: int | None
-    ) -> SampleSet:
-        return choose_samples(
-            texts,
-            tokenizer,
-            context_tokens=longest,
-            least_tokens=SINKS + WINDOW + 1,
-            samples=count,
-            seed=seed,
-        )
-
+    choose = partial(choose_samples, tokenizer=tokenizer, least_tokens=SINKS + WINDOW + 1)
     if inputs is None:
         count, lengths = count or EACH_KIND * len(KINDS), (short, short // 2)
         how: dict[str, Any] = {"kinds": LOSS_KINDS, "question": "both"}
         made = partial(calibration_prompts, tokenizer)
         # shorter prompts have room for fewer different ones; in each form and kind the same number
         n_others = max(ERROR_PROMPTS * short // LOSS_CONTEXT // 8, 1) * 8
+        second = made(count, context, seed=seed)
+        losses = made(count, lengths, seed=seed, **how)
         other_samples = made(n_others, lengths, seed=ERROR_SEED, **how)
         return (
-            choose(made(count, context, seed=seed), context, seed, count),
-            choose(made(count, lengths, seed=seed, **how), short, seed, count),
-            choose(other_samples, short, seed, n_others),
+            choose(second, context_tokens=context, seed=seed, samples=count),
+            choose(losses, context_tokens=short, seed=seed, samples=count),
+            choose(other_samples, context_tokens=short, seed=seed, samples=n_others),
         )
     texts = [inputs] if isinstance(inputs, str) else list(inputs)
-    second = choose(texts, context, seed, count)
-    count = len(second.samples)
-    measured = choose(texts, short, seed, min(count, MAX_LOSS_PROMPTS))
+    fitted = choose(texts, context_tokens=context, seed=seed, samples=count)
+    count = len(fitted.samples)
+    n_measured, n_drawn = min(count, MAX_LOSS_PROMPTS), min(count, ERROR_PROMPTS)
+    measured = choose(texts, context_tokens=short, seed=seed, samples=n_measured)
     used = {one.token_ids.tobytes() for one in measured.samples}
-    drawn = choose(texts, short, ERROR_SEED, min(count, ERROR_PROMPTS))
+    drawn = choose(texts, context_tokens=short, seed=ERROR_SEED, samples=n_drawn)
     unused = [one for one in drawn.samples if one.token_ids.tobytes() not in used]
-    return second, measured, replace(drawn, samples=tuple(unused))
+    return fitted, measured, replace(drawn, samples=tuple(unused))
 
 
-def _output(output: str | Path | None, default: Path) -> Path:
-    """Return the file to write; make the cache folder where none is named."""
-    if output is not None:
-        return Path(output)
+def _output_in_cache(shape: ModelShape) -> Path:
+    """Return the model's file in the cache folder, which is made."""
+    file = fitted_file(shape)
     try:
-        default.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
+        make_folder(file.parent)
+    except InputError as error:
         raise InputError(
-            f"cannot make the folder {default.parent} ({error.strerror}); set KVALLOC_CACHE to one "
-            f"that can be written to, or name the file with {option('output')}"
+            f"{error}; set KVALLOC_CACHE to another one, or name the file with {option('output')}"
         ) from error
-    return default
+    return file
 
 
 def _errors(
@@ -252,31 +245,28 @@ def _errors(
     tokens = max((one.token_ids.size for one in samples.samples), default=0)
     decided = {share: solve_share(file, share, tokens) for share in ERROR_SHARES if tokens}
     profiles = {share: one for share, one in decided.items() if one is not None}
-    steps = Steps(len(samples.samples), progress)
-    work = partial(_whole_losses, samples.samples, [*profiles.values()])
-    places = range(len(samples.samples) if profiles else 0)
-    losses = {
-        index: result["losses"]
-        for index, result in measured_samples(engine, work, places, kept, steps, sample_steps=1)
-        if not isinstance(result, Failed)
-    }
+    measured, _ = measured_samples(
+        engine,
+        partial(_whole_losses, samples.samples, [*profiles.values()]),
+        range(len(samples.samples) if profiles else 0),
+        kept,
+        Steps(len(samples.samples), progress),
+        sample_steps=1,
+    )
     errors = []
-    for place, (share, profile) in enumerate(profiles.items() if losses else ()):
-        measured = loss_summary(
-            samples, {index: sample_losses[place] for index, sample_losses in losses.items()}
-        )
-        predicted = profile.predicted_loss or 0.0
-        if min(measured["loss"], predicted) > 0:
-            ends = measured["interval"]
-            errors.append(
-                ShareError(
-                    share=share,
-                    predicted=predicted,
-                    loss=measured["loss"],
-                    interval=ends and tuple(ends),
-                    prompts=len(losses),
-                )
+    for place, (share, profile) in enumerate(profiles.items() if measured else ()):
+        losses = {index: arrays["losses"][place] for index, arrays in measured.items()}
+        summary, predicted = loss_summary(samples, losses), profile.predicted_loss or 0.0
+        if min(summary["loss"], predicted) > 0:
+            interval = summary["interval"]
+            error = ShareError(
+                share=share,
+                predicted=predicted,
+                loss=summary["loss"],
+                interval=interval and tuple(interval),
+                prompts=len(losses),
             )
+            errors.append(error)
     return tuple(errors)
 
 

@@ -9,7 +9,8 @@ from kvalloc.engine.contract import engine_of
 from kvalloc.formats.surrogate import FittedSurrogate
 from kvalloc.measure.checkpoint import kept_work
 from kvalloc.measure.sampling import choose_samples
-from kvalloc.measure.scorer_fitting import SINKS, SurrogateFit
+from kvalloc.measure.scorer_fitting import SINKS
+from kvalloc.measure.scorer_fitting import fit_surrogate as fit_samples
 
 
 def fit_surrogate(
@@ -32,8 +33,7 @@ def fit_surrogate(
     )
     job = partial(dict, facts.record(), context_tokens=context, text_digest=chosen.digest())
     with kept_work(output, job, resume=resume) as kept:
-        fit = SurrogateFit(shape=facts.shape, samples=chosen, context=context)
-        fitted = fit.run(engine, kept, progress)
+        fitted = fit_samples(facts.shape, chosen, context, engine, kept, progress)
         if kept is not None:
             fitted.save(kept.output)
             kept.finish()
