@@ -37,6 +37,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -230,7 +231,7 @@ def figures(
     reading, each = [], []
     layers = np.unique(np.linspace(0, len(shape.full_layers) - 1, DEPTHS).round().astype(int))
     for sample in samples_of(loaded, options).samples:
-        prompt, start = torch.from_numpy(sample.token_ids), time.process_time()
+        prompt, start = replace(sample, answer_ids=None, question_ids=None), time.process_time()
         probe: Any = LossProbe(loaded.model, prompt, scorer, sinks=4, shape=shape)
         reading.append(time.process_time() - start)
         size = (BATCH, shape.n_kv_heads, probe.n_tokens)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,31 +15,21 @@ from kvalloc.measure.curves import check_finite
 from kvalloc.measure.job import Job, Measured
 from kvalloc.measure.loss_probe import LossProbe
 
-T = TypeVar("T")
-
-TOGETHER = 8
+BATCH = 8
 """Variants that run together."""
 
 _Place = tuple[int, ...]
-"""KV head (or none of a figure), width and level that a loss belongs to."""
+"""Width and level of a loss; its KV head stands in front if one head alone is reduced."""
 
 
-class _Figure(NamedTuple):
-    """A loss of all heads of a layer, and what is kept for it."""
+class _Variant(NamedTuple):
+    """Entries that are kept of a layer, and the places of the losses that they give."""
 
-    place: _Place
+    places: list[_Place]
     keep: Tensor
     """``(n_kv_heads, n_tokens)``"""
     bits: IntArray
     """``(n_kv_heads,)``"""
-
-
-class _Variant(NamedTuple):
-    """What is run, and where its loss belongs."""
-
-    places: list[_Place]
-    keep: Tensor
-    bits: IntArray
 
 
 def sample_losses(
@@ -75,7 +65,7 @@ def sample_losses(
     plan = job.loss_plan
     losses_of = measure_losses if plan.method == "measured" else estimate_losses
     try:
-        probe = LossProbe.of_sample(
+        probe = LossProbe(
             model,
             job.samples.samples[index],
             job.scorer,
@@ -118,9 +108,9 @@ def measure_losses(
     """
 
     def of_layer(layer: int) -> Iterator[tuple[list[_Place], FloatArray]]:
-        for some in _batches(_variants(_figures(probe, layer, job), job)):
-            losses = probe.losses(layer, **_together(some)).cpu().numpy()
-            for variant, values in zip(some, losses, strict=True):
+        for batch in _batches(_variants(_figures(probe, layer, job), job)):
+            losses = probe.losses(layer, **_stacked(batch)).cpu().numpy()
+            for variant, values in zip(batch, losses, strict=True):
                 yield variant.places, values
 
     return _of_all_layers(probe, job, of_layer, layer_done)
@@ -167,12 +157,12 @@ def estimate_losses(
         whole = probe.outputs(layer, None)
         slopes = _by_unit(gradients[layer], heads).transpose(1, 2)
         # Heads do not see each other: all of them are reduced at once, and separated after.
-        for some in _batches(_figures(probe, layer, job)):
-            shifts = _by_unit(probe.outputs(layer, **_together(some)) - whole, heads)
+        for batch in _batches(_figures(probe, layer, job)):
+            shifts = _by_unit(probe.outputs(layer, **_stacked(batch)) - whole, heads)
             squares = ((shifts @ slopes) ** 2 / (2 * probe.n_measured)).cpu().numpy()
             for head, of_head in enumerate(squares):
-                for figure, values in zip(some, of_head, strict=True):
-                    yield [(head, *figure.place)], values
+                for variant, values in zip(batch, of_head, strict=True):
+                    yield [(head, *place) for place in variant.places], values
 
     return _of_all_layers(probe, job, of_layer, layer_done)
 
@@ -193,58 +183,53 @@ def _of_all_layers(
     return {"losses": losses}
 
 
-def _by_unit(numbers: Tensor, heads: int) -> Tensor:
+def _by_unit(outputs: Tensor, heads: int) -> Tensor:
     """Group (n, n_predictions, n_query_heads, head_dim) by KV head or layer, in float64.
 
     Returns
     -------
     Tensor, (heads, n, n_predictions * n_query_heads / heads * head_dim)
     """
-    n, n_predictions, _, head_dim = numbers.shape
-    split = numbers.double().view(n, n_predictions, heads, -1, head_dim)
+    n, n_predictions, _, head_dim = outputs.shape
+    split = outputs.double().view(n, n_predictions, heads, -1, head_dim)
     return split.permute(2, 0, 1, 3, 4).reshape(heads, n, -1)
 
 
-def _figures(probe: LossProbe, layer: int, job: Job) -> list[_Figure]:
-    """Return what is kept of a layer at each width and level; not all at 16 bits."""
+def _figures(probe: LossProbe, layer: int, job: Job) -> list[_Variant]:
+    """Return a layer at each width and level, reduced as a whole; not all of it at 16 bits."""
     budgets = [probe.budget(level, job.context_tokens) for level in job.loss_levels.tolist()]
     kept = probe.kept(layer, budgets)
-    heads = len(kept[0])
     return [
-        _Figure((place, level), keep, np.full(heads, width))
+        _Variant([(place, level)], keep, np.full(len(keep), width))
         for place, width in enumerate(job.loss_bits)
         for level, keep in enumerate(kept)
         if width != 16 or level < len(budgets) - 1
     ]
 
 
-def _together(some: Sequence[_Figure | _Variant]) -> dict[str, Any]:
-    """Return the kept entries and their bits as the probe takes them."""
-    keep, bits = torch.stack([one.keep for one in some]), np.stack([one.bits for one in some])
-    return {"keep": keep, "bits": bits}
-
-
-def _batches(some: Sequence[T]) -> Iterator[Sequence[T]]:
-    return (some[begin : begin + TOGETHER] for begin in range(0, len(some), TOGETHER))
-
-
-def _variants(figures: Sequence[_Figure], job: Job) -> list[_Variant]:
-    """What is run: each set of entries once a width, whichever levels keep it."""
+def _variants(figures: Sequence[_Variant], job: Job) -> list[_Variant]:
+    """Return the layer, or each head of it, reduced alone; each set of entries once a width."""
     variants: dict[bytes, _Variant] = {}
-    for figure in figures:
-        for head, keep, bits in _alone(figure, job):
-            same = keep.cpu().numpy().tobytes() + bits.tobytes()
-            variant = variants.setdefault(same, _Variant([], keep, bits))
-            variant.places.append((head, *figure.place))
+    for places, keep, bits in figures:
+        reduced = [(keep, bits)]
+        if job.loss_plan.level == "head":
+            reduced = []
+            for head in range(len(keep)):
+                one, width = torch.ones_like(keep), np.full_like(bits, 16)
+                one[head], width[head] = keep[head], bits[head]
+                reduced.append((one, width))
+        for head, (one, width) in enumerate(reduced):
+            same = one.cpu().numpy().tobytes() + width.tobytes()
+            variant = variants.setdefault(same, _Variant([], one, width))
+            variant.places.extend((head, *place) for place in places)
     return list(variants.values())
 
 
-def _alone(figure: _Figure, job: Job) -> Iterator[tuple[int, Tensor, IntArray]]:
-    """Yield each unit reduced alone: the layer, or one head after the other."""
-    if job.loss_plan.level == "layer":
-        yield 0, figure.keep, figure.bits
-        return
-    for head in range(figure.keep.shape[0]):
-        keep, bits = torch.ones_like(figure.keep), np.full_like(figure.bits, 16)
-        keep[head], bits[head] = figure.keep[head], figure.bits[head]
-        yield head, keep, bits
+def _stacked(batch: Sequence[_Variant]) -> dict[str, Any]:
+    """Return the kept entries and their bits as the probe takes them."""
+    keep, bits = torch.stack([one.keep for one in batch]), np.stack([one.bits for one in batch])
+    return {"keep": keep, "bits": bits}
+
+
+def _batches(variants: Sequence[_Variant]) -> Iterator[Sequence[_Variant]]:
+    return (variants[begin : begin + BATCH] for begin in range(0, len(variants), BATCH))

@@ -11,7 +11,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -60,27 +60,23 @@ class LossProbe:
     ----------
     model : transformers.PreTrainedModel
         A causal language model; the same afterwards.
-    prompt_ids : Tensor of int64, (n_tokens,)
-        The prompt.
+    sample : Sample
+        The prompt, which is reduced. Its answer is the continuation; by default the model writes
+        one with the full cache, greedily, up to its end-of-turn token. Its question is read
+        between the two; it is not reduced, and no prediction inside it counts.
     scorer : Scorer
         Ranks the entries of every full-attention layer.
     sinks : int
         First tokens, which the scorer leaves out.
     shape : ModelShape
         Of the model: entries of its full-attention layers can be hidden.
-    answer_ids : Tensor of int64, (n_answer,), optional
-        The continuation; by default what the model itself writes with the full cache, greedily.
     continuation_tokens : int
-        How many tokens it writes at most, up to its end-of-turn token; how many of the answer
-        are used at most.
-    question_ids : Tensor of int64, (n_question,), optional
-        What is read between the two, of any length: the prompt is what is reduced, the question
-        is not, and no prediction inside it counts.
+        Largest number of tokens of the answer that are written or used.
 
     Attributes
     ----------
     prompt_ids : Tensor of int64, (n_tokens,)
-        As given.
+        The prompt.
     scores : dict of int to Tensor, (n_kv_heads, n_tokens)
         The scorer's scores of each full-attention layer.
     continuation_ids : Tensor of int64, (n_continuation,)
@@ -91,7 +87,7 @@ class LossProbe:
     Raises
     ------
     InputError
-        If prompt or answer are empty.
+        If the model has nothing to say after the prompt.
     UnsupportedModelError
         If the model's decoder layers or their attention cannot be seen.
     """
@@ -99,49 +95,34 @@ class LossProbe:
     def __init__(
         self,
         model: Any,
-        prompt_ids: Tensor,
+        sample: Sample,
         scorer: Scorer,
         *,
         sinks: int,
         shape: ModelShape,
-        answer_ids: Tensor | None = None,
         continuation_tokens: int = 24,
-        question_ids: Tensor | None = None,
     ) -> None:
-        if prompt_ids.numel() == 0 or continuation_tokens < 1:
-            raise InputError("a loss needs a prompt and a continuation of at least one token")
-        if answer_ids is not None and answer_ids.numel() == 0:
-            raise InputError("an answer without a token cannot be measured; leave it out")
-        self._model, self.prompt_ids = model, prompt_ids
+        device = input_device(model)
+        prompt, question, answer = (
+            torch.from_numpy(np.empty(0, np.int64) if ids is None else ids).to(device)
+            for ids in (sample.token_ids, sample.question_ids, sample.answer_ids)
+        )
+        self._model, self.prompt_ids = model, prompt
         self._layers = layers_of(model)
         self._scorer, self._sinks, self._shape = scorer, sinks, shape
-        question = prompt_ids[:0] if question_ids is None else question_ids.to(prompt_ids.device)
-        self._n_question = int(question.numel())
-        self._unmeasured = max(0, self._n_question - 1)
-        self.n_tokens = int(prompt_ids.numel())
+        self._unmeasured = max(0, question.numel() - 1)
+        self.n_tokens = prompt.numel()
         self._cache: Any = DynamicCache(config=model.config)
         self._states: dict[int, AttentionStates] = {}
         self.scores: dict[int, Tensor] = {}
         with torch.no_grad(), evaluating(model):
             logits = self._prefill()
-            if answer_ids is None:
+            if not answer.numel():
                 answer = self._written(logits, question, continuation_tokens)
-            else:
-                answer = answer_ids[:continuation_tokens].to(prompt_ids.device)
+            answer = answer[:continuation_tokens]
             self.continuation_ids = torch.cat([question, answer])
             self._hidden, logits = self._watched()
             self._log_probabilities = self._measured(logits[0]).float().log_softmax(dim=-1)
-
-    @classmethod
-    def of_sample(cls, model: Any, sample: Sample, scorer: Scorer, **options: Any) -> Self:
-        """Return the probe of a sample, with its answer and question; options as for the class."""
-        device = input_device(model)
-        answer, question = (
-            None if ids is None else torch.from_numpy(ids).to(device)
-            for ids in (sample.answer_ids, sample.question_ids)
-        )
-        prompt = torch.from_numpy(sample.token_ids).to(device)
-        return cls(model, prompt, scorer, answer_ids=answer, question_ids=question, **options)
 
     @property
     def n_measured(self) -> int:

@@ -64,7 +64,7 @@ def vote_losses(
             sample, token_ids=sample.token_ids[:end], answer_ids=sample.token_ids[end:]
         )
     voting = latest_votes(window=WINDOW, rotates=True)
-    probe = LossProbe.of_sample(
+    probe = LossProbe(
         model, sample, voting, sinks=sinks, shape=shape, continuation_tokens=CONTINUATION
     )
     votes = torch.stack([probe.scores[layer] for layer in shape.full_layers])

@@ -35,9 +35,10 @@ def make_probe(
 ):
     model = tiny_model(kind, **options)
     ids = torch.randint(2, VOCABULARY, (n_tokens,), generator=torch.Generator().manual_seed(1))
-    more = {"answer_ids": answer, "question_ids": question, "continuation_tokens": 6}
-    more |= {"shape": shape_of(model)}
-    return model, ids, LossProbe(model, ids, scorer, sinks=SINKS, **more)
+    answer, question = (None if one is None else one.numpy() for one in (answer, question))
+    sample = Sample(token_ids=ids.numpy(), answer_ids=answer, question_ids=question)
+    more = {"continuation_tokens": 6, "shape": shape_of(model)}
+    return model, ids, LossProbe(model, sample, scorer, sinks=SINKS, **more)
 
 
 def job(level, *shares, bits=()):
@@ -204,7 +205,7 @@ def test_each_width_gets_losses_at_every_level(run, level):
 def test_a_batch_of_variants_gives_what_each_gives_alone(monkeypatch):
     _, _, probe = make_probe()
     at_once = measure_losses(probe, job("head", 0.1))["losses"]
-    monkeypatch.setattr(loss_curves, "TOGETHER", 1)
+    monkeypatch.setattr(loss_curves, "BATCH", 1)
     assert abs(at_once - measure_losses(probe, job("head", 0.1))["losses"]).max() < 1e-5
 
 
