@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import tomllib
+from collections.abc import Collection, Iterator, Mapping
+from importlib import resources
 from typing import NamedTuple
 
 from kvalloc.allocation.request import TARGETS
 from kvalloc.errors import InputError, OptionNames, option
 
 TARGET = tuple(kind.keyword for kind in TARGETS)
-DECIDING = (
-    *("level", "min_tokens", "max_tokens", "page"),
-    *("solver", "scorer", "sinks"),
-)
-"""How a target is decided for each prompt."""
-KEEPING = ("policy", "decode_every")
-"""How a cache keeps its budgets."""
 
 
 class Conflict(NamedTuple):
@@ -39,90 +34,20 @@ class Conflict(NamedTuple):
     without: tuple[str, ...] = ()
 
 
-_FITTED = (
-    "{0} goes with {option[budget]}, {option[memory]} or {option[target_loss]} and nothing else; "
-    "leave it out, or name the scorer 'surrogate' with its file"
-)
+def _conflicts() -> Iterator[Conflict]:
+    """Read the table in ``conflicts.toml``."""
+    table = tomllib.loads((resources.files(__package__) / "conflicts.toml").read_text("utf-8"))
+    groups = {f"@{name}": names for name, names in table["groups"].items()} | {"@target": TARGET}
 
-CONFLICTS = (
-    Conflict(
-        (*TARGET, *DECIDING, "profile", *KEEPING, "fitted"),
-        "{0} says how a document is reduced, and the one in {1} was reduced when it was saved; "
-        "leave it out",
-        excluded=("cache", "document"),
-    ),
-    Conflict(
-        ("lossless",),
-        "{0} needs the full cache beside the reduced one, which is all that {1} holds; leave out "
-        "either",
-        excluded=("cache", "document", "save_cache"),
-    ),
-    Conflict(
-        ("prompt", "prompt_file"),
-        "{1} holds the document already; ask about it with {option[question]} instead of giving "
-        "{0}",
-        excluded=("cache", "document"),
-    ),
-    Conflict(
-        ("save_cache",),
-        "{1} is a saved cache already; leave out {0}",
-        excluded=("cache", "document"),
-    ),
-    Conflict(
-        ("document",),
-        "{1} is one saved document and {0} puts several together; name each with {0}",
-        excluded=("cache",),
-    ),
-    Conflict(
-        ("recompute",),
-        "{0} is for documents that were read one by one; name them with {1}",
-        without=("document",),
-    ),
-    Conflict(
-        ("prompt",),
-        "{0} and {1} are two prompts at once; give one of them",
-        excluded=("prompt_file",),
-    ),
-    Conflict(
-        ("seed",),
-        "{0} draws an answer, and without {1} none is drawn; add it",
-        without=("temperature",),
-    ),
-    Conflict(
-        ("metric",), "{0} is for {1}; every task has a metric of its own", without=("prompts",)
-    ),
-    Conflict(("fitted",), _FITTED, excluded=(*DECIDING, "profile", "policy")),
-    Conflict(("fitted",), _FITTED, without=("budget", "target_loss", "memory")),
-    Conflict(
-        ("across",),
-        "{0} shares a budget among the rows of a batch by what was fitted to the model; it goes "
-        "with {option[budget=20%]} and nothing else that decides",
-        excluded=(*sorted({*TARGET} - {"budget"}), *DECIDING, "profile", "policy"),
-        without=("budget",),
-    ),
-    Conflict(
-        ("target_loss",),
-        "{0} is solved from what 'kvalloc fit' measured; leave out {1}, or decide once with "
-        "'kvalloc solve' and apply the profile",
-        excluded=(*DECIDING, "policy"),
-    ),
-    Conflict(
-        (*TARGET, *DECIDING),
-        "{0} decides for each prompt and {1} was decided before; give one of them",
-        excluded=("profile",),
-    ),
-    Conflict(
-        ("allow_other_model",),
-        "{0} accepts what was stored for another model, and nothing stored is named; leave it out, "
-        "or give {1}",
-        without=("profile", "fitted", "cache", "document"),
-    ),
-    Conflict(
-        DECIDING,
-        "{0} says how a target is decided for each prompt; give one, such as {option[budget=20%]}",
-        without=TARGET,
-    ),
-)
+    def names(row: Mapping[str, list[str]], field: str) -> tuple[str, ...]:
+        return tuple(name for one in row.get(field, ()) for name in groups.get(one, [one]))
+
+    for row in table["conflict"]:
+        fields = {field: names(row, field) for field in ("options", "excluded", "without")}
+        yield Conflict(message=row["message"], **fields)
+
+
+CONFLICTS = tuple(_conflicts())
 """In the order in which they are looked for."""
 
 
