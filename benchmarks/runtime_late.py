@@ -24,7 +24,7 @@ from transformers import DynamicCache
 from kvalloc.models.loading import LoadedModel, load_model, shape_of
 from kvalloc.models.structure import context_limit
 from kvalloc.online.default import Default
-from kvalloc.online.ways import PIECE, Decided, Early, Setting, Twice, Way, chosen_way
+from kvalloc.online.methods import PIECE, Immediate, Method, SecondRead, Setting, Solved, method_for
 from kvalloc.prompts.intervals import resampled_means
 from kvalloc.runtime.making import build_cache
 from kvalloc.runtime.options import CacheOptions
@@ -109,11 +109,11 @@ def cache_of(
     """A cache as the default makes it for a way; without what was measured of the model or with."""
     setting = Default(share=SHARE).setting(shape)
     setting = setting if measured else Setting(shape=shape, share=SHARE)
-    way: Way = chosen_way(setting, tokens)
+    way: Method = method_for(setting, tokens)
     if name == "decided":
-        assert isinstance(way, Decided), "nothing is decided for this model"
+        assert isinstance(way, Solved), "nothing is decided for this model"
     else:
-        way = {"twice": Twice, "early": Early}[name](setting=setting)
+        way = {"twice": SecondRead, "early": Immediate}[name](setting=setting)
     return build_cache(model, way.profile(tokens), CacheOptions(by_layer=way.by_layer))
 
 

@@ -1,6 +1,7 @@
-"""The default for any model, nothing measured: the best way known within a share of the bytes.
+"""The default for any model, nothing measured: the best method known within a share of the bytes.
 
-`kvalloc.online.ways` has the ways; here each row of a prompt gets one, and a cache that follows it.
+`kvalloc.online.methods` has the methods; here each row of a prompt gets one, and a cache that
+follows it.
 """
 
 from __future__ import annotations
@@ -19,23 +20,24 @@ from kvalloc.allocation.request import Request
 from kvalloc.errors import InputError, one_line, option
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.fitted import FittedModel
-from kvalloc.formats.shipped_profiles import find_fitted, load_fitted
+from kvalloc.formats.shipped_profiles import find_fitted, fitted_of_same_sizes, load_fitted
 from kvalloc.models.attention import rotates_halves
 from kvalloc.models.loading import shape_of
 from kvalloc.models.structure import context_limit
+from kvalloc.online.conflicts import given_names
+from kvalloc.online.methods import Immediate, Method, Setting, Solved, Whole, method_for
 from kvalloc.online.prompt_size import UNKNOWN, PromptSize
 from kvalloc.online.solved import grid_length, share_for_loss, shares_of_rows
-from kvalloc.online.ways import Decided, Early, Rows, Setting, Way, Whole, chosen_way
 from kvalloc.runtime.cache import BudgetCache
-from kvalloc.runtime.making import Way as RowWay
-from kvalloc.runtime.making import build_cache, build_rows
+from kvalloc.runtime.making import Way, build_rows
 from kvalloc.runtime.options import CacheOptions
 from kvalloc.shape import ModelShape
-from kvalloc.units import bytes_text, parse_share, size
+from kvalloc.units import bytes_text, parse_share
+from kvalloc.units import size as size_text
 
 _TARGETS = {"budget", "target_loss", "memory"}
 _PARTS = 100_000
-"""Of these a share is so many, where the largest one that fits is looked for."""
+"""Steps from 0 to 1 among which the largest share that fits is searched."""
 
 DETAIL = 100
 """Characters of a line of detail."""
@@ -50,30 +52,27 @@ class Default:
     Parameters
     ----------
     share : float, optional
-        Of the bytes of a cache at 16 bits a number, for any type of the model; above 0 and up to 1.
-        Without it, and without a loss, it is the largest one that fits in the memory at its peak.
+        Share of the bytes of a cache at 16 bits a number, for any type of the model; above 0 and up
+        to 1. Without it, and without a loss, it is the largest one that fits in the memory at its
+        peak; a growing conversation then gets a smaller and smaller share.
     target_loss : float, optional
-        Instead of a share: the least one that is predicted to lose no more, nats per token.
+        Instead of a share: the smallest one that is predicted to lose no more, nats per token.
     options : CacheOptions
-        How the cache keeps the share, and the memory at its peak; the full cache fits where none
-        is given. Its fitted file is by default that of the cache folder, or the one that ships for
-        the model; a policy is not taken.
+        How the cache keeps the share, and the memory at its peak; without one the full cache is
+        taken to fit. Its fitted file is by default the one in the cache folder, or the one that
+        ships for the model; a policy is not taken.
     """
 
     share: float | None = None
     target_loss: float | None = None
     options: CacheOptions = CacheOptions()
-    memory_only: bool = False
-    """Whether the memory says the share, of which a growing conversation gets less and less."""
 
     @staticmethod
     def applies(**options: object) -> bool:
         """Return whether a budget, a loss or a memory is given, and nothing else but a file."""
-        named = {
-            name for name, value in options.items() if value is not None and value is not False
-        }
-        one = bool(named & _TARGETS) and not {"budget", "target_loss"} <= named
-        return one and named <= _TARGETS | {"fitted"}
+        names = given_names(options)
+        one = bool(names & _TARGETS) and not {"budget", "target_loss"} <= names
+        return one and names <= _TARGETS | {"fitted"}
 
     @classmethod
     def parse(
@@ -91,10 +90,14 @@ class Default:
             If it is no share, or no loss.
         """
         if target_loss is not None:
-            request = Request.parse(target_loss=target_loss)
-            return cls(target_loss=float(request.target.value), options=options or CacheOptions())
+            target_loss = float(Request.parse(target_loss=target_loss).target.value)
         share = None if budget is None else parse_share(budget)
-        return cls(share=share, options=options or CacheOptions())
+        return cls(share=share, target_loss=target_loss, options=options or CacheOptions())
+
+    @property
+    def _memory_only(self) -> bool:
+        """Return whether the memory alone says the share."""
+        return self.share is None and self.target_loss is None
 
     def cache(self, model: Any, size: PromptSize = UNKNOWN) -> BudgetCache:
         """Make a cache for one prompt; each row is served by its own length.
@@ -108,106 +111,117 @@ class Default:
         Raises
         ------
         InputError
-            If no way fits the memory, or a loss is asked for and there is no fitted file.
+            If no method fits the memory, or there is no fitted file, and a loss is the target or
+            rows are to share their bytes.
         KVAllocError
             As `kvalloc.make_cache`.
         """
+        setting = self.setting(shape_of(model), rotates=rotates_halves(model))
         if self.target_loss is not None:
-            share = self._least_share(model, self.target_loss, size)
-            return replace(self, share=share, target_loss=None).cache(model, size)
-        if self.share is None:
-            share = self._largest_share(shape_of(model), size)
-            return replace(self, share=share, memory_only=True).cache(model, size)
-        setting, tokens = self.setting(shape_of(model), rotates=rotates_halves(model)), size.tokens
-
-        def way_of(setting: Setting, length: int | None) -> Way:
-            return chosen_way(setting, length, limit=context_limit(model))
-
-        if tokens is None:
-            way = way_of(setting, None)
-            options = replace(self.options, by_layer=way.by_layer)
-            return build_cache(model, way.profile(None), options, prompt_tokens=size.announced)
-        # a row of padding alone keeps nothing in any way
-        lengths = [max(length, 1) for length in size.lengths or (tokens,)]
-        settings = [setting] * len(lengths)
-        if self.options.across is not None:
-            settings = _settings_of_rows(setting, lengths)
-        ways = [way_of(*each) for each in zip(settings, lengths, strict=True)]
-        groups = self._that_fit(tokens, lengths, ways, chunked=size.chunked)
-        of_row = dict[int, RowWay]()
-        for way, rows in groups.items():
-            alike = [lengths[row] for row in rows]
-            profile = way.profile(max(alike))
-            share = way.setting.share
-            read = Rows(max(alike), len(alike), tokens, size.chunked)
-            text, rest = _text(profile, way, alike, read)
-            if len(groups) > 1:
-                text = f"row{'s' * (len(rows) > 1)} {', '.join(map(str, rows))}: {text}"
-            _LOG.info("%s; %s", text, rest)
-            if way.other_weights:
-                _LOG.warning("%s", way.other_weights)
-            text = one_line(text, DETAIL)
-            memory = self.options.memory if self.memory_only else None
-            profile = _requested(profile, share, text, memory)
-            part = self.options.memory and self.options.memory * len(rows) // len(lengths)
-            options = replace(self.options, by_layer=way.by_layer, memory=part)
-            longer_profile = way.longer_profile()
-            if longer_profile is not None:  # of the same request
-                longer_profile = _requested(longer_profile, share, text, memory)
-            within = partial(_profile_within, way.setting, text, memory)
-            kept = RowWay(
-                profile=profile,
-                options=options,
-                longer_profile=longer_profile,
-                within=within if self.memory_only else None,
+            setting = replace(setting, share=self._smallest_share(setting, self.target_loss, size))
+        elif self.share is None:
+            setting = replace(setting, share=self._largest_share(setting, size))
+        if (across := self.options.across) is not None:
+            use = f"{option('across', across)} shares bytes by"
+            setting.require_file(use, "leave that out")
+        if size.tokens is None:
+            way = Way(
+                profile=Immediate(setting=setting).profile(None),
+                options=replace(self.options, by_layer=Immediate.by_layer),
             )
-            of_row |= dict.fromkeys(rows, kept)
+            return build_rows(model, [way], prompt_tokens=size.announced)
+        lengths = size.of_rows(range(size.n_rows)).lengths
+        settings = [setting] * len(lengths)
+        if across is not None:
+            settings = _settings_of_rows(setting, lengths)
+        limit = context_limit(model)
+        methods = [
+            method_for(one, tokens, limit=limit)
+            for one, tokens in zip(settings, lengths, strict=True)
+        ]
+        if not (setting.file and load_fitted(setting.file).shape.has_weights_of(setting.shape)):
+            _warn_of_other_weights(setting, methods)
+        ways: dict[int, Way] = {}
+        for method, indices in self._that_fit(methods, size).items():
+            ways |= dict.fromkeys(indices, self._way(method, indices, size))
         return build_rows(
             model,
-            [of_row[row] for row in range(len(lengths))],
+            [ways[number] for number in range(len(lengths))],
             prompt_tokens=size.announced,
             lengths=size.lengths,
         )
 
-    def _largest_share(self, shape: ModelShape, size: PromptSize) -> float:
+    def _way(self, method: Method, indices: Sequence[int], size: PromptSize) -> Way:
+        """Return how the cache keeps the rows that a method serves, and log it."""
+        detail, rest = _text(method, size.of_rows(indices))
+        if len(indices) < size.n_rows:
+            names = ", ".join(map(str, indices))
+            detail = f"row{'s' * (len(indices) > 1)} {names}: {detail}"
+        _LOG.info("%s; %s", detail, rest)
+        memory = self.options.memory
+
+        def stated(profile: BudgetProfile) -> BudgetProfile:
+            """Return a profile with its line of detail, and the memory if it is the target."""
+            requested = profile.requested
+            if self._memory_only:
+                requested = {**requested, "memory": memory}
+            return profile.replace(requested=requested, detail=one_line(detail, DETAIL))
+
+        def within(share: float, tokens: int) -> BudgetProfile:
+            """Return the budgets of a conversation of a length at a share."""
+            setting = replace(method.setting, share=share)
+            later = method_for(setting, tokens)
+            if not isinstance(later, Solved | Whole):
+                later = Immediate(setting=setting)
+            return stated(later.profile(tokens))
+
+        longer_profile = method.longer_profile()
+        part = memory and memory * len(indices) // size.n_rows
+        return Way(
+            profile=stated(method.profile(size.of_rows(indices).longest)),
+            options=replace(self.options, by_layer=method.by_layer, memory=part),
+            longer_profile=None if longer_profile is None else stated(longer_profile),
+            within=within if self._memory_only else None,
+        )
+
+    def _largest_share(self, setting: Setting, size: PromptSize) -> float:
         """Return the largest share of a prompt that fits in the memory at its peak."""
-        if (columns := size.tokens) is None:
+        if size.tokens is None:
             return 1.0
-        memory, lengths = self.options.memory or 0, size.lengths or (columns,)
-        setting, rows, longest = self.setting(shape), len(lengths), max(*lengths, 1)
-        read, whole = Rows(longest, rows, columns, size.chunked), rows * full_bytes(shape, longest)
-        # decided budgets fill their share, and values are fitted in float32
+        shape, memory = setting.shape, self.options.memory or 0
+        size = size.of_rows(range(size.n_rows))
+        columns, rows, longest = size.columns, size.n_rows, size.longest
+        # solved budgets fill their share, and values are fitted in float32
         wide = replace(shape, dtype_bytes=max(shape.dtype_bytes, 4))
         extra = reading_bytes(wide, columns, rows) - reading_bytes(shape, columns, rows)
 
         def unfilled(part: int) -> float:  # below 0: too short for the share, and kept whole
-            early = Early(setting=replace(setting, share=part / _PARTS))
-            return part / _PARTS - early.profile(longest).share_at(longest) + 1e-9
+            method = Immediate(setting=replace(setting, share=part / _PARTS))
+            return part / _PARTS - method.profile(longest).share_at(longest) + 1e-9
 
-        def over(part: int, *, decided: bool) -> bool:
-            needs = unfilled(part) * whole + extra if decided else 0
-            early = Early(setting=replace(setting, share=part / _PARTS))
-            return unfilled(part) >= 0 and early.peak_bytes(read) + needs > memory
+        def over(part: int, *, solved: bool) -> bool:
+            needs = unfilled(part) * full_bytes(shape, longest, rows) + extra if solved else 0
+            method = Immediate(setting=replace(setting, share=part / _PARTS))
+            return unfilled(part) >= 0 and method.peak_bytes(size) + needs > memory
 
         if plain_bytes(shape, columns, rows) <= memory:
             return 1.0
-        for decided in (True, False)[setting.file is None or size.chunked :]:
+        for solved in (True, False)[setting.file is None or size.chunked :]:
             parts = range(1, _PARTS)  # below all of it, which is stored as the model makes it
-            part = bisect.bisect_left(parts, True, key=partial(over, decided=decided))
+            part = bisect.bisect_left(parts, True, key=partial(over, solved=solved))
             if part and unfilled(part) >= 0:
                 return part / _PARTS
         return (part + 1) / _PARTS  # the smallest share, refused with its bytes
 
-    def _least_share(self, model: Any, loss: float, size: PromptSize) -> float:
-        """Return the least share that is predicted to lose no more at a prompt's length."""
+    def _smallest_share(self, setting: Setting, loss: float, size: PromptSize) -> float:
+        """Return the smallest share that is predicted to lose no more at a prompt's length."""
         use = f"{option('target_loss', f'{loss:g}')} is solved from"
-        setting = self.setting(shape_of(model), rotates=rotates_halves(model))
-        file = setting.require_file(use, f", or give {option('budget', '20%')}")
+        file = setting.require_file(use, f"give {option('budget', '20%')}")
         tokens = max(size.lengths or (size.tokens or load_fitted(file).context_tokens,))
         return share_for_loss(file, loss, grid_length(tokens))
 
     def setting(self, shape: ModelShape, *, rotates: bool = True) -> Setting:
-        """Return what all ways of a model share.
+        """Return the setting of all methods of a model.
 
         Its fitted file is the named one, else the model's, if it exists.
 
@@ -215,8 +229,6 @@ class Default:
         ------
         ModelMismatchError
             If the named one is of another model.
-        InputError
-            If rows are to share their bytes and there is no fitted file.
         """
         if self.options.fitted is None:
             file = find_fitted(shape)
@@ -228,67 +240,44 @@ class Default:
                 file=f"fitted file {file}",
                 made_by=FittedModel.MADE_BY,
             )
-        setting = Setting(
-            shape=shape,
-            share=self.share or 1.0,
-            file=file,
-            rotates=rotates,
-        )
-        if (across := self.options.across) is not None:
-            setting.require_file(
-                f"{option('across', across)} shares bytes by", ", or leave that out"
-            )
-        return setting
+        return Setting(shape=shape, share=self.share or 1.0, file=file, rotates=rotates)
 
     def _that_fit(
-        self, tokens: int, lengths: Sequence[int], ways: Sequence[Way], *, chunked: bool
-    ) -> dict[Way, tuple[int, ...]]:
-        """Return the rows that are served alike; all early where the memory asks for it."""
-        groups, memory = _alike(lengths, ways), self.options.memory
+        self, methods: Sequence[Method], size: PromptSize
+    ) -> dict[Method, tuple[int, ...]]:
+        """Return the rows of each method; all are immediate if the memory asks for it."""
+        memory, groups = self.options.memory, _grouped(methods, size)
         if memory is None:
             return groups
-        rest = [way if isinstance(way, Whole) else Early(setting=ways[0].setting) for way in ways]
-        early = _alike(lengths, rest)
-        needs = [0, 0]
-        for place, each in enumerate((groups, early)):
-            for way, rows in each.items():
-                longest = max(lengths[row] for row in rows)
-                needs[place] += way.peak_bytes(Rows(longest, len(rows), tokens, chunked))
+        immediate = [
+            one if isinstance(one, Whole) else Immediate(setting=one.setting) for one in methods
+        ]
+        choices = groups, _grouped(immediate, size)
+        needs = [
+            sum(method.peak_bytes(size.of_rows(indices)) for method, indices in each.items())
+            for each in choices
+        ]
         if min(needs) > memory:
-            n_rows = len(lengths)
-            in_rows = f" in {n_rows} rows" if n_rows > 1 else ""
-            smaller = "or" if self.memory_only else "a smaller budget or"
-            full = max(needs[0], plain_bytes(ways[0].setting.shape, tokens, n_rows))
+            in_rows = f" in {size.n_rows} rows" if size.n_rows > 1 else ""
+            smaller = "or" if self._memory_only else "a smaller budget or"
+            full = max(plain_bytes(methods[0].setting.shape, size.columns, size.n_rows), needs[0])
             raise InputError(
-                f"{option('memory', bytes_text(memory))} is {size(memory)}, but a prompt of "
-                f"{tokens:,} tokens{in_rows} needs {size(full)} where its full cache is held, and "
-                f"{size(min(needs))} where it is evicted while it is read (the budget, and one "
-                f"layer in full); give more, {smaller} a shorter prompt"
+                f"{option('memory', bytes_text(memory))} is {size_text(memory)}, but a prompt of "
+                f"{size.columns:,} tokens{in_rows} needs {size_text(full)} where its "
+                f"full cache is held, and {size_text(min(needs))} where it is evicted while it is "
+                f"read (the budget, and one layer in full); give more, {smaller} a shorter prompt"
             )
-        return groups if needs[0] <= memory else early
+        return choices[needs[0] > memory]
 
 
-def _profile_within(
-    setting: Setting, text: str, memory: int | None, share: float, tokens: int
-) -> BudgetProfile:
-    """Return the budgets of a conversation of a length at a share."""
-    way = chosen_way(replace(setting, share=share), tokens)
-    if not isinstance(way, Decided | Whole):
-        way = Early(setting=way.setting)
-    return _requested(way.profile(tokens), share, text, memory)
-
-
-def _requested(
-    profile: BudgetProfile, share: float, text: str, memory: int | None
-) -> BudgetProfile:
-    """Return a profile by which a cache keeps a share, of a memory if one is asked for alone."""
-    requested = {**profile.requested, "value": share}
-    if memory is not None:
-        requested["memory"] = memory
-    whole = share == 1
-    return profile.replace(
-        requested=requested, target_share=share, plain_if_full=whole, detail=text
-    )
+def _grouped(methods: Sequence[Method], size: PromptSize) -> dict[Method, tuple[int, ...]]:
+    """Return the rows of each method, the method of the longest row first."""
+    lengths = size.of_rows(range(size.n_rows)).lengths
+    longest_first = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    return {
+        method: tuple(row for row, other in enumerate(methods) if other == method)
+        for method in dict.fromkeys(methods[row] for row in longest_first)
+    }
 
 
 def _settings_of_rows(setting: Setting, lengths: Sequence[int]) -> list[Setting]:
@@ -299,40 +288,41 @@ def _settings_of_rows(setting: Setting, lengths: Sequence[int]) -> list[Setting]
     return [replace(setting, share=shares.get(row, setting.share)) for row in range(len(lengths))]
 
 
-def _text(
-    profile: BudgetProfile,
-    way: Way,
-    lengths: Sequence[int],
-    read: Rows,
-) -> tuple[str, str]:
-    """Return the line of detail of rows of these lengths, and its end: way, peak and cost."""
-    shape, share, peak = profile.shape, way.setting.share, way.peak_bytes(read)
-    full = list(shape.full_layers)
+def _warn_of_other_weights(setting: Setting, methods: Sequence[Method]) -> None:
+    """Log that a file of other weights is taken, or could be, unless no row needs a file."""
+    similar = setting.file or fitted_of_same_sizes(setting.shape)
+    if similar is None or all(isinstance(one, Whole) for one in methods):
+        return
+    text = f"{similar} was fitted to other weights of the same sizes, or another form of these"
+    if setting.file is None:
+        text += f"; {option('fitted', similar)} and {option('allow_other_model', True)} take it"
+    _LOG.warning("%s", text)
+
+
+def _text(method: Method, size: PromptSize) -> tuple[str, str]:
+    """Return the line of detail of rows, and its end for the log: method, peak and cost."""
+    profile, lengths = method.profile(size.longest), size.lengths
+    shape, share, peak = profile.shape, method.setting.share, method.peak_bytes(size)
+    full, all_bytes = list(shape.full_layers), sum(full_bytes(shape, n) for n in lengths)
     kept = sum(profile.budgets_for(n)[full].mean() for n in lengths) / sum(lengths)
     stored = sum(map(profile.retained_bytes_at, lengths))
-    cost, text, brief = way.cost, way.says(chunked=read.chunked), way.brief
+    cost, text, brief = method.cost, method.text, method.brief
+    if size.chunked:
+        text = method.chunked_text or text
     evicted = f"{1 - kept:.0%} evicted"
     if kept == 1:
-        cost, text, peak = Whole.cost, Whole.text, plain_bytes(shape, read.columns, read.n_rows)
-        evicted = "nothing evicted"
+        cost, text, evicted = Whole.cost, Whole.text, "nothing evicted"
+        peak = plain_bytes(shape, size.columns, size.n_rows)
         if share < 1 and max(map(profile.share_at, lengths)) > share:
             brief = f"too short for {share:.1%}"
-    width, share_now = "at 16 bits", f" ({stored / sum(full_bytes(shape, n) for n in lengths):.1%})"
+    width, share_now = "at 16 bits", f" ({stored / all_bytes:.1%})"
     if not profile.reduces:
         width, share_now = "nothing rounded", ""
         stored = sum(plain_bytes(shape, length) for length in lengths)
     if profile.bits is not None:
         widths = np.unique(profile.bits[full]).tolist()
         width = f"rounded to {' to '.join(map(str, widths[:: max(len(widths) - 1, 1)]))} bits"
-    detail = f"{evicted}, {width}; {size(stored)}{share_now}; {brief}"
-    rest = f"{text}; about {size(peak)} while it is read, and {cost} times a plain prefill"
-    return detail, rest + way.advice(max(lengths))
-
-
-def _alike(lengths: Sequence[int], ways: Sequence[Way]) -> dict[Way, tuple[int, ...]]:
-    """Return groups of rows that are served alike, the group of the longest row first."""
-    longest_first = sorted(range(len(lengths)), key=lambda row: -lengths[row])
-    return {
-        way: tuple(row for row, other in enumerate(ways) if other == way)
-        for way in dict.fromkeys(ways[row] for row in longest_first)
-    }
+    detail = f"{evicted}, {width}; {size_text(stored)}{share_now}; {brief}"
+    text = text.format(method.setting.file)
+    rest = f"{text}; about {size_text(peak)} while it is read, and {cost} times a plain prefill"
+    return detail, rest + method.advice(size.longest)

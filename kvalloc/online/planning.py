@@ -19,8 +19,9 @@ from kvalloc.measure.step_times import DEVICES, StepTimes, device_steps, measure
 from kvalloc.models.loading import shape_of
 from kvalloc.models.structure import context_limit
 from kvalloc.online.default import Default
+from kvalloc.online.methods import Setting, Solved
+from kvalloc.online.prompt_size import PromptSize
 from kvalloc.online.solved import grid_length, share_for_loss
-from kvalloc.online.ways import Decided, Rows, Setting
 from kvalloc.runtime.options import CacheOptions
 from kvalloc.runtime.plan import default_interval
 from kvalloc.runtime.tail import room_for
@@ -141,16 +142,16 @@ def plan_batch(
     setting = default.setting(shape)
     file = setting.require_file("losses are predicted from")
     min_share = share_for_loss(file, target_loss, grid_length(prompt))
-    ways = list(_ways(setting, min_share, prompt))
-    if not ways:
-        known = [way.predicted_loss for way in _ways(setting, LARGE, prompt)]
+    methods = list(_methods(setting, min_share, prompt))
+    if not methods:
+        known = [one.predicted_loss for one in _methods(setting, LARGE, prompt)]
         min_share = math.ceil(1e6 * min(known, default=0.0)) / 1e6
         way_out = f"{min_share:.15g} is possible" if known else "give a longer prompt"
         raise InputError(
             f"no share of a cache of {prompt:,} tokens is predicted to lose no more than "
             f"{option('target_loss', f'{target_loss:g}')}; {way_out}"
         )
-    loads = [Load.of(way, shape, prompt, answer) for way in ways]
+    loads = [Load.of(one, shape, prompt, answer) for one in methods]
     if loads[0].peak_bytes > room:
         raise InputError(
             f"{option('memory', bytes_text(room))} is {size(room)}, but one row of {prompt:,} and "
@@ -192,13 +193,13 @@ def _check(model: Any, prompt: int, answer: int, times: StepTimes | str | None) 
         )
 
 
-def _ways(setting: Setting, min_share: float, prompt: int) -> Iterator[Decided]:
+def _methods(setting: Setting, min_share: float, prompt: int) -> Iterator[Solved]:
     """Yield how a prompt is served at shares from the least one on."""
     share = min_share
     while share < 1:
         one = replace(setting, share=share)
         if (length := one.solved_tokens(prompt)) is not None:
-            yield Decided(setting=one, solved_tokens=length)
+            yield Solved(setting=one, solved_tokens=length)
         share = round(max(STEP * share, share + 0.001), 3)
 
 
@@ -207,8 +208,8 @@ def _measured(
 ) -> tuple[BudgetProfile, BudgetProfile]:
     """Return budgets at two shares for prompts of two lengths, both read in seconds."""
     tokens = min(prompt, MEASURED_TOKENS)
-    long = [way.profile(tokens) for way in _ways(setting, min_share, tokens)]
-    short = [way.profile(tokens) for way in _ways(setting, min_share, tokens // 2)] or long
+    long = [one.profile(tokens) for one in _methods(setting, min_share, tokens)]
+    short = [one.profile(tokens) for one in _methods(setting, min_share, tokens // 2)] or long
     return short[0], long[min(2, len(long) - 1)]
 
 
@@ -239,11 +240,11 @@ class Load:
     plain: bool = False
 
     @classmethod
-    def of(cls, way: Decided, shape: ModelShape, prompt: int, answer: int) -> Load:
+    def of(cls, method: Solved, shape: ModelShape, prompt: int, answer: int) -> Load:
         """Return the load of a prompt and its answer, as the default keeps them."""
-        profile = way.profile(prompt)
+        profile = method.profile(prompt)
         token = len(shape.full_layers) * reading_bytes(shape, 1)
-        peak, parts = way.peak_bytes(Rows(prompt, 1, prompt)), []
+        peak, parts = method.peak_bytes(PromptSize(tokens=prompt)), []
         seen, end = prompt, prompt + answer
         while seen < end:
             due, head_bytes = default_interval(seen), profile.head_bytes_at(seen)
@@ -254,8 +255,8 @@ class Load:
             peak = max(peak, kept + room_for(followed, due) * token)
             seen += followed
         return cls(
-            share=way.setting.share,
-            predicted_loss=way.predicted_loss,
+            share=method.setting.share,
+            predicted_loss=method.predicted_loss,
             peak_bytes=peak,
             answer=answer,
             parts=tuple(parts),

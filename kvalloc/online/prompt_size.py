@@ -1,8 +1,9 @@
-"""What is known of a prompt before it is read, by which its cache is made."""
+"""The size of a prompt that has not been read yet, by which its cache is made."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from kvalloc.accounting import IntArray
 
@@ -27,6 +28,26 @@ class PromptSize:
     lengths: tuple[int, ...] = ()
     chunked: bool = False
     rows: tuple[IntArray, ...] = ()
+
+    @property
+    def columns(self) -> int:
+        """Return the length, padding included; 0 if it is not known."""
+        return self.tokens or 0
+
+    @property
+    def longest(self) -> int:
+        """Return the tokens of the longest row."""
+        return max(self.lengths or (self.columns,))
+
+    @property
+    def n_rows(self) -> int:
+        """Return the number of rows."""
+        return len(self.lengths) or 1
+
+    def of_rows(self, indices: Sequence[int]) -> PromptSize:
+        """Return the size of some rows, at least 1 token each, without their ids."""
+        lengths = self.lengths or (self.columns,)
+        return replace(self, lengths=tuple(max(lengths[row], 1) for row in indices), rows=())
 
     @property
     def announced(self) -> int | None:

@@ -11,9 +11,10 @@ from kvalloc.allocation.pool import solve_pool
 from kvalloc.allocation.request import Request
 from kvalloc.errors import InfeasibleError
 from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.formats.policy import Policy
 from kvalloc.formats.shipped_profiles import load_fitted, while_unchanged
 from kvalloc.problem.registry import get_solver
-from kvalloc.scorers import get_scorer
+from kvalloc.scorers import Scorer, get_scorer
 
 SINKS, WINDOW = 4, 8
 """Tokens at the prompt's begin and end, never evicted."""
@@ -38,9 +39,14 @@ _STEPS = 8
 
 def matching_options(share: float) -> dict[str, int]:
     """Return the parameters of `attention_matching` at a share."""
-    few = share < FEW_BELOW
-    rows = MATCHED_BY_FEW if few else MATCHED
-    return {"rows": rows, "every": 1 if few else STEP}
+    if share < FEW_BELOW:
+        return {"rows": MATCHED_BY_FEW, "every": 1}
+    return {"rows": MATCHED, "every": STEP}
+
+
+def fitting_policy(scorer: Scorer, share: float) -> Policy:
+    """Return the policy that keeps what a scorer ranks highest, and fits the values."""
+    return scorer.policy(SINKS, name="attention_matching", parameters=matching_options(share))
 
 
 def grid_length(tokens: int) -> int:
@@ -91,8 +97,7 @@ def solve_share(file: str, share: float, tokens: int) -> BudgetProfile | None:
     except InfeasibleError:
         return None
     scorer = get_scorer("surrogate", file=file, window=WINDOW)
-    matching = {"name": "attention_matching", "parameters": matching_options(share)}
-    return decided.with_policy(scorer.policy(SINKS, **matching))
+    return decided.with_policy(fitting_policy(scorer, share))
 
 
 @while_unchanged(maxsize=256)

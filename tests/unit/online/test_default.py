@@ -19,17 +19,9 @@ from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.fitted import FittedModel
 from kvalloc.models.loading import shape_of
 from kvalloc.online.default import DETAIL, Default
+from kvalloc.online.methods import Immediate, SecondRead, Setting, Solved, Whole, method_for
 from kvalloc.online.prompt_size import PromptSize
 from kvalloc.online.solved import LOOSE, grid_length, solve_share
-from kvalloc.online.ways import (
-    Decided,
-    Early,
-    Rows,
-    Setting,
-    Twice,
-    Whole,
-    chosen_way,
-)
 from kvalloc.runtime.options import CacheOptions
 
 TOKENS = 150
@@ -125,7 +117,7 @@ def test_it_says_which_way_what_it_takes_and_what_it_costs(tiny, model, caplog):
     assert all(len(detail) <= DETAIL for detail in details)
     assert "; reads the prompt twice and holds the full cache meanwhile; about" in said[0]
     assert "; evicts while the prompt is read; about" in said[1]
-    for one, cost in zip(said, (Twice.cost, Early.cost, 1.0), strict=True):
+    for one, cost in zip(said, (SecondRead.cost, Immediate.cost, 1.0), strict=True):
         assert f" KiB while it is read, and {cost} times a plain prefill" in one
     assert "; evicts nothing; about 150 KiB while it is read" in said[2]
 
@@ -249,17 +241,16 @@ def ways_of(model, tokens=TOKENS, **asked):
 @pytest.mark.parametrize(
     ("share", "tokens", "asked", "way"),
     [
-        (0.2, TOKENS, {}, Twice),
-        (0.2, 760, {"limit": 1024}, Twice),  # a piece of 256, and 8 tokens that lead over
-        (0.2, 761, {"limit": 1024}, Early),
-        (0.2, None, {}, Early),
+        (0.2, TOKENS, {}, SecondRead),
+        (0.2, 760, {"limit": 1024}, SecondRead),  # a piece of 256, and 8 tokens that lead over
+        (0.2, 761, {"limit": 1024}, Immediate),
         (0.2, 12, {}, Whole),
         (1.0, TOKENS, {}, Whole),
     ],
 )
 def test_a_way_is_chosen_by_numbers(model, share, tokens, asked, way):
     setting = Setting(shape=shape_of(model), share=share)
-    assert type(chosen_way(setting, tokens, **asked)) is way
+    assert type(method_for(setting, tokens, **asked)) is way
 
 
 def test_a_prompt_that_cannot_be_read_again_is_not(tiny, model):
@@ -369,15 +360,15 @@ def test_what_a_fitted_file_decides_takes_what_it_says(tiny, model, fitted_file)
     default, shape = Default.parse("20%", options), shape_of(model)
     cache = run(model, tiny.prompt(TOKENS), budget="20%", fitted=fitted_file)
     assert cache.profile.requested["objective"] == "loss"  # how it was decided stays
-    way = chosen_way(default.setting(shape), TOKENS)
-    assert isinstance(way, Decided)
-    peak = way.peak_bytes(Rows(TOKENS, 1, TOKENS))
+    way = method_for(default.setting(shape), TOKENS)
+    assert isinstance(way, Solved)
+    peak = way.peak_bytes(PromptSize(tokens=TOKENS))
     assert peak == cache.profile.peak_bytes_at(TOKENS)
     whole = run(model, tiny.prompt(TOKENS), budget="20%", fitted=fitted_file, memory=f"{peak}B")
     assert "predicted loss" in whole.profile.detail
     chunked = default.cache(model, PromptSize(tokens=TOKENS, chunked=True))
     assert "predicted loss" in chunked.profile.detail
-    full = way.peak_bytes(Rows(TOKENS, 1, TOKENS, chunked=True))
+    full = way.peak_bytes(PromptSize(tokens=TOKENS, chunked=True))
     assert full > plain_bytes(shape, TOKENS)
     within = replace(default, options=replace(options, memory=full - 1))
     short = within.cache(model, PromptSize(tokens=TOKENS, chunked=True))

@@ -13,10 +13,10 @@ from kvalloc.errors import InputError
 from kvalloc.measure.step_times import DEVICES, Line, StepTimes, device_steps
 from kvalloc.models.loading import shape_of
 from kvalloc.online.default import Default
+from kvalloc.online.methods import Solved, method_for
 from kvalloc.online.planning import Load, plan_batch
 from kvalloc.online.prompt_size import PromptSize
 from kvalloc.online.solved import grid_length, share_for_loss
-from kvalloc.online.ways import Decided, chosen_way
 from kvalloc.runtime.options import CacheOptions
 from kvalloc.units import parse_bytes
 
@@ -58,8 +58,8 @@ def way_at(model, fitted_file):
 
     def way(share, prompt=PROMPT):
         default = Default(share=share, options=CacheOptions(fitted=fitted_file))
-        chosen = chosen_way(default.setting(shape_of(model)), prompt)
-        assert isinstance(chosen, Decided)
+        chosen = method_for(default.setting(shape_of(model)), prompt)
+        assert isinstance(chosen, Solved)
         return chosen
 
     return way

@@ -17,9 +17,9 @@ from kvalloc.accounting.costs import full_bytes
 from kvalloc.errors import InputError, UnsupportedRequestError
 from kvalloc.models.loading import shape_of
 from kvalloc.online.default import Default
+from kvalloc.online.methods import Immediate
 from kvalloc.online.per_prompt import PromptTarget
 from kvalloc.online.prompt_size import PromptSize
-from kvalloc.online.ways import Early, Rows
 from kvalloc.runtime.making import build_rows
 from kvalloc.runtime.options import CacheOptions
 
@@ -58,8 +58,8 @@ def cache_for(model, columns, rows, options):
     kept = CacheOptions(**{name: options[name] for name in names if name in options})
     default, shape = Default.parse(options["budget"], kept), shape_of(model)
     if options.get("memory") == "least":
-        early = Early(setting=default.setting(shape))
-        least = early.peak_bytes(Rows(columns, len(lengths), columns))
+        early = Immediate(setting=default.setting(shape))
+        least = early.peak_bytes(replace(size, lengths=(columns,) * len(lengths)))
         default = replace(default, options=replace(kept, memory=least))
     with patch("kvalloc.online.default.build_rows", of_the_prompt_alone):
         return default.cache(model, size)
@@ -150,7 +150,7 @@ def test_rows_of_several_lengths_are_solved_each_for_its_own(tiny, fitted_file):
 
 
 def test_rows_share_the_bytes_of_all_by_their_losses(tiny, model, fitted_file):
-    """Decided together: in no more bytes they lose less; alone a row has the budget."""
+    """Solved together: in no more bytes they lose less; alone a row has the budget."""
     options = CacheOptions(fitted=fitted_file, allow_other_model=True)  # a longer context
     shape = shape_of(model)
     default = Default(share=0.3, options=options)

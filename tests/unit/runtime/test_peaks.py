@@ -17,7 +17,8 @@ from kvalloc.accounting.costs import plain_bytes
 from kvalloc.errors import InputError
 from kvalloc.models.loading import shape_of
 from kvalloc.online.default import Default
-from kvalloc.online.ways import Early, Rows
+from kvalloc.online.methods import Immediate
+from kvalloc.online.prompt_size import PromptSize
 from kvalloc.runtime.attention import torch as by_torch
 from kvalloc.runtime.making import build_cache
 from kvalloc.runtime.options import CacheOptions
@@ -111,7 +112,7 @@ SERVED = {
 @pytest.mark.parametrize("way", [*SOLVED, *SERVED])
 def test_memory_is_a_peak(way, dtype, padded, monkeypatch):
     few = Lookahead(votes=8)  # what scores take is not the cache's
-    monkeypatch.setattr("kvalloc.online.ways.latest_votes", lambda **_: few)
+    monkeypatch.setattr("kvalloc.online.methods.latest_votes", lambda **_: few)
     model = tiny.tiny_model(dtype=dtype, num_hidden_layers=LAYERS)
     watched, ids = Watched(model), tiny.prompt(TOKENS, 2)
     mask, shape = torch.ones_like(ids), shape_of(model)
@@ -132,7 +133,9 @@ def test_memory_is_a_peak(way, dtype, padded, monkeypatch):
     else:
         if "budget" in SERVED[way]:
             setting = Default.parse(SERVED[way]["budget"]).setting(shape)
-            memory = Early(setting=setting).peak_bytes(Rows(TOKENS, 2, TOKENS))
+            memory = Immediate(setting=setting).peak_bytes(
+                PromptSize(tokens=TOKENS, lengths=(TOKENS,) * 2)
+            )
         with kvalloc.apply(model, memory=memory, **SERVED[way]) as applied:
             found = watched.peaks(read)[-len(plain) :]  # without the mini-prefill
         assert applied.last_cache is not None
@@ -149,9 +152,9 @@ def test_memory_is_a_peak(way, dtype, padded, monkeypatch):
 def test_memory_of_a_prompt_in_chunks_is_of_entries_that_are_not_rounded_yet():
     """Codes are made when the last chunk has come."""
     model, ids = tiny.tiny_model(num_hidden_layers=LAYERS), tiny.prompt(TOKENS)
-    early, stored = Early(setting=Default.parse("20%").setting(shape_of(model))), [0]
+    early, stored = Immediate(setting=Default.parse("20%").setting(shape_of(model))), [0]
     rounded, whole = (
-        early.peak_bytes(Rows(TOKENS, 1, TOKENS, chunked=chunked)) for chunked in (False, True)
+        early.peak_bytes(PromptSize(tokens=TOKENS, chunked=chunked)) for chunked in (False, True)
     )
     model.generation_config.prefill_chunk_size = 250
     in_effect = []  # none yet while `apply` looks at the model

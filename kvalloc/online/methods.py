@@ -1,0 +1,372 @@
+"""The methods by which the default serves a prompt: entries, peak and cost of each.
+
+At equal bytes it pays to round first and to evict then, and to evict the entries that a second read
+of the prompt does not attend to. If the model has a fitted file, its curves say how many entries
+each head keeps, and at how many bits, and its surrogate of a second read says which. Below the
+shares that they cover, and without a file, all heads keep the same number of entries at 5 bits (8
+if the share is large, 4 if it is small). The values of kept entries are fitted to the output of
+all, and the model reads the prompt twice, for which it holds the full cache. It may not know the
+prompt's length, or have no memory for that. Then the heads of each layer share its budget as it is
+read, by the surrogate or the attention of the prompt's last tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from kvalloc.accounting.costs import (
+    entries_in_share,
+    head_bytes,
+    plain_bytes,
+    reading_bytes,
+    sliding_entries,
+)
+from kvalloc.errors import InputError
+from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.formats.policy import Policy
+from kvalloc.formats.shipped_profiles import load_fitted
+from kvalloc.online.prompt_size import PromptSize
+from kvalloc.online.solved import (
+    FEW_BELOW,
+    SINKS,
+    WINDOW,
+    fitting_policy,
+    grid_length,
+    matching_options,
+    solve_share,
+)
+from kvalloc.scorers import Scorer, get_scorer
+from kvalloc.scorers.later_pass import CARRIED_TOKENS, SHOWN_FIRST
+from kvalloc.scorers.lookahead import latest_votes
+from kvalloc.shape import ModelShape
+from kvalloc.units import gap_text
+
+EIGHT_BITS_FROM, FOUR_BITS_BELOW = 0.42, FEW_BELOW
+"""Shares of the bytes from which on fewer entries at 8 bits lose less than more at 5, and below
+which more at 4 do (SmolLM2-135M)."""
+
+PIECE, NEARBY = 256, 0
+"""Tokens of the prompt that are read again at once, and the tokens around them that they see: to
+see more takes longer and loses no less."""
+
+LONGER_TOKENS = 256
+"""Tokens for which a conversation is solved that begins with less than half of them: sinks and
+windows are most of a short text's budgets (SmolLM2-135M at 20%, 36 tokens and then turns of 250:
+4.5 and 3.1 of reading all again, and 7.2 and 4.6 if the short text's budgets go on)."""
+
+FAR = 8
+"""Times the length of the curves' prompts beyond which the line of detail says so."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """The share, the model and its fitted file, for all methods.
+
+    Attributes
+    ----------
+    shape : ModelShape
+    share : float
+        Share of the bytes of a cache at 16 bits a number.
+    file : str or None
+        The model's fitted file.
+    rotates : bool
+        Whether the model's queries can be put behind the prompt, to which values are fitted.
+    """
+
+    shape: ModelShape
+    share: float
+    file: str | None = None
+    rotates: bool = True
+
+    def require_file(self, use: str, instead: str = "") -> str:
+        """Return the fitted file.
+
+        Parameters
+        ----------
+        use : str
+            The purpose, in words that end before "what 'kvalloc fit' measures".
+        instead : str
+            The way out beside a fit.
+
+        Raises
+        ------
+        InputError
+            If the model was not measured.
+        """
+        if self.file is not None:
+            return self.file
+        why, joint = "was not measured; run it once", ", or "
+        if not self.rotates:
+            why = "cannot be measured, since a layer does not rotate halves of its queries"
+            joint = "; "
+        way_out = f"{joint}{instead}" if instead else ""
+        raise InputError(
+            f"{use} what 'kvalloc fit' measures of a model, and {self.shape.model_id} {why}"
+            f"{way_out}"
+        )
+
+    @property
+    def bits(self) -> int:
+        """Return the width of the entries that are kept."""
+        if self.share >= EIGHT_BITS_FROM:
+            return 16 if self.share == 1 else 8
+        return 5 if self.share >= FOUR_BITS_BELOW else 4
+
+    def entries(self, tokens: int) -> int:
+        """Return the number of entries that each head keeps of a row."""
+        return entries_in_share(self.share, tokens, self.bits, self.shape, least=SINKS + WINDOW)
+
+    def solved_tokens(self, tokens: int) -> int | None:
+        """Return the length at which the curves of the fitted file are solved for a prompt.
+
+        None if there is no file, its curves do not cover the share, or everything stays.
+        """
+        if self.file is None or self.share == 1:
+            return None
+        longest = min(tokens, self.shape.max_context_tokens or tokens)
+        for length in (grid_length(longest), longest):
+            solved = solve_share(self.file, self.share, length)
+            if solved is not None and solved.share_at(tokens) <= self.share:
+                return length
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """How a row is served; one object serves all rows for which it is equal.
+
+    Attributes
+    ----------
+    cost : float
+        Time of a prompt of 2,048 tokens over a plain prefill's (SmolLM2-135M, two threads).
+    text, action : str
+        Description for a log, in which ``{}`` is the fitted file, and for a line of detail.
+    chunked_text : str
+        The text for a prompt that comes in several forwards, if it differs.
+    by_layer : bool
+        Option of that name of the caches that serve it, see `CacheOptions`.
+    by_prompt : bool
+        Whether heads share their entries, and each prompt hands them out.
+    """
+
+    cost: ClassVar[float]
+    text: ClassVar[str]
+    action: ClassVar[str] = ""
+    chunked_text: ClassVar[str] = ""
+    by_layer: ClassVar[bool] = False
+    by_prompt: ClassVar[bool] = True
+
+    setting: Setting
+
+    @property
+    def bits(self) -> int:
+        """Return the width at which entries are stored."""
+        return self.setting.bits
+
+    @property
+    def scorer(self) -> Scorer:
+        """Return the scorer: the surrogate, or the attention of the last tokens."""
+        if (file := self.setting.file) is not None:
+            return get_scorer("surrogate", file=file, window=WINDOW)
+        return latest_votes(window=WINDOW, rotates=self.setting.rotates)
+
+    @property
+    def policy(self) -> Policy:
+        """Return the policy: the scorer alone."""
+        return self.scorer.policy(SINKS)
+
+    def profile(self, tokens: int | None) -> BudgetProfile:
+        """Return the budget profile; its budgets hold for all lengths.
+
+        Parameters
+        ----------
+        tokens : int or None
+            Length of the prompt for which they are written down, if it is known.
+        """
+        setting, shape = self.setting, self.setting.shape
+        context = tokens or min(shape.max_context_tokens or 4096, 4096)
+        table, sliding = (shape.n_layers, shape.n_kv_heads), list(shape.sliding_layers)
+        bits, budgets = np.full(table, self.bits), np.full(table, setting.entries(context))
+        bits[sliding], budgets[sliding] = 16, sliding_entries(shape, context)
+        return BudgetProfile(
+            shape=shape,
+            level="head",
+            context_tokens=context,
+            budgets=budgets,
+            share_of_16_bits=setting.share,
+            bits=None if self.bits == 16 else bits,
+            by_prompt=self.by_prompt,
+            policy=self.policy,
+            target_share=setting.share,
+            plain_if_full=setting.share == 1,
+            requested={"target": "budget", "value": setting.share},
+        )
+
+    def longer_profile(self) -> BudgetProfile | None:
+        """Return the budgets by which a conversation goes once it is longer, if they differ."""
+        return None
+
+    def peak_bytes(self, size: PromptSize) -> int:
+        """Return the bytes of K, V and stored queries while rows of a prompt are read."""
+        columns, longest = size.columns, size.longest
+        if self.setting.share == 1:  # stored as the model makes it
+            return plain_bytes(self.setting.shape, columns, size.n_rows)
+        profile = self.profile(longest)
+        return profile.peak_bytes_at(longest, size.n_rows, columns=columns, chunked=size.chunked)
+
+    @property
+    def brief(self) -> str:
+        """Return the action with the predicted loss, for a line of detail."""
+        known = "nothing measured" if self.setting.file is None else "no loss predicted"
+        return f"{known}: {self.action}" if self.action else known
+
+    def advice(self, tokens: int) -> str:
+        """Return the end of the log's line: facts about the prediction, or how to get one."""
+        return ""
+
+    def _holding_bytes(self, size: PromptSize) -> int:
+        """Return the bytes of the full cache, and of queries that choose and that values fit."""
+        shape, matched = self.setting.shape, matching_options(self.setting.share)["rows"]
+        queries = min(max(matched, self.scorer.query_rows(size.longest)), size.longest)
+        each = len(shape.full_layers) * shape.n_query_heads * shape.head_dim * shape.dtype_bytes
+        return plain_bytes(shape, size.columns, size.n_rows) + size.n_rows * queries * each
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whole(Method):
+    """All entries stay, rounded if that takes less, scales included."""
+
+    cost = 1.0
+    text = "evicts nothing"
+    by_prompt = False
+
+    rounds: bool
+
+    @property
+    def bits(self) -> int:
+        """Return the width at which a row takes least."""
+        return self.setting.bits if self.rounds else 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Immediate(Method):
+    """The heads of each layer share its budget as it is read."""
+
+    cost = 1.2
+    text = action = "evicts while the prompt is read"
+    by_layer = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solved(Method):
+    """The surrogate chooses, within entries and bits of each head that are solved from losses.
+
+    Attributes
+    ----------
+    solved_tokens : int
+        The length at which the fitted file is solved.
+    """
+
+    cost = 1.2
+    text = "evicts while the prompt is read, as solved from {}"
+    chunked_text = "holds the full cache until the prompt is complete, and evicts as solved from {}"
+
+    solved_tokens: int
+
+    def profile(self, tokens: int | None) -> BudgetProfile:
+        """Return the budgets that are solved; see `Method.profile`."""
+        solved = solve_share(str(self.setting.file), self.setting.share, self.solved_tokens)
+        assert solved is not None  # else `method_for` takes another method
+        return solved
+
+    def longer_profile(self) -> BudgetProfile | None:
+        """Return the budgets of a text of `LONGER_TOKENS`, if the prompt is far shorter."""
+        if 2 * self.solved_tokens > LONGER_TOKENS:
+            return None
+        return solve_share(str(self.setting.file), self.setting.share, LONGER_TOKENS)
+
+    def peak_bytes(self, size: PromptSize) -> int:
+        """Return the peak; in chunks, values are fitted to queries that come last."""
+        return self._holding_bytes(size) if size.chunked else super().peak_bytes(size)
+
+    @property
+    def predicted_loss(self) -> float:
+        """Return the sum of single losses, times the model error."""
+        return self.profile(None).expected_loss or 0.0
+
+    @property
+    def brief(self) -> str:
+        """Return the predicted loss; see `Method.brief`."""
+        return f"predicted loss {self.predicted_loss:.2g} nats a token"
+
+    def advice(self, tokens: int) -> str:
+        """Return the predicted loss, and how well it is predicted; see `Method.advice`."""
+        solved = self.profile(tokens)
+        measured = load_fitted(str(self.setting.file)).scores.context_tokens
+        advice = f"; {self.brief}, a sum of single losses within {gap_text(solved.gap)} of the "
+        advice += "least"
+        if solved.model_error is not None:
+            advice += f", times {solved.model_error:.2g} as whole caches measured"
+        if tokens > FAR * measured:
+            advice += f"; its curves were measured at {measured:,} tokens, this is {tokens:,}"
+        return advice
+
+
+@dataclass(frozen=True, kw_only=True)
+class SecondRead(Method):
+    """A second read of the prompt chooses, and values are fitted."""
+
+    cost = 2.5
+    text = "reads the prompt twice and holds the full cache meanwhile"
+    action = "reads the prompt twice"
+
+    @property
+    def scorer(self) -> Scorer:
+        """Return the scorer that observes the second read."""
+        return get_scorer("reconstruction", chunk=PIECE, nearby=NEARBY, window=WINDOW)
+
+    @property
+    def policy(self) -> Policy:
+        """Return the policy; it fits values if queries can be put behind the prompt."""
+        if not self.setting.rotates:
+            return super().policy
+        return fitting_policy(self.scorer, self.setting.share)
+
+    def peak_bytes(self, size: PromptSize) -> int:
+        """Return the peak, with the pieces of the second read and one layer of the prompt."""
+        shape, tokens = self.setting.shape, size.longest
+        shown = min(SHOWN_FIRST + PIECE, tokens)
+        second_read = plain_bytes(shape, min(CARRIED_TOKENS + PIECE, tokens), size.n_rows)
+        one_layer = reading_bytes(shape, size.columns, size.n_rows)
+        return self._holding_bytes(size) + one_layer * shown // size.columns + second_read
+
+    def advice(self, tokens: int) -> str:
+        """Return how to do without the second read; see `Method.advice`."""
+        if self.setting.file is not None or not self.setting.rotates:  # then there is none
+            return ""
+        return f"; 'kvalloc fit' once, and one read does, {Solved.cost} times a plain prefill"
+
+
+def method_for(setting: Setting, tokens: int, *, limit: int | None = None) -> Method:
+    """Return the method that serves a row if the memory takes its full cache.
+
+    Parameters
+    ----------
+    setting : Setting
+    tokens : int
+        Length of the row.
+    limit : int or None
+        Tokens that the model was made for.
+    """
+    if (solved := setting.solved_tokens(tokens)) is not None:
+        return Solved(setting=setting, solved_tokens=solved)
+    if setting.entries(tokens) == tokens:
+        rounded = int(head_bytes(tokens, setting.bits, setting.shape))
+        return Whole(setting=setting, rounds=rounded < tokens * setting.shape.bytes_per_entry)
+    second_read = tokens + min(PIECE, tokens) + CARRIED_TOKENS
+    if limit is not None and second_read > limit:
+        return Immediate(setting=setting)
+    return SecondRead(setting=setting)
