@@ -5,7 +5,7 @@ Only the requested rows are computed, so the full attention matrix never exists.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -95,12 +95,25 @@ def window_maxima(states: AttentionStates, window: int) -> Tensor:
     found = states.keys.new_zeros(
         batch, n_kv_heads, n_heads // n_kv_heads, n_tokens, dtype=torch.float32
     )
-    step = max(_BLOCK_ELEMENTS // max(found.numel(), 1), _LEAST_ROWS)
-    for first in range(max(n_new - window, 0), n_new, step):
-        largest = attention_rows(states, first, min(first + step, n_new)).amax(dim=3)
+    for first, end in row_blocks(max(n_new - window, 0), n_new, found.numel(), _BLOCK_ELEMENTS):
+        largest = attention_rows(states, first, end).amax(dim=3)
         seen = found[..., : largest.shape[-1]]
         torch.maximum(seen, largest, out=seen)
     return found
+
+
+def row_blocks(begin: int, end: int, row: int, limit: int) -> Iterator[tuple[int, int]]:
+    """Yield begin and end of blocks of rows that stay below a number of elements.
+
+    Parameters
+    ----------
+    begin, end : int
+        All rows.
+    row, limit : int
+        Elements of a row, and the limit of a block, which has 16 rows at least.
+    """
+    step = max(limit // max(row, 1), _LEAST_ROWS)
+    return ((first, min(first + step, end)) for first in range(begin, end, step))
 
 
 def attention_rows(states: AttentionStates, first: int, end: int) -> Tensor:

@@ -10,13 +10,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvalloc.models.attention import AttentionStates, Observed
-from kvalloc.scorers.attention_rows import attention_rows
+from kvalloc.scorers.attention_rows import attention_rows, row_blocks
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _BLOCK_ELEMENTS = 1 << 24
-_LEAST_ROWS = 16
 
 
 def add_columns(states: AttentionStates, *, forgetting: float = 1.0) -> Observed:
@@ -65,18 +64,15 @@ def weighted_rows(states: AttentionStates, weights: Tensor) -> Tensor:
     """
     import torch
 
-    batch, n_kv_heads, n_tokens, _ = states.keys.shape
-    n_query_heads, n_new = states.queries.shape[1:3]
-    columns = torch.zeros(
-        (batch, n_kv_heads, n_tokens), dtype=torch.float32, device=states.keys.device
-    )
+    batch, _, n_tokens, _ = states.keys.shape
+    n_query_heads = states.queries.shape[1]
+    columns = torch.zeros(states.keys.shape[:3], dtype=torch.float32, device=states.keys.device)
     wanted = weights.nonzero()
     if not wanted.numel():  # also a chunk that is all padding: no rows and no columns
         return columns
     weights = weights.to(columns.device)
-    rows = max(_BLOCK_ELEMENTS // (batch * n_query_heads * n_tokens), _LEAST_ROWS)
-    for first in range(int(wanted[0]), int(wanted[-1]) + 1, rows):
-        end = min(first + rows, n_new)
+    row = batch * n_query_heads * n_tokens
+    for first, end in row_blocks(int(wanted[0]), int(wanted[-1]) + 1, row, _BLOCK_ELEMENTS):
         attention = attention_rows(states, first, end).mean(dim=2)
         block = weights[first:end, None]
         columns[..., : attention.shape[-1]] += (attention * block).sum(dim=2)

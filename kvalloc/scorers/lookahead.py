@@ -58,19 +58,20 @@ class Lookahead(PooledScorer):
 
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
         """Return the scores of one layer's entries; see `Scorer.score`."""
-        voting = self._voting_states(states)
+        voting = states
+        if self.ahead:
+            voting = states_behind(
+                states,
+                self.votes,
+                self.ahead,
+                who="the scorer lookahead",
+                instead="leave them in their places (ahead=0)",
+            )
         if self.row_reduce == "max":
             votes = window_maxima(voting, self.votes)
         else:
             votes = window_votes(voting, self.votes, lambda rows: rows.mean(dim=3))
         return self.pooled(votes, states, sinks=sinks)
-
-    def _voting_states(self, states: AttentionStates) -> AttentionStates:
-        """Return the states whose last queries vote."""
-        if not self.ahead:
-            return states
-        who, instead = "the scorer lookahead", "leave them in their places (ahead=0)"
-        return states_behind(states, self.votes, self.ahead, who=who, instead=instead)
 
     def query_rows(self, n_tokens: int) -> int:
         """Return the number of voting queries."""

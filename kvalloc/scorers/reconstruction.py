@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from kvalloc.models.attention import AttentionStates, Observed
-from kvalloc.scorers.attention_rows import attention_logits, attention_softmax
+from kvalloc.scorers.attention_rows import attention_logits, attention_softmax, row_blocks
 from kvalloc.scorers.later_pass import SMALLEST_CHUNK, Later, LaterStep
 from kvalloc.scorers.parameters import Count, OddWidth, Positive
 from kvalloc.scorers.pooled import PooledScorer, Reduction
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _BLOCK_ELEMENTS = 1 << 23
-_LEAST_ROWS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,9 +85,8 @@ class Reconstruction(PooledScorer):
         batch, n_kv_heads = keys.shape[:2]
         n_query_heads = int(states.queries.shape[1])
         best = keys.new_zeros(batch, n_query_heads, places.numel(), dtype=torch.float32)
-        rows = max(_BLOCK_ELEMENTS // (batch * n_query_heads * columns.numel()), _LEAST_ROWS)
-        for first in range(0, n_rows, rows):
-            end = min(first + rows, n_rows)
+        row = batch * n_query_heads * columns.numel()
+        for first, end in row_blocks(0, n_rows, row, _BLOCK_ELEMENTS):
             seen = columns.numel() - (n_rows - end)
             logits = attention_logits(states, keys[:, :, :seen], first, end)
             causal = torch.ones(end - first, end - first, dtype=torch.bool, device=keys.device)

@@ -12,7 +12,7 @@ from kvalloc.formats.surrogate import FittedSurrogate
 from kvalloc.models.attention import AttentionStates
 from kvalloc.models.rope import known_frequencies, rotate
 from kvalloc.scorers.base import Scorer
-from kvalloc.scorers.lookahead import LATEST_VOTES, TURN_VOTES, Lookahead, latest_votes
+from kvalloc.scorers.lookahead import LATEST_VOTES, TURN_VOTES, Lookahead
 from kvalloc.scorers.parameters import Above0, Count, Positive
 from kvalloc.shape import ModelShape
 
@@ -95,7 +95,7 @@ class Surrogate(Scorer):
 
     @cached_property
     def fitted(self) -> FittedSurrogate:
-        """What the file holds."""
+        """The surrogate that the file holds."""
         return load_surrogate(self.file)
 
     def check_model(self, shape: ModelShape, *, allow_other_model: bool = False) -> None:
@@ -130,29 +130,21 @@ class Surrogate(Scorer):
         scores = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
         for begin in range(sinks, keys.shape[2], _BLOCK_TOKENS):
             block = slice(begin, begin + _BLOCK_TOKENS)
-            own = replace(
+            block_states = replace(
                 states,
                 keys=keys[:, :, block],
                 values=states.values[:, :, block],
                 positions=places[..., block],
             )
-            features = _features(own)
-            sizes = [int(each.shape[-1]) for each in features]
-            *weights, constant = torch.split(self._weights(states, sum(sizes)), [*sizes, 1], dim=-1)
-            scores[..., block] = constant + sum(
-                (each @ share[..., None])[..., 0]
-                for each, share in zip(features, weights, strict=True)
-            )
+            features = entry_features(block_states)
+            weights = self._weights(states, features.shape[-1])[..., None]
+            scores[..., block] = (features @ weights[:, :-1] + weights[:, -1:])[..., 0]
         scores = self.without_protected(scores.clamp_(*_LOG_RANGE).exp_(), states, sinks=sinks)
         if self.votes:
-            largest = self._voting.score(states, sinks=sinks)
+            voting = Lookahead(window=self.window, votes=self.votes)
+            largest = voting.score(states, sinks=sinks)
             scores = torch.maximum(scores, largest.mul_(self.votes_weight))
         return scores
-
-    @property
-    def _voting(self) -> Lookahead:
-        """Who computes the largest attention."""
-        return replace(latest_votes(window=self.window, rotates=True), votes=self.votes)
 
     def query_rows(self, n_tokens: int) -> int:
         """Return the number of voting queries."""
@@ -197,23 +189,6 @@ def entry_features(states: AttentionStates) -> Tensor:
     """
     import torch
 
-    return torch.cat(_features(states), dim=-1)
-
-
-def surrogate_frequencies(frequencies: Tensor | str) -> Tensor:
-    """Return the frequencies by which keys are rotated back; see `known_frequencies`."""
-    return known_frequencies(
-        frequencies,
-        who="the scorer surrogate, which 'kvalloc fit' makes,",
-        instead=f"name {option('budget', '20%')} alone, which needs no fit, or a scorer that looks "
-        "at attention, such as snapkv",
-    )
-
-
-def _features(states: AttentionStates) -> list[Tensor]:
-    """Return the parts of `entry_features`."""
-    import torch
-
     frequencies = surrogate_frequencies(states.frequencies).to(states.keys.device)
     keys, values, places = states.keys.float(), states.values.float(), states.positions
     if places is None:
@@ -224,4 +199,14 @@ def _features(states: AttentionStates) -> list[Tensor]:
     norms = [
         one.norm(dim=-1, keepdim=True).clamp_(min=_LEAST_NORM).log_() for one in (keys, values)
     ]
-    return [keys, values, lengths, *norms]
+    return torch.cat([keys, values, lengths, *norms], dim=-1)
+
+
+def surrogate_frequencies(frequencies: Tensor | str) -> Tensor:
+    """Return the frequencies by which keys are rotated back; see `known_frequencies`."""
+    return known_frequencies(
+        frequencies,
+        who="the scorer surrogate, which 'kvalloc fit' makes,",
+        instead=f"name {option('budget', '20%')} alone, which needs no fit, or a scorer that looks "
+        "at attention, such as snapkv",
+    )

@@ -147,7 +147,7 @@ def test_a_mask_that_is_no_tensor_is_refused():
 @pytest.mark.parametrize("forgetting", [1.0, 0.8])
 def test_agrees_with_the_whole_matrix_in_any_blocks(monkeypatch, forgetting, sinks, least_rows):
     monkeypatch.setattr(column_sums, "_BLOCK_ELEMENTS", 1)
-    monkeypatch.setattr(column_sums, "_LEAST_ROWS", least_rows)
+    monkeypatch.setattr(attention_rows, "_LEAST_ROWS", least_rows)
     states = make_states(batch=2)
     scorer = H2O(window=5) if forgetting == 1 else A2SF(window=5, forgetting=forgetting)
     expected = scorer_oracle.column_sums(states, sinks=sinks, window=5, forgetting=forgetting)
