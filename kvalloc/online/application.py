@@ -10,8 +10,6 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from kvalloc.accounting import IntArray
@@ -256,20 +254,19 @@ class Applied:
                 "head"
             )
         self.last_cache: BudgetCache | None = None
+        self._model, self._decoder = model, decoder_of(model)
+        # whether a model puts images between its tokens, so that these do not say what is read
+        self._embeds = getattr(model, "base_model", model) is not self._decoder
         # Made once, so that what cannot work is refused here; held, so that the hooks stay.
-        self._held: BudgetCache | None = make(PromptSize(chunked=_is_chunked(model, {})))
+        self._held: BudgetCache | None = make(self._size({}, None))
         if lossless:
             verify_with(self._held, model)
         self._limited = self._held.options.memory is not None or self._held.profile.fits_a_peak
-        self._model = model
         self._make: Callable[[PromptSize], BudgetCache] = lambda size: extended(make(size))
         self._said: weakref.WeakSet[Any] = weakref.WeakSet()  # caches of others in forwards
         self._read_tokens: int | None = None  # of the latest cache, if a forward made it
         self._warned_of_whole, self._lossless = False, lossless
-        self._decoder = decoder_of(model)
         serve(self._decoder, self._read)
-        # whether a model puts images between its tokens, so that these do not say what is read
-        self._embeds = getattr(model, "base_model", model) is not self._decoder
         self._watching = watch_calls(model) if self._embeds else None
         self._before = {name: vars(model).get(name, _MISSING) for name in _REPLACED}
         model.generate = _reduced(self, generate)
@@ -311,9 +308,7 @@ class Applied:
             self._say_plain(other)
         if ids is None or self._lossless or not uses or other is not None:
             return None  # the model names missing arguments itself
-        # Where no mask says so, a forward takes nothing for padding.
-        mask, chunked = _mask(None, arguments, ids), _is_chunked(self._model, {})
-        size = _size(ids, mask, chunked=chunked, known=not self._embeds)
+        size = self._size(arguments, ids)
         try:
             cache = self._make(size)
             begun = begin(cache)
@@ -330,6 +325,36 @@ class Applied:
             self._warned_of_whole = True
         self.last_cache, self._read_tokens = cache, size.tokens
         return begun
+
+    def _size(
+        self, arguments: Mapping[str, Any], ids: Tensor | None, *, generates: bool = False
+    ) -> PromptSize:
+        """Return the size of a prompt, by which its cache is made; its ids if they are known.
+
+        Without a mask, a forward takes nothing for padding; ``generate()`` finds it by its token,
+        and reads the rows once for each beam or answer.
+        """
+        setting_of = partial(setting, self._model, arguments if generates else {})
+        chunked = setting_of("prefill_chunk_size") is not None
+        if ids is None:
+            return PromptSize(chunked=chunked)
+        mask = shown_columns(arguments.get("attention_mask"))
+        if not isinstance(mask, Tensor) or mask.shape != ids.shape[:2]:
+            mask = ids.new_ones(ids.shape[:2])
+            pad, ends = setting_of("pad_token_id"), setting_of("eos_token_id")
+            ends = ends if isinstance(ends, list) else [ends]
+            if generates and ids.ndim == 2 and pad is not None and pad not in ends:
+                mask = ids.ne(pad)
+        if generates:
+            counts = ("num_beams", "num_return_sequences")
+            copies = max(setting_of(name) or 1 for name in counts)
+            ids, mask = (one.repeat_interleave(copies, dim=0) for one in (ids, mask))
+        mask, rows = mask.bool().cpu(), tuple[IntArray, ...]()
+        if ids.ndim == 2 and not self._embeds:
+            pairs = zip(ids.long().cpu(), mask, strict=True)
+            rows = tuple(row[shown].numpy() for row, shown in pairs)
+        lengths = tuple(mask.sum(dim=1).tolist())
+        return PromptSize(tokens=int(ids.shape[1]), lengths=lengths, chunked=chunked, rows=rows)
 
     def _say_plain(self, other: Any, *, repeated: bool = False) -> None:
         """Warn that another cache is used, once for each; refuse it if the memory is limited."""
@@ -417,15 +442,7 @@ def _reduced(applied: Applied, generate: Callable[..., Any]) -> Callable[..., An
             check_generate(model, arguments)
             if setting(model, arguments, "cache_implementation") == "dynamic":
                 kwargs["cache_implementation"] = None  # generate() takes a cache or its name
-            chunked = _is_chunked(model, arguments)
-            size = PromptSize(chunked=chunked)
-            if ids is not None:
-                counts = ("num_beams", "num_return_sequences")
-                copies = max(setting(model, arguments, name) or 1 for name in counts)
-                mask = _mask(model, arguments, ids).repeat_interleave(copies, dim=0)
-                ids = ids.repeat_interleave(copies, dim=0)
-                size = _size(ids, mask, chunked=chunked, known=not applied._embeds)
-            cache = applied._make(size)
+            cache = applied._make(applied._size(arguments, ids, generates=True))
             if applied._lossless:
                 verify_with(cache, model)
             applied.last_cache, applied._read_tokens = cache, None
@@ -487,32 +504,6 @@ def _check_turn(cache: BudgetCache, ids: Tensor) -> None:
                 "earlier turns; begin with a new cache, or pass the text as it was read"
             )
     check_goes_on(tokens, seen)
-
-
-def _is_chunked(model: Any, arguments: Mapping[str, Any]) -> bool:
-    """Return whether prompts come in several forwards."""
-    return setting(model, arguments, "prefill_chunk_size") is not None
-
-
-def _size(ids: Tensor, mask: Tensor, *, chunked: bool, known: bool) -> PromptSize:
-    """Return the sizes of a prompt, by which its cache is made; its ids if they are known."""
-    lengths, rows = tuple(mask.sum(dim=1).tolist()), tuple[IntArray, ...]()
-    if ids.ndim == 2 and known:
-        pairs = zip(ids.cpu().numpy(), mask.cpu().numpy(), strict=True)
-        rows = tuple(row[shown].astype(np.int64) for row, shown in pairs)
-    return PromptSize(tokens=int(ids.shape[1]), lengths=lengths, chunked=chunked, rows=rows)
-
-
-def _mask(model: Any, arguments: Mapping[str, Any], ids: Tensor) -> Tensor:
-    """Return the mask of real tokens of a prompt, (rows, tokens), as ``generate()`` will see it."""
-    shown = shown_columns(arguments.get("attention_mask"))
-    pad = setting(model, arguments, "pad_token_id")
-    if isinstance(shown, Tensor) and shown.shape == ids.shape[:2]:
-        return shown.bool()
-    ends = setting(model, arguments, "eos_token_id")
-    if ids.ndim > 2 or pad is None or pad in (ends if isinstance(ends, list) else [ends]):
-        return ids.new_ones(ids.shape[:2], dtype=torch.bool)
-    return ids.ne(pad)
 
 
 def _prompt(arguments: Mapping[str, Any]) -> Tensor | None:

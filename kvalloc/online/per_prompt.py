@@ -7,7 +7,6 @@ same solvers as everywhere decide, then the prompt is prefilled with eviction.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self, Unpack
 
@@ -27,7 +26,7 @@ from kvalloc.models.structure import decoder_of
 from kvalloc.online.prompt_size import UNKNOWN, PromptSize
 from kvalloc.problem.registry import get_solver
 from kvalloc.runtime.cache import BudgetCache
-from kvalloc.runtime.making import Way, build_cache, build_rows
+from kvalloc.runtime.making import Way, build_rows
 from kvalloc.runtime.options import CacheOptions
 from kvalloc.scorers import Scorer, get_scorer
 from kvalloc.shape import ModelShape
@@ -101,18 +100,17 @@ class PromptTarget:
     ) -> Self:
         """Return the target that keywords make; see `PromptOptions`."""
         options_set: dict[str, Any] = {
-            key: value for key, value in keywords.items() if value is not None
+            name: value for name, value in keywords.items() if value is not None
         }
         scorer = get_scorer(options_set.pop("scorer", "xkv"))
         decided_by = {
             name: options_set.pop(name) for name in ("solver", "sinks") if name in options_set
         }
-        for name in options_set:
-            if name in NOT_OF_A_PROMPT:
-                raise InputError(
-                    f"{option(name)} cannot be asked of each prompt; leave it out, or decide once "
-                    "with 'kvalloc solve' and apply the profile"
-                )
+        if unknown := sorted(NOT_OF_A_PROMPT & options_set.keys()):
+            raise InputError(
+                f"{option(unknown[0])} cannot be asked of each prompt; leave it out, or decide "
+                "once with 'kvalloc solve' and apply the profile"
+            )
         request = Request.parse(**options_set)
         return cls(request=request, scorer=scorer, options=options or CacheOptions(), **decided_by)
 
@@ -146,22 +144,25 @@ class PromptTarget:
         undecided = self.options.with_policy(self._undecided(shape_of(model)))
         options = replace(self.options, policy=None)  # it is the profile's now
         if not size.tokens:  # none has come: checked, and nothing more
-            return build_cache(model, undecided, options)
+            return build_rows(model, [Way(profile=undecided, options=options)])
         if not size.rows:
             raise UnsupportedRequestError(
                 "budgets of a prompt's own are decided from its token ids, but the decoder got "
                 "embeddings: inputs_embeds, or those of a model that puts images between its "
                 f"tokens; name {option('budget', '20%')} alone, or use a stored profile"
             )
-        begun = time.perf_counter()
-        decided = self._decided_rows(undecided, size.tokens, decoder_of(model), size.rows)
+        begun, decoder = time.perf_counter(), decoder_of(model)
+        request = replace(self.request, batch=len(size.rows))
+        columns = max(size.tokens, *(row.size for row in size.rows))
+        ways: dict[bytes, Way] = {}  # beams have equal rows
+        for row in size.rows:
+            if row.tobytes() not in ways:
+                profile = self._decided(request, undecided, decoder, row, columns)
+                ways[row.tobytes()] = Way(profile=profile, options=options, once=True)
         seconds = time.perf_counter() - begun
-        same = {
-            id(profile): Way(profile=profile, options=options, once=True) for profile in decided
-        }
         cache = build_rows(
             model,
-            [same[id(profile)] for profile in decided],
+            [ways[row.tobytes()] for row in size.rows],
             prompt_tokens=size.announced,
             lengths=[row.size for row in size.rows],
         )
@@ -182,19 +183,6 @@ class PromptTarget:
             detail="everything, until a prompt has come",
         )
 
-    def _decided_rows(
-        self, undecided: BudgetProfile, known: int, decoder: nn.Module, rows: Sequence[IntArray]
-    ) -> list[BudgetProfile]:
-        """Return the budgets of each row of at least ``known`` columns; beams have equal ones."""
-        request = replace(self.request, batch=len(rows))
-        columns = max(known, *(row.size for row in rows))
-        different = {row.tobytes(): row for row in rows}
-        profiles = {
-            key: self._decided(request, undecided, decoder, row, columns)
-            for key, row in different.items()
-        }
-        return [profiles[row.tobytes()] for row in rows]
-
     def _decided(
         self,
         request: Request,
@@ -208,7 +196,7 @@ class PromptTarget:
         whole = undecided.replace(
             detail="keeps the prompt whole, which is too short to leave any out"
         )
-        # what follows makes it longer, until the size that was asked for leaves some out
+        # later tokens make it longer, until the requested size leaves some out
         if target.keyword == "budget":
             whole = whole.replace(share_of_16_bits=target.value)
         elif target.keyword == "budget_tokens":
