@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, wraps
+from functools import cache
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -174,27 +174,6 @@ def check_not_loaded(model: object) -> None:
         raise UnsupportedModelError("a LoadedModel is a model and its tokenizer; pass its .model")
 
 
-def _config_errors_named(read: Callable[..., ModelShape]) -> Callable[..., ModelShape]:
-    """Let an error of a model's config, which is code of another package, name the model."""
-
-    @wraps(read)
-    def reading(model: Any, **options: Any) -> ModelShape:
-        try:
-            return read(model, **options)
-        except KVAllocError:
-            raise
-        except Exception as error:
-            why = f"{type(error).__name__}: {one_line(error).partition('. ')[0]}"
-            raise UnsupportedModelError(
-                f"the sizes of the KV cache of {type(model).__name__} cannot be read from its "
-                f"config ({why}); kvalloc works on models with the same attention heads in every "
-                "layer"
-            ) from error
-
-    return reading
-
-
-@_config_errors_named
 def shape_of(model: Any, *, model_id: str | None = None) -> ModelShape:
     """Return the sizes of a model's KV cache, read from its config.
 
@@ -217,6 +196,20 @@ def shape_of(model: Any, *, model_id: str | None = None) -> ModelShape:
         If the model has no attention layers, or kvalloc cannot account for their cache.
     """
     check_not_loaded(model)
+    try:
+        return _shape_of(model, model_id)
+    except KVAllocError:
+        raise
+    except Exception as error:  # a config is code of another package
+        why = f"{type(error).__name__}: {one_line(error).partition('. ')[0]}"
+        raise UnsupportedModelError(
+            f"the sizes of the KV cache of {type(model).__name__} cannot be read from its "
+            f"config ({why}); kvalloc works on models with the same attention heads in every "
+            "layer"
+        ) from error
+
+
+def _shape_of(model: Any, model_id: str | None) -> ModelShape:
     name = type(model).__name__
     whole = getattr(model, "config", None)
     if whole is None:
