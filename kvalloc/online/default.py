@@ -129,7 +129,7 @@ class Default:
                 profile=Immediate(setting=setting).profile(None),
                 options=replace(self.options, by_layer=Immediate.by_layer),
             )
-            return build_rows(model, [way], prompt_tokens=size.announced)
+            return build_rows(model, [way], prompt_tokens=size.announced, shape=setting.shape)
         lengths = size.of_rows(range(size.n_rows)).lengths
         settings = [setting] * len(lengths)
         if across is not None:
@@ -149,6 +149,7 @@ class Default:
             [ways[number] for number in range(len(lengths))],
             prompt_tokens=size.announced,
             lengths=size.lengths,
+            shape=setting.shape,
         )
 
     def _way(self, method: Method, indices: Sequence[int], size: PromptSize) -> Way:

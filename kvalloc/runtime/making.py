@@ -103,6 +103,7 @@ def build_rows(
     *,
     prompt_tokens: int | None = None,
     lengths: Sequence[int] | None = None,
+    shape: ModelShape | None = None,
 ) -> BudgetCache:
     """Make a cache that keeps each row of a batch in its own way.
 
@@ -117,6 +118,8 @@ def build_rows(
         chunk cannot be told from a follow-up question.
     lengths : sequence of int, optional
         Tokens of each row of an announced prompt.
+    shape : ModelShape, optional
+        Of the model as it is now, if the caller knows it: to look at all weights takes time.
 
     Raises
     ------
@@ -132,7 +135,7 @@ def build_rows(
     warn_if_untested()
     model = uncompiled(model)
     refusals.check_model(model, prompt_tokens)
-    shape, methods = shape_of(model), dict[int, Method]()
+    shape, methods = shape or shape_of(model), dict[int, Method]()
     for way in ways:
         if id(way) not in methods:
             methods[id(way)] = _method(model, way, shape)
