@@ -19,7 +19,7 @@ from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.models.attention import AttentionStates, Observed, without_autocast
 from kvalloc.runtime.checks import ensure
 from kvalloc.runtime.door import Batch, Door
-from kvalloc.runtime.kept import Part
+from kvalloc.runtime.kept import Part, joined
 from kvalloc.runtime.notes import of_head, of_row
 from kvalloc.runtime.plan import widest
 from kvalloc.runtime.policies.base import EvictionPolicy, Limits
@@ -341,19 +341,7 @@ class Eviction:
         """
         whole_rows = self._rest(store)
         pieces = [self._chosen(layer, store, bundle, targets) for bundle in self.bundles(store)]
-        fresh = pieces[0]
-        if len(pieces) > 1:
-            segments, lengths = (
-                np.concatenate([getattr(one, name) for one in pieces])
-                for name in ("segments", "lengths")
-            )
-            keys, values, positions = (
-                torch.cat([getattr(one, name) for one in pieces])
-                for name in ("keys", "values", "positions")
-            )
-            fresh = Part(
-                keys=keys, values=values, positions=positions, segments=segments, lengths=lengths
-            ).taken(segments.argsort())
+        (fresh,) = joined(pieces)  # all of the model's types
         del pieces  # they keep evicted entries alive
         store.replace(
             self.rows, fresh, self.widths.get(layer), whole_rows, beside_kept=self.new_only

@@ -94,13 +94,7 @@ class Tail:
             place = np.arange(end) - (end - both[:, None])  # among the row's own
             first = self.tokens - self.lengths[:, None]
             skipped = np.where(place >= self.lengths[:, None], n_new - lengths[:, None], 0)
-            index = on_device(np.maximum(first + place + skipped, 0), old[0].device)[
-                :, None, :, None
-            ]
-            self.buffers = tuple(  # type: ignore[assignment]
-                tensor.gather(2, index.expand(*tensor.shape[:2], -1, tensor.shape[3]))
-                for tensor in whole
-            )
+            self._gather(whole, first + place + skipped)
         elif frozen or end > int(self.buffers[0].shape[2]):
             self._alone += n_new == 1
             few = n_new > 1 or self._alone <= FIRST_TOKENS
