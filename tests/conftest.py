@@ -1,4 +1,4 @@
-"""What all tests share: no network, and the real model's marker."""
+"""What all tests share: no network, seeded random numbers, and the real model's marker."""
 
 from __future__ import annotations
 
@@ -11,11 +11,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
+import torch
+from hypothesis import register_random, settings
 
 # A test never fails for being slow: the machine may have other work.
 settings.register_profile("kvalloc", deadline=None)
 settings.load_profile("kvalloc")
+
+
+class TorchRandom:
+    """Torch's random numbers: Hypothesis seeds them for each example, as it seeds numpy's."""
+
+    seed = staticmethod(torch.manual_seed)
+    getstate = staticmethod(torch.get_rng_state)
+    setstate = staticmethod(torch.set_rng_state)
+
+
+TORCH_RANDOM = TorchRandom()  # Hypothesis keeps no reference to it
+register_random(TORCH_RANDOM)
 
 # Set before any test imports a hub client: a test must never wait for a network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -50,6 +63,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="cuda",
         help="where the tests of gpu/ put their models; cpu tries the tests themselves",
     )
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Let a test draw the same numbers whichever tests ran before it."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
@@ -94,8 +113,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _skip_without_gpu(items: list[pytest.Item]) -> None:
-    import torch
-
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device, and torch finds none here")

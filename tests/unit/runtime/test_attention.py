@@ -366,7 +366,6 @@ def test_why_a_backend_is_not_used_is_logged_once(caplog):
 @pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
 def test_the_default_type_is_not_its_own(default):
     """What it writes into has the size that it writes, whatever new tensors are by default."""
-    torch.manual_seed(0)
     call = call_of(np.zeros((2, 2)), (16, 16), torch.float32)
     entries = even_of(torch.randn(2, 2, 9, 16), torch.randn(2, 2, 9, 16))
     expected = CpuBackend().attend(call, entries)
@@ -381,7 +380,6 @@ def test_the_default_type_is_not_its_own(default):
 
 def test_gradients_of_values_alone():
     """As where only the values' projection is trained: queries need no gradient there."""
-    torch.manual_seed(0)
     call = call_of(np.zeros((1, 2)), (8, 8), torch.float32, before=0)
     call.values.requires_grad_()
     found = attend(call, even_of(torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)))

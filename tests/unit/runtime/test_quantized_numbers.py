@@ -42,7 +42,6 @@ def keys_by_loops(keys, bits):
      (5, 5, 4, 6, False), (4, 4, 4, 6, False)],
 )  # fmt: skip
 def test_every_number_is_rounded_within_its_block(bits, key_bits, value_bits, dim, turned):
-    torch.manual_seed(0)
     keys, values = torch.randn(2, 1, 1, 90, dim)
     expected = keys_by_loops(keys[0, 0].double().numpy(), key_bits)
     np.testing.assert_allclose(quantised_keys(keys, bits)[0, 0], expected, atol=2e-3)
