@@ -78,14 +78,6 @@ def test_an_end_mark_ends_the_answer(model, references):
     assert stopped.turns[0].answer.ids == ids[: ids.index(Ending.eos_token_id) + 1]
 
 
-@pytest.mark.filterwarnings("error")
-def test_a_long_question_is_not_taken_for_more_of_the_prompt(model, references):
-    case = references[0][0]
-    case = replace(case, turns=(replace(case.turns[0], question_ids=case.input_ids),))
-    full = measure(model, TOKENIZER, full_cache(model), case)
-    assert reduced(model, [(case, full)], 10)[0].kl > 0
-
-
 def test_an_answer_without_tokens_is_refused(model):
     with pytest.raises(InputError, match="at least 1"):
         references_of(model, max_new_tokens=0)

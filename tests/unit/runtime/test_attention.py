@@ -309,24 +309,6 @@ def test_logits_far_from_zero_and_weights_of_nothing(offset):
 
 
 @needs_kernel
-@pytest.mark.parametrize("counts", [[[0, 300, 0]], [[300, 0, 700]], [[0, 0, 0]]])
-def test_a_head_without_any_entry_ends_and_leaves_the_others_alone(counts):
-    """No caller asks so, since a token sees itself: without one softmax is that of nothing."""
-    table = np.array(counts)
-    call = call_of(table, (16, 16), torch.float32, group=1, before=-1)
-    stored = stored_of(table, (16, 16), torch.float32)
-    kept = packed_of(stored, table, [16] * 3)
-    found = answer("kernel", call, kept)[0, 0]
-    for head, count in enumerate(counts[0]):
-        if not count:
-            assert found[head].isnan().all()
-            continue
-        keys, values = unpacked(kept)[0, head]
-        exact = (call.queries[0, head].double() @ keys.double().T * 0.25).softmax(-1)
-        assert (found[head] - (exact @ values.double())[0]).abs().max() < 1e-5
-
-
-@needs_kernel
 def test_what_it_does_not_answer():
     queries, keys = torch.randn(1, 6, 1, 8), torch.randn(1, 2, 3, 8)
 

@@ -171,9 +171,9 @@ def expected_of(model, ids, kept, *, rows=ROWS, bits=16):
     return found
 
 
-def stored_of(cache, layer, head, row=0):
+def stored_of(cache, layer, head):
     """Values of one head's kept entries."""
-    return tiny.pieces_of(cache.layers[layer].kept)[row, head].values
+    return tiny.pieces_of(cache.layers[layer].kept)[0, head].values
 
 
 @pytest.mark.parametrize(
@@ -181,6 +181,7 @@ def stored_of(cache, layer, head, row=0):
     [
         *((family, "head", ROWS) for family in ("llama", "qwen3", "phi3", "gemma3")),
         ("llama", "layer", ROWS),
+        ("llama", "prompt", ROWS),
         ("gemma3", "layer", 2),
         ("gpt-oss", "head", ROWS),  # it has sinks
     ],
@@ -189,7 +190,9 @@ def stored_of(cache, layer, head, row=0):
 def test_the_cache_stores_what_plain_forwards_say(family, level, rows):
     model, ids = tiny.tiny_model(family, "eager"), tiny.prompt(CONTEXT)
     profile = tiny.make_profile(model, CONTEXT, 0.3)
-    profile = matching(tiny.by_head(profile) if level == "head" else profile, rows=rows)
+    if level != "layer":
+        profile = tiny.by_head(profile).replace(by_prompt=level == "prompt")
+    profile = matching(profile, rows=rows)
     cache = kvalloc.make_cache(model, profile)
     run(model, ids, cache)
     kept = tiny.kept_of(cache)
@@ -221,34 +224,3 @@ def test_it_makes_up_for_keys_as_they_are_stored(bits):
             np.testing.assert_allclose(stored_of(cache, layer, head), expected, atol=steps)
             unlike = max(unlike, float(np.abs(values - plain[layer][head]).max()))
     assert unlike > 4e-3
-
-
-def test_a_prompt_in_one_forward_is_not_held():
-    """Layer by layer while it is read, what is kept of a whole one."""
-    model, ids, asked = tiny.tiny_model(), tiny.prompt(CONTEXT), tiny.prompt(3, seed=5)
-    profile = matching(tiny.by_head(tiny.make_profile(model, CONTEXT, 0.4)))
-    at_once = kvalloc.make_cache(model, profile)
-    held = kvalloc.make_cache(model, profile, prompt_tokens=CONTEXT)
-    run(model, ids, at_once)
-    assert at_once.reduced
-    run(model, ids[:, :-1], held)
-    assert not held.reduced
-    run(model, ids[:, -1:], held)
-    assert tiny.same_kept(at_once, held)
-    assert torch.allclose(run(model, asked, at_once), run(model, asked, held), atol=1e-3)
-
-
-@pytest.mark.usefixtures("unrounded")
-def test_entries_handed_out_by_the_prompt_are_matched_too():
-    """What is kept is what the same scorer keeps without matching."""
-    model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
-    among = tiny.by_head(tiny.make_profile(model, CONTEXT, 0.4)).replace(by_prompt=True)
-    plain, cache = kvalloc.make_cache(model, among), kvalloc.make_cache(model, matching(among))
-    run(model, ids, plain)
-    run(model, ids, cache)
-    kept = tiny.kept_of(cache)
-    for layer, places in tiny.kept_of(plain).items():
-        assert torch.equal(places, kept[layer])
-    for layer, heads in expected_of(model, ids, kept).items():
-        for head, values in enumerate(heads):
-            np.testing.assert_allclose(stored_of(cache, layer, head), values, atol=2e-3)

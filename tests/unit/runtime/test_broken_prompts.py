@@ -151,16 +151,6 @@ def test_a_cache_is_not_changed_amid_a_forward(model, kind, change, said):
     check_as_new(model, cache, kind)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_prompt_in_chunks_begins_anew(model, kind):
-    """Too large a chunk, and then smaller ones: all of them are the prompt."""
-    cache = cache_of(model, kind)
-    run(model, tiny.prompt(CONTEXT - 1), cache)
-    assert not cache.prompt_complete
-    cache.reset()
-    check_as_new(model, cache, kind)
-
-
 @pytest.mark.parametrize("scores", ["not finite", "too few"])
 @pytest.mark.parametrize("kind", ["layer", "head", "held", "repeated", "decode_every"])
 def test_what_is_checked_at_the_end_leaves_nothing_half_done(model, monkeypatch, kind, scores):

@@ -14,7 +14,6 @@ from kvalloc.errors import InputError
 from kvalloc.extensions.making import make_cache
 from kvalloc.runtime.making import build_cache
 from kvalloc.runtime.options import CacheOptions
-from kvalloc.runtime.policies.score import Score
 from kvalloc.runtime.selection import handed_out
 
 CONTEXT, PROTECTED = 90, 6
@@ -151,20 +150,6 @@ def naive_scores(model, ids, profile):
         votes = full_attention(seen[layer])[0][:, first:, tiny.SINKS : CONTEXT - tiny.WINDOW]
         found.append(votes.mean(axis=1).reshape(2, -1, votes.shape[-1]).mean(axis=1))
     return np.stack(found)
-
-
-def test_each_layer_is_scored_once(monkeypatch):
-    """What entries are handed out by is what they are kept by."""
-    model, asked = tiny.tiny_model(), list[int]()
-    scores = Score.scores
-
-    def counted(self, states, *, sinks):
-        asked.append(states.layer)
-        return scores(self, states, sinks=sinks)
-
-    monkeypatch.setattr(Score, "scores", counted)
-    run(model, tiny.prompt(CONTEXT), make_cache(model, by_prompt(model)))
-    assert asked == list(range(tiny.N_LAYERS))
 
 
 # As a file, and what it refuses

@@ -129,16 +129,6 @@ def test_a_compiled_model_sees_nothing_of_a_cache_that_is_alive(model):
         assert torch.equal(compiled(ids).logits, expected)
 
 
-def test_a_forward_that_fails_before_any_layer_can_be_repeated(model):
-    cache = kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, 0.3))
-    ids = tiny.prompt(CONTEXT)
-    with pytest.raises(IndexError):
-        run(model, ids + tiny.VOCABULARY, cache)
-    assert model.config._attn_implementation == "sdpa"
-    run(model, ids[:, :50], cache)
-    assert cache.get_seq_length() == 50
-
-
 @pytest.mark.parametrize("failure", [ZeroDivisionError, KeyboardInterrupt])
 def test_a_half_done_prompt_is_noticed(model, tmp_path, failure):
     """By the cache and its copy until a reset; torch runs no post-hooks on KeyboardInterrupt."""

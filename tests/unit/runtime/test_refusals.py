@@ -158,24 +158,9 @@ def unfit(model, budgets=0.3, **parameters):
     make_cache(model, profile_of(model, budgets, parameters=parameters))
 
 
-def with_compiled_layer(model):
-    model.model.layers[1].compile(backend="eager")
-    make_cache(model, profile_of(model))
-
-
 def at_peak(model, **changes):
     """A profile that was decided for a memory."""
     return profile_of(model).replace(fits_a_peak=True, **changes)
-
-
-def wrapped(model):
-    """A module that copies the cache that it is given."""
-
-    class Wrapped(torch.nn.Module):
-        def forward(self, ids, cache):
-            return model(ids, **cache_keyword(model, DynamicCache()))
-
-    return Wrapped()
 
 
 def own_under_memory(model):
@@ -390,11 +375,6 @@ CASES = {
         (partial(generated, cache_implementation="offloaded"), "cannot be offloaded"),
         (partial(generated, cache_implementation="static"), "asks for a static cache"),
         (partial(configured, cache_implementation="static"), "asks for a static cache"),
-        (with_compiled_layer, "compile the whole model"),
-        (
-            lambda model: wrapped(model)(tiny.prompt(CONTEXT), cache=made(model)),
-            "given to Wrapped, but its layers got DynamicCache",
-        ),
         (partial(forward, use_cache=False), "use_cache=False"),
         (partial(generated, use_cache=False), "use_cache=False"),
         (partial(forward, output_attentions=True), "output_attentions=True"),
