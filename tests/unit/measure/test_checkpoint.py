@@ -160,11 +160,6 @@ def test_unfinished_work_is_neither_overwritten_nor_mixed_up(output):
         pass
 
 
-def test_a_folder_that_cannot_be_made(output, tmp_path):
-    with pytest.raises(InputError, match="does not exist"):
-        Checkpoint(tmp_path / "no" / "x", JOB, resume=False)
-
-
 def test_another_process_is_refused_and_touches_nothing(output):
     """While one works; and not any more when it was killed."""
     code = (
