@@ -13,7 +13,6 @@ from kvalloc.accounting.costs import POSITION_BYTES
 from kvalloc.errors import InputError
 from kvalloc.extensions.making import make_cache
 from kvalloc.online.per_prompt import PromptTarget
-from kvalloc.online.prompt_size import PromptSize
 from kvalloc.runtime.making import Way, build_rows
 from kvalloc.units import size
 
@@ -72,12 +71,16 @@ def test_rows_are_selected_from_the_end_too_or_refused(model, joined):
 
 
 def test_a_cache_that_is_cropped_to_nothing_is_a_new_one(model):
+    """Also where more is taken back than there is."""
     profile = tiny.make_profile(model, CONTEXT, 1.0)
     cache, new = (kvalloc.make_cache(model, profile) for _ in range(2))
-    run(model, tiny.prompt(CONTEXT), cache)
-    cache.crop(CONTEXT + 5)
-    assert cache.get_seq_length() == CONTEXT
-    cache.crop(-CONTEXT)
+    for tokens, beyond in ((0, 3), (5, 4), (CONTEXT, 0)):
+        if tokens:
+            run(model, tiny.prompt(tokens), cache)
+        cache.crop(tokens + 5)
+        assert cache.get_seq_length() == tokens
+        cache.crop(-tokens - beyond)
+        assert cache.get_seq_length() == cache.retained_bytes == 0
     text = tiny.prompt(CONTEXT, seed=3)
     assert torch.equal(run(model, text, cache), run(model, text, new))
     assert (cache.kept_tokens == new.kept_tokens).all()
@@ -97,15 +100,6 @@ def test_going_back_to_a_snapshot_changes_what_was_read_and_not_the_cache():
     assert (cache.mine, cache.number) == (mine, number)
     run(model, drafts[:, :2], other)
     assert (cache.kept_tokens == other.kept_tokens).all()
-
-
-def test_rows_of_an_empty_cache_are_repeated_in_vain():
-    model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT, 2)
-    size = PromptSize(tokens=CONTEXT, lengths=(CONTEXT,) * 2, rows=tuple(ids.numpy()))
-    cache = PromptTarget.parse(target_retention=0.6, sinks=2).cache(model, size)
-    cache.batch_repeat_interleave(3)
-    run(model, ids, cache)
-    assert cache.batch == len(set(cache.row_profiles)) == 2
 
 
 def test_a_copy_of_a_cache_that_was_filled_with_gradients():
@@ -128,19 +122,6 @@ def test_cropping_to_a_number_of_tokens_beside_sliding_layers():
     assert torch.equal(run(model, tiny.prompt(3, seed=1), cache), expected)
     cache.crop(100)
     assert cache.get_seq_length() == 9
-
-
-def test_cropping_more_than_there_is_leaves_an_empty_cache(model):
-    profile = tiny.make_profile(model, CONTEXT, 1.0)
-    cache = kvalloc.make_cache(model, profile)
-    cache.crop(-3)
-    assert cache.get_seq_length() == 0
-    run(model, tiny.prompt(5), cache)
-    cache.crop(-9)
-    assert cache.get_seq_length() == cache.retained_bytes == 0
-    ids = tiny.prompt(CONTEXT)
-    assert torch.equal(run(model, ids, cache), run(model, ids, kvalloc.make_cache(model, profile)))
-    assert (cache.kept_tokens == profile.budgets).all()
 
 
 def test_a_cache_shows_its_tokens_and_bytes(model):
