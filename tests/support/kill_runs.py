@@ -3,7 +3,7 @@
     python tests/support/kill_runs.py KILLS [JOB ...]
 
 A parent process imports everything and stays at one thread; each command is a copy of it, killed
-for real before one of its calls that open, rename or delete a file, chosen by chance. Between two
+for real before a call that opens, renames or deletes a file, chosen by chance. Between two
 such calls nothing changes on the disk but a file that has no name of its own yet.
 """
 
@@ -28,10 +28,6 @@ if __name__ == "__main__":
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.environ["HF_HUB_OFFLINE"] = "1"
 
-TIMES = ("prefill_seconds", "decode_tokens_per_second", "digest")
-"""What legitimately differs in the file of an evaluation: how long it took, and the digest of that.
-Dates, which are all else that differs between two days, are the same in every run here."""
-
 CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.chmod", "tempfile.mkdtemp")
 MAX_SECONDS = 300.0
 
@@ -43,23 +39,19 @@ JOBS = {
     "solve": f"solve scores.safetensors --budget 45% {MEASURED} -o out.json",
     "fit": "fit model --text text.txt --context 48 --samples 5 -o out.safetensors",
     "merge": "merge part-1.safetensors part-2.safetensors -o out.safetensors",
-    "eval": "eval model --profile budgets.json --prompts prompts.jsonl --answer-tokens 4 "
-    "-o out.json",
-    "report": "report scores.safetensors budgets.json -o out.html",
 }
 RESUMING = {"profile", "solve", "fit"}
 INPUTS = {
     "scores.safetensors": OF_HEADS,
     "part-1.safetensors": f"{PROFILE} --samples 4 --shard 1/2",
     "part-2.safetensors": f"{PROFILE} --samples 4 --shard 2/2",
-    "budgets.json": "solve scores.safetensors --budget 50%",
 }
 """Files that commands of ours make."""
 
 
 @dataclass
 class Job:
-    """A command, and what it leaves when nobody kills it.
+    """A command, and the files that it leaves when nobody kills it.
 
     Attributes
     ----------
@@ -74,7 +66,7 @@ class Job:
 
     name: str
     inputs: Path
-    files: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, bytes] = field(default_factory=dict)
     changes: int = 0
 
     def unbroken(self) -> Job:
@@ -89,8 +81,8 @@ class Job:
         with tempfile.TemporaryDirectory(dir=self.inputs.parent) as made:
             yield shutil.copytree(self.inputs, Path(made) / "work")
 
-    def line(self, *, again: bool) -> str:
-        return JOBS[self.name] + " --resume" * (again and self.name in RESUMING)
+    def line(self, *, resume: bool) -> str:
+        return JOBS[self.name] + " --resume" * (resume and self.name in RESUMING)
 
     def kill(self, rng: random.Random) -> int:
         """Kill it up to three times, then let it end; return the number of kills."""
@@ -101,7 +93,7 @@ class Job:
             old = contents(work)
             for _ in range(rng.randint(1, 3)):
                 at = rng.randint(1, self.changes)
-                if not run(work, self.line(again=killed > 0), kill_at=at)[0]:
+                if not run(work, self.line(resume=killed > 0), kill_at=at)[0]:
                     continue  # less was left to change
                 killed += 1
                 for path, content in contents(work).items():
@@ -109,28 +101,21 @@ class Job:
                         assert content in (self.files[path], old.get(path))
                     else:
                         assert path in old or path.startswith(".") or ".partial" in path, path
-            run(work, self.line(again=True))
+            run(work, self.line(resume=True))
             assert contents(work) == self.files
         return killed
 
 
-def contents(work: Path) -> dict[str, Any]:
-    """Return every file and folder below one with its bytes; evaluations without their times."""
-    files: dict[str, Any] = {}
-    for path in sorted(work.rglob("*")):
-        content: Any = path.read_bytes() if path.is_file() else b""
-        if b'"kvalloc.evaluation"' in content:
-            content = json.loads(content, object_hook=timeless)
-        files[str(path.relative_to(work))] = content
-    return files
-
-
-def timeless(values: dict[str, Any]) -> dict[str, Any]:
-    return {key: one for key, one in values.items() if key not in TIMES}
+def contents(work: Path) -> dict[str, bytes]:
+    """Return every file and folder below one with its bytes."""
+    return {
+        str(path.relative_to(work)): path.read_bytes() if path.is_file() else b""
+        for path in work.rglob("*")
+    }
 
 
 class Day(datetime):
-    """Every run has the same date."""
+    """The same date in every run, since files name the date of their making."""
 
     @classmethod
     def now(cls, tz: Any = None) -> Any:
@@ -161,7 +146,7 @@ def run(work: Path, line: str, *, kill_at: int = 0) -> tuple[int, int]:
 
 
 def in_copy(work: Path, line: str, log: Path, changes: Any, kill_at: int) -> None:
-    """Run a command, and end this process before one of its changes of files."""
+    """Run a command, and end this process before a change of a file."""
     from kvalloc import files
     from kvalloc.cli.main import main
 
@@ -173,10 +158,10 @@ def in_copy(work: Path, line: str, log: Path, changes: Any, kill_at: int) -> Non
     os.chdir(work)
     inside = os.path.realpath(work)
 
-    def note(event: str, given: tuple[Any, ...]) -> None:
-        path = given[0] if event == "open" or event in CHANGES else None
+    def note(event: str, arguments: tuple[Any, ...]) -> None:
+        path = arguments[0] if event == "open" or event in CHANGES else None
         if event == "open":
-            _, mode, flags = given
+            _, mode, flags = arguments
             writing = (flags or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) or "w" in (mode or "")
             path = path if writing else None
         if isinstance(path, str | os.PathLike) and os.path.abspath(path).startswith(inside):
