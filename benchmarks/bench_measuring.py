@@ -1,7 +1,6 @@
-"""What measuring costs: profiles in time and memory, losses, long contexts.
+"""What measuring costs: profiles in time and memory, long contexts.
 
     python benchmarks/bench_measuring.py profile [--model demo] [--lengths 1024 2048 4096]
-    OMP_NUM_THREADS=1 python benchmarks/bench_measuring.py loss [--samples 2] [--context 1024]
     python benchmarks/bench_measuring.py long-prefill [--context 32768] [--layers 3] [--chunk N]
 
 - profile: profiling against the plain forward of the same prompts. Time: both run in one process,
@@ -13,17 +12,6 @@
   resident set just before. glibc is told to give freed tensors back at once
   (MALLOC_MMAP_THRESHOLD_), on both sides: otherwise the figure shows which holes the heap had, and
   one and the same call varies by a factor of two. Linux only.
-- loss: on a few prompts, in one process: the plain profile (retention curves alone), the same with
-  ``loss="fast"``, and a measured figure (one forward for one unit and level) in layers spread over
-  the depth, `BATCH` together. The targets are the profile with ``loss="fast"`` within 5 times the
-  plain one, and all figures (KV heads x levels x 32 prompts) within 60 minutes on 2 cores. The
-  second is arithmetic from what was timed:
-
-      seconds = prompts * (prefill + units * (levels - 1) * mean over layers of seconds a figure)
-
-  The last level keeps everything and is not run. All of it is processor time of one thread, which
-  a shared machine changes little, divided by the cores: figures of different prompts are
-  independent.
 - long-prefill: memory of profiling a long context in chunks, of a model of SmolLM2-135M's shape.
   Each dtype runs in a process of its own, on one random sample; its peak of resident memory is
   taken from after the weights were made to the end of the profile.
@@ -37,11 +25,8 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from _common import (
     Row,
@@ -53,66 +38,40 @@ from _common import (
     print_rows,
     ratio_of,
     reset_peak,
-    spread_of,
 )
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvalloc.engine.contract import LocalEngine
 from kvalloc.measure import Prompt, default_texts, profile
 from kvalloc.measure.job import Job
-from kvalloc.measure.loss_plan import DEFAULT_SHARES
-from kvalloc.measure.loss_probe import LossProbe
 from kvalloc.measure.profiling import measure_job
 from kvalloc.measure.sampling import Sample, SampleSet, choose_samples
 from kvalloc.models.loading import LoadedModel, load_model, shape_of
 from kvalloc.scorers import get_scorer
-from kvalloc.shape import ModelShape
 
 TIME_TARGET, MEMORY_TARGET = 1.10, 1.15
-FAST_TARGET, MINUTES_TARGET = 5.0, 60.0
-PROMPTS, CORES = 32, 2
-BATCH = 8
-DEPTHS = 6
 MOST_MB = 1_500
 MIB = 2**20
-SIZES = {
-    "profile": {"repeats": 6},
-    "loss": {"samples": 2, "context": 1024, "repeats": 3},
-    "long-prefill": {"context": 32_768},
-}
 
 
 def main() -> int:
     parser = parser_of(__doc__)
-    parser.add_argument("part", choices=SIZES)
+    parser.add_argument("part", choices=("profile", "long-prefill"))
     parser.add_argument("--model", default="demo")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096])
-    parser.add_argument("--samples", type=int)
-    parser.add_argument("--context", type=int)
-    parser.add_argument("--repeats", type=int)
+    parser.add_argument("--context", type=int, default=32_768)
+    parser.add_argument("--repeats", type=int, default=6)
     parser.add_argument("--scorer", default="xkv")
     parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--chunk", type=int)
     parser.add_argument("--fresh", help=argparse.SUPPRESS)
-    parser.set_defaults(**SIZES[parser.parse_args().part])
     options = parser.parse_args()
     if options.fresh:
         measure = {"profile": measure_memory, "long-prefill": measure_long}[options.part]
         print(json.dumps(measure(options)))
         return 0
-    parts = {"profile": profile_rows, "loss": loss_rows, "long-prefill": long_rows}
+    parts = {"profile": profile_rows, "long-prefill": long_rows}
     return print_rows(parts[options.part](options), options, "torch", "transformers", "kvalloc")
-
-
-def samples_of(loaded: LoadedModel, options: argparse.Namespace) -> SampleSet:
-    """Return samples of the texts that ship, each of the whole context."""
-    return choose_samples(
-        default_texts(),
-        loaded.tokenizer,
-        context_tokens=options.context,
-        least_tokens=options.context,
-        samples=options.samples,
-    )
 
 
 # A profile against the plain forward
@@ -167,7 +126,7 @@ def sides(
 
 
 def measure_memory(options: argparse.Namespace) -> int:
-    """Return the bytes that one side takes at its peak, above what was there before."""
+    """Return the bytes that one side takes at its peak, above those before."""
     loaded = load_model(options.model, attention="sdpa")
     for weight in loaded.model.parameters():
         weight.sum()
@@ -179,70 +138,6 @@ def measure_memory(options: argparse.Namespace) -> int:
     reset_peak()
     call()
     return memory_bytes("VmHWM") - before
-
-
-# Losses
-
-
-def loss_rows(options: argparse.Namespace) -> Iterator[Row]:
-    """Return the row of the fast estimate, then that of every figure measured."""
-    loaded = load_model(options.model)
-    profiles = {
-        name: partial(
-            profile,
-            loaded.model,
-            loaded.tokenizer,
-            default_texts(),
-            samples=options.samples,
-            context=options.context,
-            scorer="snapkv:window=32:pool=7",
-            **loss,
-        )
-        for name, loss in {"plain": {}, "fast": {"loss": "fast", "loss_level": "head"}}.items()
-    }
-    timed = in_turns(profiles, repeats=options.repeats, warm_up=0)
-    plain, fast = (timed[name][1] for name in ("plain", "fast"))
-    yield {
-        "name": "profile --loss fast / plain profile",
-        **spread_of([one / other for one, other in zip(fast, plain, strict=True)]),
-        "at_most": FAST_TARGET,
-        "note": f"{options.samples} prompts of {options.context:,} tokens, heads, {min(fast):.1f} "
-        f"and {min(plain):.1f} s of processor time",
-    }
-    shape = shape_of(loaded.model, model_id=loaded.model_id)
-    prefill, figure = figures(options, loaded, shape)
-    heads, levels = len(shape.full_layers) * shape.n_kv_heads, len(DEFAULT_SHARES) + 1
-    seconds = prefill + heads * (levels - 1) * figure
-    yield {
-        "name": f"all figures of {PROMPTS} prompts on {CORES} cores",
-        "figure": PROMPTS * seconds / CORES / 60,
-        "unit": "minutes",
-        "at_most": MINUTES_TARGET,
-        "note": f"{heads} heads x {levels} levels: {prefill:.1f} s to read a prompt + {heads} x "
-        f"{levels - 1} x {1000 * figure:.0f} ms = {seconds:.0f} s of processor time a prompt",
-    }
-
-
-def figures(
-    options: argparse.Namespace, loaded: LoadedModel, shape: ModelShape
-) -> tuple[float, float]:
-    """Return processor seconds of reading one prompt, and of one figure, mean over the depth."""
-    scorer = get_scorer("snapkv", window=32, pool=7)
-    reading, each = [], []
-    layers = np.unique(np.linspace(0, len(shape.full_layers) - 1, DEPTHS).round().astype(int))
-    for sample in samples_of(loaded, options).samples:
-        prompt, start = replace(sample, answer_ids=None, question_ids=None), time.process_time()
-        probe: Any = LossProbe(loaded.model, prompt, scorer, sinks=4, shape=shape)
-        reading.append(time.process_time() - start)
-        size = (BATCH, shape.n_kv_heads, probe.n_tokens)
-        keep = torch.rand(size, generator=torch.Generator().manual_seed(0)) < 0.3
-        calls = {
-            str(index): partial(probe.losses, shape.full_layers[index], keep) for index in layers
-        }
-        timed = in_turns(calls, repeats=options.repeats, warm_up=0)
-        by_layer = [min(processor) / BATCH for _, processor in timed.values()]
-        each.append(np.trapezoid(by_layer, layers) / (layers[-1] - layers[0]))
-    return float(np.mean(reading)), float(np.mean(each))
 
 
 # A long context

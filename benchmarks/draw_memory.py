@@ -1,6 +1,6 @@
 """The README's picture: bytes of K and V against context, full cache and reduced by layer and head.
 
-    python benchmarks/draw_memory.py [--contexts 512 ... 4096] [-o docs/memory.png]
+    python benchmarks/draw_memory.py
 
 Each point is a prompt that the demo's model has read: the bytes are those of the storages that the
 cache holds afterwards. Both reduced caches keep the same measured share of the attention, decided
@@ -9,7 +9,6 @@ from the same scores, so that what lies between them is what budgets of single h
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,8 @@ import kvalloc
 from kvalloc.models.loading import load_model
 from kvalloc.report.charts import themes
 
-FOLDER = Path(__file__).parents[1]
-RETENTION = 0.9
+PICTURE = Path(__file__).parents[1] / "docs" / "memory.png"
+RETENTION, CONTEXTS = 0.9, (512, 1024, 2048, 3072, 4096)
 NAMES = {
     "full": "full cache",
     "layer": "a budget for each layer",
@@ -32,7 +31,6 @@ MIB = 1 << 20
 
 
 def main() -> None:
-    arguments = parse_arguments()
     loaded = load_model("demo", dtype="bfloat16")
     scores = kvalloc.profile(loaded.model, loaded.tokenizer, [text()], samples=4, context=1024)
     profiles = {
@@ -40,11 +38,8 @@ def main() -> None:
         for level in ("layer", "head")
     }
     ids = loaded.tokenizer(text(), return_tensors="pt")["input_ids"]
-    most = max(arguments.contexts)
-    if ids.shape[1] < most:
-        raise SystemExit(f"the texts that ship have {ids.shape[1]} tokens, fewer than {most}")
-    found: dict[str, list[int]] = {name: [] for name in NAMES}
-    for context in arguments.contexts:
+    stored: dict[str, list[int]] = {name: [] for name in NAMES}
+    for context in CONTEXTS:
         caches: dict[str, Any] = {
             "full": DynamicCache(config=loaded.model.config),
             **{
@@ -54,22 +49,14 @@ def main() -> None:
         }
         for name, cache in caches.items():
             prefill(loaded.model, cache, ids[:, :context])
-            found[name].append(stored_bytes(cache))
-        row = ", ".join(f"{name} {found[name][-1]:,}" for name in NAMES)
+            stored[name].append(stored_bytes(cache))
+        row = ", ".join(f"{name} {stored[name][-1]:,}" for name in NAMES)
         print(f"{context:,} tokens: {row} bytes", flush=True)
-    draw(arguments.contexts, found, arguments.output)
+    draw(stored)
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="bytes of K and V against context")
-    contexts = [512, 1024, 2048, 3072, 4096]
-    parser.add_argument("--contexts", type=int, nargs="+", default=contexts)
-    parser.add_argument("-o", "--output", type=Path, default=FOLDER / "docs" / "memory.png")
-    return parser.parse_args()
-
-
-def draw(contexts: list[int], found: dict[str, list[int]], path: Path) -> None:
-    """One line a cache, its name and its bytes at the last point."""
+def draw(stored: dict[str, list[int]]) -> None:
+    """Draw one line a cache, with its name and its bytes at the last point."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -78,13 +65,13 @@ def draw(contexts: list[int], found: dict[str, list[int]], path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(7.0, 3.6), layout="constrained")
     colours = themes()["light"]["range"]["category"]
     for colour, (name, label) in zip(colours, NAMES.items(), strict=False):
-        mib = [count / MIB for count in found[name]]
-        axes.plot(contexts, mib, color=colour, marker="o", markersize=4)
-        share = found[name][-1] / found["full"][-1]
+        mib = [count / MIB for count in stored[name]]
+        axes.plot(CONTEXTS, mib, color=colour, marker="o", markersize=4)
+        share = stored[name][-1] / stored["full"][-1]
         said = f"{mib[-1]:.0f} MiB" if name == "full" else f"{mib[-1]:.1f} MiB, {share:.0%}"
         axes.annotate(
             f"{label}: {said}",
-            (contexts[-1], mib[-1]),
+            (CONTEXTS[-1], mib[-1]),
             xytext=(-8, -32 if name == "head" else 9),
             textcoords="offset points",
             ha="right",
@@ -94,15 +81,15 @@ def draw(contexts: list[int], found: dict[str, list[int]], path: Path) -> None:
         )
     axes.set_xlabel("tokens of the prompt")
     axes.set_ylabel("K and V stored, MiB")
-    axes.set_xlim(0, contexts[-1] * 1.02)
-    axes.set_ylim(0, found["full"][-1] / MIB * 1.12)
-    axes.set_xticks([0, *contexts])
+    axes.set_xlim(0, CONTEXTS[-1] * 1.02)
+    axes.set_ylim(0, stored["full"][-1] / MIB * 1.12)
+    axes.set_xticks([0, *CONTEXTS])
     axes.grid(visible=True, color="0.9", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(
         f"SmolLM2-135M, bfloat16, one prompt; budgets for a retention of {RETENTION}", fontsize=10
     )
-    figure.savefig(path, dpi=130, metadata={"Software": None})
+    figure.savefig(PICTURE, dpi=130, metadata={"Software": None})
 
 
 if __name__ == "__main__":
