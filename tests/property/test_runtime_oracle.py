@@ -1,18 +1,15 @@
 """Whatever the budgets and the lengths, the reduced cache answers as the oracle does."""
 
 import pytest
+import runtime_oracle as tiny
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scorer_oracle import SCORERS
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
-import runtime_oracle as tiny  # noqa: E402
-from scorer_oracle import SCORERS  # noqa: E402
-
-import kvalloc  # noqa: E402
-from kvalloc.accounting.costs import plain_bytes  # noqa: E402
-from kvalloc.runtime.policies import policy_names  # noqa: E402
+import kvalloc
+from kvalloc.accounting.costs import plain_bytes
+from kvalloc.runtime.policies import policy_names
 
 
 @pytest.fixture(scope="module")

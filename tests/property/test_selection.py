@@ -1,7 +1,7 @@
 """Which entries stay, whatever the scores are, and how many of what competes."""
 
 import numpy as np
-import pytest
+import torch
 from factories import make_shape
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,11 +10,6 @@ from hypothesis.extra import numpy as hnp
 from kvalloc.accounting.costs import BIT_WIDTHS, head_bytes, within_bytes
 from kvalloc.runtime.plan import turn_targets
 from kvalloc.runtime.selection import keep_best
-
-# What holds for the selection of entries whatever the scores
-
-
-torch = pytest.importorskip("torch")
 
 
 @st.composite

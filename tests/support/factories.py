@@ -37,11 +37,9 @@ def curves_of(scores: Array) -> Array:
     return curves
 
 
-def random_scores(
-    rng: np.random.Generator, size: tuple[int, ...], *, sharpness: float = 2.0
-) -> Array:
+def random_scores(rng: np.random.Generator, size: tuple[int, ...]) -> Array:
     """Attention-like scores: a few large, many small."""
-    return rng.random(size) ** (1 + sharpness * rng.random((*size[:-1], 1)) * 5) + 1e-4
+    return rng.random(size) ** (1 + 10 * rng.random((*size[:-1], 1))) + 1e-4
 
 
 def make_scores(

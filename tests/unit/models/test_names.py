@@ -7,16 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import runtime_oracle as tiny
+import torch
+import transformers
+from torch import nn
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-
-import runtime_oracle as tiny  # noqa: E402
-from torch import nn  # noqa: E402
-
-import kvalloc  # noqa: E402
-from kvalloc.errors import MissingDependencyError  # noqa: E402
-from kvalloc.models import names  # noqa: E402
+import kvalloc
+from kvalloc.errors import MissingDependencyError
+from kvalloc.models import names
 
 ROOT = Path(kvalloc.__file__).parent
 OURS = {"_cpu", "_cpu_avx512", "_exit", "_inv_freq", "_module_id", "_viewed"}

@@ -3,14 +3,13 @@
 import itertools
 
 import pytest
+import torch
+import transformers
 from tiny_models import equal_budgets, tiny_model, tiny_profile
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-
-import kvalloc  # noqa: E402
-from kvalloc.errors import UnsupportedModelError  # noqa: E402
-from kvalloc.models import names  # noqa: E402
+import kvalloc
+from kvalloc.errors import UnsupportedModelError
+from kvalloc.models import names
 
 SIZES = {
     "vocab_size": 101,

@@ -7,24 +7,22 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
+import transformers
+from prompt_runs import run
+from runtime_oracle import make_profile, prompt
+from runtime_oracle import tiny_model as oracle_model
+from tiny_models import tiny_model
+from torch import nn
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-
-from prompt_runs import run  # noqa: E402
-from runtime_oracle import make_profile, prompt  # noqa: E402
-from runtime_oracle import tiny_model as oracle_model  # noqa: E402
-from tiny_models import tiny_model  # noqa: E402
-from torch import nn  # noqa: E402
-
-import kvalloc  # noqa: E402
-from kvalloc.errors import ModelMismatchError  # noqa: E402
-from kvalloc.formats.fitted import FittedModel  # noqa: E402
-from kvalloc.formats.shipped_profiles import fitted_file  # noqa: E402
-from kvalloc.models import weights  # noqa: E402
-from kvalloc.models.loading import shape_of  # noqa: E402
-from kvalloc.models.structure import decoder_of  # noqa: E402
-from kvalloc.models.weights import known_weights, weights_digest  # noqa: E402
+import kvalloc
+from kvalloc.errors import ModelMismatchError
+from kvalloc.formats.fitted import FittedModel
+from kvalloc.formats.shipped_profiles import fitted_file
+from kvalloc.models import weights
+from kvalloc.models.loading import shape_of
+from kvalloc.models.structure import decoder_of
+from kvalloc.models.weights import known_weights, weights_digest
 
 TOKENS = 96
 random = partial(tiny_model, attention="eager")

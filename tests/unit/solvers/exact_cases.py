@@ -17,7 +17,7 @@ from kvalloc.solvers._prices import Prices
 from kvalloc.testing import brute_force
 from kvalloc.testing.problems import CURVES, SIDES
 
-SLACK = 1e-10
+SLACK, PAGE_BYTES = 1e-10, 4096
 ALL_KINDS = tuple(
     f"{scope}{curves}" + ("" if side == "plain" else f"+{side}")
     for scope in ("", "worst:")
@@ -49,7 +49,6 @@ def check_all(
     *,
     exact: bool,
     may_give_up: bool = False,
-    slack: float = SLACK,
 ) -> Counter[str]:
     """Compare every answer with brute force; count how the solver ended.
 
@@ -75,7 +74,7 @@ def check_all(
             ends["gave up"] += 1
             continue
         assert optimum is not None, name
-        check_answer(name, problem, answer, optimum.objective, slack)
+        check_answer(name, problem, answer, optimum.objective)
         if exact:
             assert answer.termination is Termination.OPTIMAL, f"{name}: {answer.detail}"
         ends[answer.termination.value] += 1
@@ -93,9 +92,9 @@ def answer_or_error(
 
 
 def check_answer(
-    name: str, problem: AllocationProblem, answer: CheckedSolution, optimum: float, slack: float
+    name: str, problem: AllocationProblem, answer: CheckedSolution, optimum: float
 ) -> None:
-    slack *= max(1.0, abs(optimum))
+    slack = SLACK * max(1.0, abs(optimum))
     sign = 1.0 if problem.sense is Sense.MAX_VALUE else -1.0
     assert sign * (optimum - answer.objective) >= -slack, f"{name}: better than the optimum"
     assert sign * (answer.bound - optimum) >= -slack, f"{name}: the bound is beaten"
@@ -113,7 +112,6 @@ def medium_problem(
     share: float = 0.3,
     target: bool = False,
     constraints: tuple[SideConstraint, ...] = (),
-    page_bytes: int = 4096,
 ) -> AllocationProblem:
     """Curves as measured ones are: falling gains, jagged unless concave; pages of one size."""
     random = np.random.default_rng(seed)
@@ -126,14 +124,14 @@ def medium_problem(
     values = np.concatenate([np.zeros((n_units, 1)), np.cumsum(gains, axis=1)], axis=1)
     values /= values[:, -1].sum()
     pages = np.arange(1, n_options + 1, dtype=np.int64)
-    low, high = n_units * page_bytes, n_units * n_options * page_bytes
+    low, high = n_units * PAGE_BYTES, n_units * n_options * PAGE_BYTES
     goal: dict[str, Any] = {"capacity_bytes": int(low + share * (high - low))}
     if target:
         goal = {"target": 1.0 - share}
     return AllocationProblem(
         tokens=np.broadcast_to(16 * pages, values.shape),
         values=values,
-        costs=np.broadcast_to(page_bytes * pages, values.shape),
+        costs=np.broadcast_to(PAGE_BYTES * pages, values.shape),
         option_counts=np.full(n_units, n_options, dtype=np.int64),
         weights=np.ones(n_units),
         layers=np.repeat(np.arange(n_layers), n_heads),

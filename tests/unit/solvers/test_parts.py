@@ -13,7 +13,6 @@ from kvalloc.problem import (
     Sense,
     Termination,
 )
-from kvalloc.problem.bounds import dual_bound
 from kvalloc.problem.registry import get_solver
 from kvalloc.solvers import _coarse
 from kvalloc.testing import brute_force, tiny_problems
@@ -141,21 +140,3 @@ def test_parts_of_the_worst_unit_keep_their_bound(monkeypatch):
             assert answer.termination is Termination.OPTIMAL, case
         solved += 1
     assert solved >= 5
-
-
-def test_a_bound_needs_no_table_of_all_options(monkeypatch):
-    """Of curves with dents, one unit's net values are formed at a time, at few prices."""
-    problem = large()
-    dented = problem.replace(values=problem.values - 1e-9 * (np.arange(N) % 2))
-    assert not dented.is_concave
-    sizes = []
-    argmax = np.argmax
-
-    def counted(array, *args, **options):
-        sizes.append(np.size(array))
-        return argmax(array, *args, **options)
-
-    monkeypatch.setattr(np, "argmax", counted)
-    assert dual_bound(dented).bound == pytest.approx(dual_bound(problem).bound, abs=1e-6)
-    assert max(sizes) <= N
-    assert sum(sizes) <= 6 * dented.values.size
