@@ -1,4 +1,4 @@
-"""Calls of `generate()` over one model: what each answers, and what it may leave behind.
+"""Calls of `generate()` over one model: the answer of each, and all that it may leave behind.
 
 As a program it makes each call in a process that has made no other: what `tests/unit/runtime/
 test_soak.py` compares long histories with.
@@ -28,14 +28,13 @@ from transformers import AttentionInterface
 
 import kvalloc
 from kvalloc.errors import KVAllocError
-from kvalloc.models.loading import load_model, shape_of
 from kvalloc.prompts.texts import Prompt
 from kvalloc.runtime.policies import policy_names
 
 Call = tuple[str, str]
 """A way to reduce the cache and a shape of the prompt, by name."""
 
-NEW = 20
+CONTEXT, NEW = 60, 20
 
 
 class BrokenOffError(Exception):
@@ -59,18 +58,17 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 class Soak:
-    """The tiny model or the demo's, every way to reduce its cache, and what is fitted to it."""
+    """The tiny model, every way to reduce its cache, and a file that is fitted to it."""
 
-    def __init__(self, name: str, fitted: Path) -> None:
-        self.model: Any = oracle.tiny_model() if name == "tiny" else load_model(name).model
-        self.context = 60 if name == "tiny" else 128
+    def __init__(self, fitted: Path) -> None:
+        self.model: Any = oracle.tiny_model()
         if not fitted.exists():
             prompts = [
-                Prompt(token_ids=tuple(self.prompt(self.context, 1, seed)[0].tolist()))
+                Prompt(token_ids=tuple(oracle.prompt(CONTEXT, seed=seed)[0].tolist()))
                 for seed in range(4)
             ]
-            kvalloc.fit(self.model, None, prompts, output=fitted, context=self.context, samples=4)
-        layer = oracle.make_profile(self.model, self.context, 0.4, shape=shape_of(self.model))
+            kvalloc.fit(self.model, None, prompts, output=fitted, context=CONTEXT, samples=4)
+        layer = oracle.make_profile(self.model, CONTEXT, 0.4)
         head = oracle.by_head(layer)
         packed = {bits: np.full_like(head.budgets, bits) for bits in (8, 5, 4, 3)}
         names = [*policy_names(), *SCORERS, f"surrogate:file={fitted}"]
@@ -90,15 +88,11 @@ class Soak:
             "default, every 3": {"budget": "40%", "decode_every": 3},
         }
 
-    def prompt(self, tokens: int, rows: int, seed: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randint(2, self.model.config.vocab_size, (rows, tokens), generator=generator)
-
     def answer(self, way: str, shape: str) -> str:
         """Return the digest of an answer's tokens, logits and bytes, or why there are none."""
         options: dict[str, Any] = {"num_beams": 1, **SHAPES[shape]}
-        rows, tokens = options.pop("rows", 1), self.context * options.pop("times", 1)
-        ids, mask = self.prompt(tokens, rows, seed=len(shape)), torch.ones(rows, tokens)
+        rows, tokens = options.pop("rows", 1), CONTEXT * options.pop("times", 1)
+        ids, mask = oracle.prompt(tokens, rows, seed=len(shape)), torch.ones(rows, tokens)
         if options.pop("padded", False):
             for row in range(1, rows):
                 mask[row, : 11 * row] = 0
@@ -157,10 +151,10 @@ def resident_bytes() -> int:
     return int(pages) * os.sysconf("SC_PAGESIZE")
 
 
-def answers_alone(name: str, fitted: Path, calls: list[Call]) -> list[str]:
+def answers_alone(fitted: Path, calls: list[Call]) -> list[str]:
     """Return what each call answers in a process that is forked before any other call."""
     torch.set_num_threads(1)
-    soak, queue, answers = Soak(name, fitted), multiprocessing.SimpleQueue(), []
+    soak, queue, answers = Soak(fitted), multiprocessing.SimpleQueue(), []
     for call in calls:
         process = multiprocessing.Process(target=lambda call=call: queue.put(soak.answer(*call)))
         process.start()
@@ -172,5 +166,5 @@ def answers_alone(name: str, fitted: Path, calls: list[Call]) -> list[str]:
 
 
 if __name__ == "__main__":
-    model, file, known = sys.argv[1:]
-    print(json.dumps(answers_alone(model, Path(file), json.loads(known))))
+    file, known = sys.argv[1:]
+    print(json.dumps(answers_alone(Path(file), json.loads(known))))
