@@ -1,6 +1,5 @@
 """The integer program under every side constraint, both senses, the sum and the worst unit."""
 
-import itertools
 import os
 import time
 
@@ -20,33 +19,7 @@ from kvalloc.errors import InfeasibleError, SolverError
 from kvalloc.problem import GroupCap, Termination
 from kvalloc.problem.constraints import MaxDistinct
 from kvalloc.solvers._ilp_program import BACKENDS, encode, stdout_kept_clean
-from kvalloc.solvers._levels import LevelSets
-from kvalloc.solvers._prices import best_prices
 from kvalloc.solvers.ilp import ILP
-
-
-def test_the_bound_over_sets_of_budgets_is_that_of_all_sets():
-    """The dynamic program over levels against every set there is, on curves of any shape."""
-    for seed in range(20):
-        problem = medium_problem(seed, n_layers=2, n_options=7, concave=seed % 2 == 0)
-        for most in (1, 2, 3):
-            sets = LevelSets.of(best_prices(problem), most)
-            every = {
-                chosen: float(sets.loss[:, chosen].min(axis=1).sum())
-                for chosen in itertools.combinations(range(7), most)
-            }
-            least = min(every.values())
-            below = float((sets.first + sets.rest[-1]).min())
-            assert below <= least + 1e-12
-            if seed % 2 == 0:  # exact where losses fall and rise
-                assert below == pytest.approx(least, abs=1e-12)
-            room = float(np.median(list(every.values())))
-            listed = sets.within(room)
-            assert listed is not None
-            wanted = {chosen for chosen, lost in every.items() if lost <= room}
-            assert wanted == {chosen for _, chosen in listed}
-            assert len(sets.best()) == most
-
 
 CAP = GroupCap(name="device 7", units=tuple(range(9)), capacity_bytes=40_000)
 APART = np.array([[1, 2, 3], [4, 5, 6], [7, 8, 9]])
