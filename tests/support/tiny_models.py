@@ -34,6 +34,11 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {}),
     "phi3": ("Phi3Config", "Phi3ForCausalLM", {"eos_token_id": 1, "bos_token_id": 1}),
+    "gemma2": (
+        "Gemma2Config",
+        "Gemma2ForCausalLM",
+        {"sliding_window": 16, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 16},
+    ),
     "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", {"sliding_window": 16}),
     "gpt-oss": (
         "GptOssConfig",
@@ -45,13 +50,13 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
 }
-"""Configuration, class and settings of each family; of gemma3 every other layer slides."""
+"""Configuration, class and settings of each family; every other layer of gemma2 and 3 slides."""
 
 
 def random_model(family: str, attention: str, seed: int, sizes: dict[str, Any]) -> Any:
     """A random causal model of a family."""
     config_class, model_class, settings = FAMILIES[family]
-    if family == "gemma3":
+    if family in ("gemma2", "gemma3"):
         kinds = ("sliding_attention", "full_attention")
         settings = settings | {
             "layer_types": [kinds[n % 2] for n in range(sizes["num_hidden_layers"])]
