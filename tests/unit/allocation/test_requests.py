@@ -1,8 +1,9 @@
 """What a user may ask for, and what a request becomes."""
 
-import math
 import re
+import tomllib
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -56,117 +57,26 @@ def test_what_cannot_be_read(read, words, given):
         read(given)
 
 
-NOT_AT_BITS = (
-    "what 5 and 3 bits lose was not measured.*16 and 8 and 4 bits it was.*loss='measured', "
-    "bits=.16, 8, 5, 4, 3"
+REFUSED = tomllib.loads(
+    Path(__file__).with_name("refused_requests.toml").read_text(encoding="utf-8")
 )
-
-REFUSED = [
-    *(  # by the request itself, whatever is to be solved
-        (None, fields, words)
-        for fields, words in (
-            ({}, "no target.*target_retention"),
-            ({"budget": "20%", "memory": "1MiB"}, "budget and memory are two targets at once"),
-            ({"target_loss": 0.1, "budget": 0.5}, "two targets at once"),
-            ({"target_retention": 1.1}, "target retention of 1.1"),
-            ({"target_retention": 90}, "such as 0.9"),
-            ({"target_loss": math.nan}, "cannot be asked for"),
-            ({"target_loss": -0.01}, "cannot be asked for"),
-            ({"target_loss": 0.1, "objective": "worst"}, "summed over all units"),
-            ({"target_retention": 0.9, "objective": "loss"}, "give target_loss"),
-            ({"budget": "200%"}, "not a share"),
-            *(({"budget_tokens": n}, "not possible; give 1 to 1099511627776") for n in (0, 2**57)),
-            ({"budget_tokens": 2**63}, "a budget of 9223372036854775808 tokens is not possible"),
-            ({"memory": "lots"}, "not a size"),
-        )
-    ),
-    *(
-        (None, {"budget": 0.5, "level": "head", **fields}, words)
-        for fields, words in (
-            ({"level": "row"}, "expected 'layer' or 'head'"),
-            ({"objective": "median"}, "expected 'mean', 'worst' or 'loss'"),
-            ({"batch": 0}, "batch=0 is not possible; give batch=1 or more"),
-            ({"page": 0}, "page=1 or more"),
-            ({"min_tokens": -1}, "min_tokens=-1 is not possible; give min_tokens=0"),
-            ({"cap": ("0-15",)}, "not LAYERS=SIZE"),
-            ({"cap": ("0=",)}, "not LAYERS=SIZE"),
-            ({"cap": ("0=lots",)}, "cap '0=lots'.*not a size"),
-            ({"cap": ("x=1MiB",)}, "cap 'x=1MiB'.*no list of layers"),
-            ({"max_distinct": 0}, "max_distinct=1"),
-            *(
-                ({name: 2**63}, f"{name}=9223372036854775808 is not possible; give {name}=1099511")
-                for name in ("min_tokens", "max_tokens", "page", "batch", "context", "max_distinct")
-            ),
-            (
-                {"min_tokens": 2.5},
-                "min_tokens=2.5 is not possible; give min_tokens=0 or more",
-            ),
-            ({"context": "8"}, "context='8' is not possible"),
-        )
-    ),
-    *(
-        (make_scores, fields, words)
-        for fields, words in (
-            ({"context": 1}, "a context of 1 tokens leaves nothing to decide"),
-            ({"context": 101}, "beyond the 100 tokens of tests/tiny"),
-            ({"min_tokens": 41}, "above the context of 40"),
-            ({"average": "median"}, "expected 'curves' or 'allocations'"),
-            ({"average": "allocations", "max_distinct": 2}, "average='curves'"),
-            ({"time_limit": 0.0}, "leaves no time"),
-            ({"solver": "best"}, "there is no solver 'best'; choose from: adaptive_head, .*greedy"),
-            ({"solver": "greedy:gamma=1"}, "has no option 'gamma'"),
-            ({"bits": (16, 8)}, "no loss curves.*bits=.16, 8.*ask for retention"),
-            ({"bits": (8,), "objective": "worst"}, "bits are chosen by what they"),
-            ({"bits": (8,), "target_retention": 0.9}, "give target_loss, or leave them out"),
-            ({"target_loss": 0.1}, "no loss curves.*ask for retention"),
-            ({"objective": "loss", "solver": "dp"}, "no loss curves"),
-            ({"cap": "0-4=1MiB"}, "names layer 3, and tests/tiny has layers 0-2"),
-            ({"batch": 10**12, "page": 10**6}, "more than can be counted"),
-        )
-    ),
-    *(
-        (partial(make_losses, **given), fields, words)
-        for given, fields, words in (
-            ({"per": "layer"}, {"target_loss": 0.1, "level": "head"}, "layers.*level='layer'"),
-            (
-                {"levels": [17, 30, 40]},
-                {"objective": "loss", "max_tokens": 16},
-                "can be offered.*give max_tokens=17 or more",
-            ),
-        )
-    ),
-    *(
-        (make_bits, {"bits": (8, 5, 3), **fields}, NOT_AT_BITS)
-        for fields in ({"objective": "loss"}, {"target_loss": 0.1})
-    ),
-    (make_scores, {"bits": (8, 4), "target_loss": 0.1}, r"no loss curves.*bits=.16, 8, 4"),
-    *(
-        (make_bits, {"bits": (16, 8, 4), **fields}, words)
-        for fields, words in (
-            ({"bits": (16, 2)}, "expected some of 16, 8, 5, 4, 3"),
-            ({"objective": "mean"}, "objective 'mean'"),
-            ({"objective": "worst"}, "retention is asked"),
-            ({"target_retention": 0.9}, "retention is asked for"),
-            ({"max_distinct": 2}, "max_distinct counts tokens alone"),
-            ({"average": "allocations"}, "average='curves'"),
-        )
-    ),
-]
+MAKERS = {"scores": make_scores, "losses": make_losses, "bits": make_bits}
 
 
-def _named(value):
-    return str(getattr(getattr(value, "func", value), "__name__", value))
-
-
-@pytest.mark.parametrize(("make", "asked", "words"), REFUSED, ids=_named)
-def test_what_cannot_be_asked(make, asked, words):
-    """By the request itself, or (where there is something to make) by ``solve``."""
-    with pytest.raises(InputError, match=words) as caught:
-        if make is None:
+@pytest.mark.parametrize(
+    ("made", "row"), [(made, row) for made, rows in REFUSED.items() for row in rows]
+)
+def test_what_cannot_be_asked(made, row):
+    """By the request itself, or of a score profile by ``solve``."""
+    asked = row["asked"]
+    with pytest.raises(InputError, match=row["words"]) as caught:
+        if made == "request":
             Request.parse(**asked)
         else:
+            shape = make_shape(max_context_tokens=100)
+            scores = MAKERS[made](shape=shape, **row.get("of", {}))
             target = {} if {"target_retention", "target_loss"} & {*asked} else {"budget": 0.5}
-            solve(make(shape=make_shape(max_context_tokens=100)), **target, **asked)
+            solve(scores, **target, **asked)
     assert "\n" not in str(caught.value)
 
 
