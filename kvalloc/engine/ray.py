@@ -47,6 +47,10 @@ _LOCAL_SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
 the priority that this process has."""
 
 
+_HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"
+"""What opens a connection to a cluster's head, which speaks gRPC: a preface, empty settings."""
+
+
 class Host:
     """The part of a worker process: holds the model and, of one job, its work."""
 
@@ -407,7 +411,7 @@ def _versions() -> dict[str, str]:
 
 
 def _check_reachable(address: str) -> None:
-    """Refuse an address where nothing answers: Ray itself takes minutes to say so.
+    """Refuse an address where no cluster's head answers: Ray itself takes minutes to say so.
 
     Raises
     ------
@@ -418,11 +422,17 @@ def _check_reachable(address: str) -> None:
         raise InputError(
             f"{option('address')} {address} is no address of a Ray cluster; give HOST:PORT, or auto"
         )
+    answer = b""
     try:
-        socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
+        with socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS) as connection:
+            connection.sendall(_HTTP2_HELLO)
+            connection.settimeout(CONNECT_SECONDS)
+            answer = connection.recv(9)
+        why = "what answers there is no Ray cluster"
     except (OSError, OverflowError) as error:
         why = one_line(getattr(error, "strerror", None) or error)
+    if answer[3:4] != b"\4":  # a frame with settings
         raise InputError(
             f"the Ray cluster at {address} cannot be reached: {why}; start one with 'ray start "
             f"--head', or leave out {option('address')} for one on this machine"
-        ) from error
+        )

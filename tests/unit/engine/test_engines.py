@@ -3,7 +3,10 @@
 import json
 import os
 import random
+import socket
 import sys
+import threading
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -314,15 +317,33 @@ def engine_of(folder, **options):
     return RayEngine(source=ModelSource(source=str(folder)), **options)
 
 
+@contextmanager
+def answering(content):
+    """A port of this machine where something answers that is no cluster."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer():
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(100)
+                connection.sendall(content)
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        yield server.getsockname()[1]
+
+
 def test_a_cluster_that_cannot_be_reached_is_one_line(folder, monkeypatch):
     monkeypatch.setattr("ray.is_initialized", lambda: False)
-    for address, said in (
-        ("127.0.0.1:1", "127.0.0.1:1 cannot be reached: .*refused.*ray start --head"),
-        ("ray://127.0.0.1:10001", "is no address of a Ray cluster; give HOST:PORT, or auto"),
-        ("127.0.0.1:99999999", "cannot be reached"),
-    ):
-        with pytest.raises(InputError, match=said), engine_of(folder, address=address):
-            pass
+    with answering(b"HTTP/1.1 400 Bad Request\r\n\r\n") as port:
+        for address, said in (
+            ("127.0.0.1:1", "127.0.0.1:1 cannot be reached: .*refused.*ray start --head"),
+            (f"127.0.0.1:{port}", "what answers there is no Ray cluster"),
+            ("ray://127.0.0.1:10001", "is no address of a Ray cluster; give HOST:PORT, or auto"),
+            ("127.0.0.1:99999999", "cannot be reached"),
+        ):
+            with pytest.raises(InputError, match=said), engine_of(folder, address=address):
+                pass
 
 
 def test_without_ray_there_is_one_line(folder, monkeypatch):
