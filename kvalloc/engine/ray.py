@@ -6,6 +6,7 @@ import logging
 import os
 import pickle
 import socket
+import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext, suppress
@@ -35,7 +36,7 @@ DEATHS = 2
 
 CONNECT_SECONDS = 5.0
 POLL_SECONDS = 0.5
-"""Time between two looks at whether the cluster still has room for a worker."""
+"""How often workers are asked how far they are."""
 
 _OBJECT_STORE_BYTES = 256 * 2**20
 """Of a cluster that is started here: what is sent are samples and their curves."""
@@ -46,41 +47,34 @@ _LOCAL_SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
 """Of such a cluster, unless the user has set them: no usage is reported, and workers have
 the priority that this process has."""
 
-
 _HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"
 """What opens a connection to a cluster's head, which speaks gRPC: a preface, empty settings."""
 
 
 class Host:
-    """The part of a worker process: holds the model and, of one job, its work."""
+    """The part of a worker process: holds the model and, of one job, its work.
 
-    def begin(
-        self, source: dict[str, Any], threads: int, *, flags: bool
-    ) -> ModelFacts | KVAllocError:
-        """Load the model; return its facts, or the error that says why it cannot be loaded.
+    Parameters
+    ----------
+    source : dict
+        Fields of a `ModelSource`.
+    threads : int
+        Of torch.
+    flags : bool
+        Whether messages name options as flags.
+    """
 
-        Parameters
-        ----------
-        source : dict
-            Fields of a `ModelSource`.
-        threads : int
-            Of torch.
-        flags : bool
-            Whether messages name options as flags.
-        """
+    def __init__(self, source: dict[str, Any], threads: int, *, flags: bool) -> None:
         from kvalloc.models.loading import ModelSource
 
         self._threads, self._flags = threads, flags
+        loaded = ModelSource(**source).load()
+        self._model, self.facts = loaded.model, ModelFacts.of(loaded.model, loaded.model_id)
         self._work: tuple[int, Work] | None = None
-        try:
-            loaded = ModelSource(**source).load()
-            self._model = loaded.model
-            return ModelFacts.of(loaded.model, loaded.model_id)
-        except KVAllocError as error:
-            return error
+        self.steps = 0
 
     def do(self, number: int, references: list[Any], pickled: bytes) -> bytes:
-        """Return an item's result and the number of its steps, pickled.
+        """Return an item's result and its steps, pickled.
 
         The result may be a `Failed`, or the error that ends the job. Everything is sent as bytes:
         arrays in Ray's shared memory cannot be written to.
@@ -89,17 +83,19 @@ class Host:
         import torch
 
         torch.set_num_threads(self._threads)  # of this thread, whichever Ray has taken
-        steps: list[int] = []
-        item = pickle.loads(pickled)
+        self.steps, item = 0, pickle.loads(pickled)
         if self._work is None or self._work[0] != number:
             self._work = (number, pickle.loads(ray.get(references)[0]))
         try:
             with naming_flags() if self._flags else nullcontext():
-                result: Any = self._work[1](self._model, item, steps.append)
+                result: Any = self._work[1](self._model, item, self._advance)
         except Exception as error:
             _LOG.info("an item failed", exc_info=True)
             result = _as_result(error)
-        return pickle.dumps((result, sum(steps)))
+        return pickle.dumps((result, self.steps))
+
+    def _advance(self, steps: int) -> None:
+        self.steps += steps
 
 
 def _as_result(error: Exception) -> Failed | KVAllocError:
@@ -111,6 +107,44 @@ def _as_result(error: Exception) -> Failed | KVAllocError:
     except Exception:
         os._exit(1)  # the device is broken for this process: another one takes the item
     return Failed(error=SampleError(failed.reason))
+
+
+def _actor_class() -> type:
+    """Return the class that Ray runs, sent whole: a machine may have another kvalloc."""
+
+    class Worker:
+        def __init__(self) -> None:
+            self.host: Host | None = None
+
+        def begin(self, versions: dict[str, str], *given: Any, flags: bool) -> Any:
+            """Return the model's facts, the installed versions if they differ, or an error."""
+            from importlib.metadata import PackageNotFoundError, version
+
+            installed = {}
+            for name in versions:
+                try:
+                    installed[name] = version(name)
+                except PackageNotFoundError:
+                    installed[name] = "source"
+            if installed != versions:
+                return installed
+            from kvalloc.engine.ray import Host
+            from kvalloc.errors import KVAllocError
+
+            try:
+                self.host = Host(*given, flags=flags)
+            except KVAllocError as error:
+                return error
+            return self.host.facts
+
+        def do(self, *given: Any) -> bytes:
+            assert self.host is not None  # it was begun
+            return self.host.do(*given)
+
+        def steps(self) -> int:
+            return 0 if self.host is None else self.host.steps
+
+    return Worker
 
 
 @dataclass(kw_only=True)
@@ -176,6 +210,7 @@ class RayEngine:
     _work: tuple[Work, Any] | None = field(default=None, init=False)
     _began: bool = field(default=False, init=False)
     _gpus: int = field(default=0, init=False)
+    _polled_at: float = field(default=0.0, init=False)
 
     def __enter__(self) -> RayEngine:
         """Connect, and let every worker load the model; one of them has it then.
@@ -233,14 +268,15 @@ class RayEngine:
         if self._work is None or self._work[0] is not work:
             self._works += 1
             self._work = (work, self._ray.put(self._ray.cloudpickle.dumps(work)))
-        left, deaths = deque(items), Counter[int]()
+        left, deaths, counted = deque(items), Counter[int](), Counter[int]()
         try:
             while left or any(worker.item is not None for worker in self._workers):
                 self._hand_out(left, items)
                 worker = self._next()
+                self._count_steps(counted, advance)
                 if worker is None:
                     continue
-                number, result = self._taken(worker, advance)
+                number, result = self._taken(worker, counted, advance)
                 if result is _DIED:
                     deaths[number] += 1
                     _LOG.info("a worker died of item %d", number)
@@ -308,11 +344,15 @@ class RayEngine:
 
     def _begun(self, slot: int, lost: int = 0) -> _Worker:
         """Return a new worker, which loads its model."""
-        host = self._ray.remote(Host)
-        actor = host.options(num_cpus=self.threads, num_gpus=self._gpus).remote()
+        actor = self._ray.remote(_actor_class()).options(
+            num_cpus=self.threads,
+            num_gpus=self._gpus,
+            max_concurrency=2,  # the second one says how far the first is
+        )
+        handle = actor.remote()
         flags = bool(by_interface(python="", flags="yes"))
-        begun = actor.begin.remote(vars(self.source), self.threads, flags=flags)
-        return _Worker(slot=slot, actor=actor, waiting=begun, lost=lost)
+        begun = handle.begin.remote(_versions(), vars(self.source), self.threads, flags=flags)
+        return _Worker(slot=slot, actor=handle, waiting=begun, lost=lost)
 
     def _replace(self, worker: _Worker, lost: int = 0) -> None:
         with suppress(Exception):
@@ -362,11 +402,12 @@ class RayEngine:
             return
         if isinstance(result, KVAllocError):
             raise result
-        here, remote = _versions(), result.versions
-        if differ := [name for name in here if remote.get(name) != here[name]]:
+        here = _versions()
+        if isinstance(result, dict):
+            name = next(name for name in here if result[name] != here[name])
             raise InputError(
-                f"a worker of the Ray cluster has {differ[0]} {remote.get(differ[0])}, and this "
-                f"process {here[differ[0]]}; install the same on all of its machines"
+                f"a worker of the Ray cluster has {name} {result[name]}, and this process "
+                f"{here[name]}; install the same on all of its machines"
             )
         self._facts = self._facts or result
         first, other = self._facts.record(), result.record()
@@ -379,13 +420,13 @@ class RayEngine:
         worker.ready, worker.waiting = True, None
         _LOG.info("worker %d of %s has its model", worker.slot + 1, self.workers)
 
-    def _taken(self, worker: _Worker, advance: Advance) -> tuple[int, Any]:
+    def _taken(self, worker: _Worker, counted: Counter[int], advance: Advance) -> tuple[int, Any]:
         """Return a worker's item and its result; `_DIED` if the worker died, which is replaced."""
         assert worker.item is not None  # checked by the caller
         number, exceptions = worker.item, self._ray.exceptions
         try:
             result, steps = pickle.loads(self._ray.get(worker.waiting))
-            advance(steps)
+            advance(max(0, steps - counted[number]))
         except exceptions.RayTaskError as error:
             result = Failed(error=SampleError(one_line(error.cause)))
         except exceptions.RayError:
@@ -393,6 +434,21 @@ class RayEngine:
             return number, _DIED
         worker.item = worker.waiting = None
         return number, result
+
+    def _count_steps(self, counted: Counter[int], advance: Advance) -> None:
+        """Report the steps that workers have finished; those that are repeated count once."""
+        if time.monotonic() - self._polled_at < POLL_SECONDS:
+            return
+        busy = {one.actor.steps.remote(): one for one in self._workers if one.item is not None}
+        if busy:
+            ready, _ = self._ray.wait([*busy], num_returns=len(busy), timeout=POLL_SECONDS)
+            for reference in ready:
+                with suppress(self._ray.exceptions.RayError):
+                    item, steps = busy[reference].item, self._ray.get(reference)
+                    assert item is not None  # that is what they were chosen by
+                    advance(max(0, steps - counted[item]))
+                    counted[item] = max(counted[item], steps)
+        self._polled_at = time.monotonic()
 
     def _check_room(self) -> None:
         """Raise if no machine has room for a worker any more."""

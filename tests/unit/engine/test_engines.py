@@ -313,10 +313,6 @@ def test_a_part_of_every_layer_is_refused(loaded, monkeypatch):
         measured(loaded.model, loaded, texts())
 
 
-def engine_of(folder, **options):
-    return RayEngine(source=ModelSource(source=str(folder)), **options)
-
-
 @contextmanager
 def answering(content):
     """A port of this machine where something answers that is no cluster."""
@@ -331,6 +327,10 @@ def answering(content):
         thread = threading.Thread(target=answer, daemon=True)
         thread.start()
         yield server.getsockname()[1]
+
+
+def engine_of(folder, **options):
+    return RayEngine(source=ModelSource(source=str(folder)), **options)
 
 
 def test_a_cluster_that_cannot_be_reached_is_one_line(folder, monkeypatch):
