@@ -136,9 +136,13 @@ class Surrogate(Scorer):
                 values=states.values[:, :, block],
                 positions=places[..., block],
             )
-            features = entry_features(block_states)
-            weights = self._weights(states, features.shape[-1])[..., None]
-            scores[..., block] = (features @ weights[:, :-1] + weights[:, -1:])[..., 0]
+            features = _features(block_states)  # joined, they take twice the time
+            sizes = [int(feature.shape[-1]) for feature in features]
+            *weights, constant = torch.split(self._weights(states, sum(sizes)), [*sizes, 1], dim=-1)
+            scores[..., block] = constant + sum(
+                (feature @ weight[..., None])[..., 0]
+                for feature, weight in zip(features, weights, strict=True)
+            )
         scores = self.without_protected(scores.clamp_(*_LOG_RANGE).exp_(), states, sinks=sinks)
         if self.votes:
             voting = Lookahead(window=self.window, votes=self.votes)
@@ -189,6 +193,13 @@ def entry_features(states: AttentionStates) -> Tensor:
     """
     import torch
 
+    return torch.cat(_features(states), dim=-1)
+
+
+def _features(states: AttentionStates) -> list[Tensor]:
+    """Return the parts of `entry_features`."""
+    import torch
+
     frequencies = surrogate_frequencies(states.frequencies).to(states.keys.device)
     keys, values, places = states.keys.float(), states.values.float(), states.positions
     if places is None:
@@ -199,7 +210,7 @@ def entry_features(states: AttentionStates) -> Tensor:
     norms = [
         one.norm(dim=-1, keepdim=True).clamp_(min=_LEAST_NORM).log_() for one in (keys, values)
     ]
-    return torch.cat([keys, values, lengths, *norms], dim=-1)
+    return [keys, values, lengths, *norms]
 
 
 def surrogate_frequencies(frequencies: Tensor | str) -> Tensor:
