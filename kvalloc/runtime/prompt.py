@@ -20,7 +20,7 @@ from kvalloc.runtime import plan, refusals
 from kvalloc.runtime.door import Batch
 from kvalloc.runtime.evict import Eviction, Running, evict, wanted_queries
 from kvalloc.runtime.notes import Notes, of_row
-from kvalloc.runtime.rows import Row, alike
+from kvalloc.runtime.rows import Row, Widths, alike
 from kvalloc.runtime.second_read import HeldPrompt, check_context, read_again
 from kvalloc.runtime.tail import rows_of
 from kvalloc.scorers import Scorer
@@ -97,16 +97,7 @@ def begin(cache: Any, running: Running, arguments: Mapping[str, Any]) -> None:
                 "prompt; send it in one piece, or choose another policy"
             )
         rounded = first.widths if batch.completes else {}
-        goals = {
-            row: plan.prompt_targets(
-                rows[row],
-                int(prompts[row]),
-                entries[row],
-                padded=bool(padded[row]),
-                rounded=frozenset(rounded),
-            )
-            for row in group.tolist()
-        }
+        goals = _goals(rows, group, prompts, entries, padded, rounded)
         eviction_of_all = Eviction.of(
             first,
             group,
@@ -137,6 +128,27 @@ def begin(cache: Any, running: Running, arguments: Mapping[str, Any]) -> None:
     cache.rows = rows
     if not running.planned and not running.observing and not whole:
         running.n_queries = 0
+
+
+def _goals(
+    rows: Sequence[Row],
+    group: IntArray,
+    tokens: IntArray,
+    entries: IntArray,
+    padded: IntArray,
+    widths: Widths,
+) -> dict[int, dict[int, IntArray]]:
+    """Return `plan.prompt_targets` of each row of a group; arrays are of all rows."""
+    return {
+        row: plan.prompt_targets(
+            rows[row],
+            int(tokens[row]),
+            entries[row],
+            padded=bool(padded[row]),
+            rounded=frozenset(widths),
+        )
+        for row in group.tolist()
+    }
 
 
 def _new_rows(cache: Any, batch: Batch) -> list[Row]:
@@ -187,16 +199,7 @@ def end(cache: Any) -> None:
     for group in alike(rows, whole):
         first = rows[group[0]]
         method, widths = first.method, first.widths
-        goals = {
-            row: plan.prompt_targets(
-                rows[row],
-                int(tokens[row]),
-                entries[row],
-                padded=bool(padded[row]),
-                rounded=frozenset(widths),
-            )
-            for row in group.tolist()
-        }
+        goals = _goals(rows, group, tokens, entries, padded, widths)
         due = np.array([row for row, goal in goals.items() if goal], dtype=np.int64)
         if not len(due):
             continue
