@@ -88,7 +88,8 @@ def examine() -> list[dict[str, str]]:
         except Exception as error:  # a broken installation fails in any way
             result, advice = "", f"it cannot be used ({one_line(error)}); reinstall it"
         state = "look" if result else "missing"
-        if name in (*CORE, "shipped profiles") or (name in RUN and result):
+        absent = name in ("solvers", "scorers") and not result  # no command decides without them
+        if name in (*CORE, "shipped profiles") or (name in RUN and result) or absent:
             state = "BROKEN"
         state = state if advice else "ok"
         findings.append({"name": name, "state": state, "result": result, "advice": advice})
@@ -141,7 +142,9 @@ def _plugins(kind: str, base: type) -> tuple[str, str]:
             broken.append(plugin)
     # Somebody else's broken plug-in is worth a line, but everything else still works.
     advice = f"{', '.join(broken)} cannot be loaded; see 'kvalloc list {kind}'" if broken else ""
-    return ", ".join(plugins), advice if plugins else "none is registered; install kvalloc"
+    if not plugins:
+        return "", "none is registered; install kvalloc, a source tree by pip install -e ."
+    return ", ".join(plugins), advice
 
 
 def _shipped() -> tuple[str, str]:

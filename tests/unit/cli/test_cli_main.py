@@ -320,3 +320,9 @@ def test_doctor_names_broken_plugins_but_goes_on(broken):
     result = findings()
     for kind in ("solvers", "scorers"):  # also what is loaded, and is neither
         assert "broken, stranger cannot be loaded" in result[kind]["advice"]
+
+
+def test_doctor_fails_where_kvalloc_is_on_the_path_but_not_installed(monkeypatch):
+    monkeypatch.setattr("kvalloc.problem.registry._group", lambda group: {})
+    for kind in ("solvers", "scorers"):
+        assert "pip install" in findings(code=1)[kind]["advice"]
