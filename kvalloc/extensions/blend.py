@@ -140,7 +140,8 @@ class DenseLayer:
             segments=np.arange(kept.shape[1]),
             lengths=kept.sum(dim=2).cpu().numpy().ravel(),
         )
-        layer.replace(np.array([0]), part, bits if self.rounded else None)
+        row = np.array([0])
+        layer.replace(row, layer.as_stored(part, row, bits if self.rounded else None))
 
 
 @dataclass(kw_only=True)

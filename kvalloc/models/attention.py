@@ -15,12 +15,14 @@ from __future__ import annotations
 import operator
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import numpy as np
 
 from kvalloc.errors import UnsupportedModelError
 from kvalloc.models.names import (
@@ -98,6 +100,9 @@ class AttentionStates:
         that observe chunks are not shown any.
     key_bits : ndarray of int64, (n_kv_heads,), or None
         Width at which each head's kept keys will be stored; None where they stay as they are.
+    layers : tuple of int
+        Where the heads of several layers are shown as those of one: these layers, each with as
+        many heads. Empty for one layer, and for scorers that do not ask for more.
     shared : dict
         What was computed of these very states and will be asked for again; none for what
         `replace` makes of them.
@@ -122,15 +127,18 @@ class AttentionStates:
     later: Observed | None = None
     absent: Tensor | None = None
     key_bits: IntArray | None = None
+    layers: tuple[int, ...] = ()
     shared: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     def kv_head(self, head: int) -> AttentionStates:
         """Return one KV head with the query heads that share it, without notes; always the same."""
         if (known := self.shared.get((_HEAD, head))) is not None:
             return known  # type: ignore[no-any-return]
-        group = self.queries.shape[1] // self.keys.shape[1]
+        n_heads = int(self.keys.shape[1])
+        group = self.queries.shape[1] // n_heads
         mine, its = slice(head, head + 1), slice(head * group, (head + 1) * group)
-        mask = self.mask
+        mask, layers = self.mask, self.layers or (self.layer,)
+        place, head_in_layer = divmod(head, n_heads // len(layers))
         if mask is not None and mask.ndim == 4 and mask.shape[1] > 1:
             mask = mask[:, its]
         head_states = self.shared[_HEAD, head] = replace(
@@ -142,12 +150,41 @@ class AttentionStates:
             sink_logits=None if self.sink_logits is None else self.sink_logits[its],
             absent=None if self.absent is None else self.absent[:, mine],
             positions=None if self.positions is None else self.positions[:, mine],
-            first_head=self.first_head + head,
+            layer=layers[place],
+            layers=(),
+            first_head=self.first_head + head_in_layer,
             observed=None,
             later=None,
             key_bits=None,
         )
         return head_states
+
+    @classmethod
+    def together(cls, shown: Sequence[AttentionStates]) -> AttentionStates:
+        """Return several layers of equal sizes as one, which has the heads of all of them.
+
+        They have no mask, notes or evicted entries.
+        """
+        import torch
+
+        first = shown[0]
+        if len(shown) == 1:
+            return first
+        queries, keys, values = (
+            torch.cat([getattr(one, name) for one in shown], dim=1)
+            for name in ("queries", "keys", "values")
+        )
+        sinks = [one.sink_logits for one in shown if one.sink_logits is not None]
+        bits = [one.key_bits for one in shown if one.key_bits is not None]
+        return replace(
+            first,
+            queries=queries,
+            keys=keys,
+            values=values,
+            sink_logits=torch.cat(sinks) if sinks else None,
+            key_bits=np.concatenate(bits) if bits else None,
+            layers=tuple(one.layer for one in shown),
+        )
 
     def unobserved(self) -> AttentionStates:
         """Return the states without the queries that `observed` counts already."""

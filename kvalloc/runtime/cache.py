@@ -263,14 +263,24 @@ class BudgetCache(CacheFigures, HookedCache):
             store.notes.noted_until = store.seen
         with self._checks.collected():  # the host reads its checks once a forward
             planned = running.planned.get(layer, ())
-            for eviction, targets in planned:
-                evict(self, eviction, {layer: targets})
             evicted = np.array([row for eviction, _ in planned for row in eviction.rows], dtype=int)
             for eviction in running.observing:
                 with without_autocast(store.keys):
                     eviction.without(evicted).observe(layer, store)
-            if planned or running.observing:
+            if planned:
+                running.waiting.append(layer)
+            elif running.observing:
                 store.notes.queries.trim(running.n_queries_after)
+            if len(running.waiting) >= running.together:
+                self._evict_waiting(running)
+
+    def _evict_waiting(self, running: Running) -> None:
+        """Evict in the layers that wait for it."""
+        waited = running.waiting
+        for eviction, targets in running.due().items():
+            evict(self, eviction, targets)
+        for layer in waited:
+            self.stores[layer].notes.queries.trim(running.n_queries_after)
 
     def end_forward(self, *, completed: bool) -> None:
         """Clean up after a forward, also a failed one."""
@@ -281,8 +291,8 @@ class BudgetCache(CacheFigures, HookedCache):
         if not completed:
             self._failed(batch)
             return
-        with self.half_way():
-            pass  # the checks of its layers
+        with self.half_way():  # it reads the checks of its layers
+            self._evict_waiting(running)
         tokens = self.door.tokens(batch)
         self.door.commit(batch)
         pairs = zip(self.rows, tokens.tolist(), strict=True)

@@ -19,10 +19,10 @@ from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.models.attention import AttentionStates, Observed, without_autocast
 from kvalloc.runtime.checks import ensure
 from kvalloc.runtime.door import Batch, Door
-from kvalloc.runtime.kept import Part, joined
+from kvalloc.runtime.kept import Part, joined, packed
 from kvalloc.runtime.notes import of_head, of_row
 from kvalloc.runtime.plan import widest
-from kvalloc.runtime.policies.base import EvictionPolicy, Limits
+from kvalloc.runtime.policies.base import FEW_ENTRIES, EvictionPolicy, Limits
 from kvalloc.runtime.policies.score import Score
 from kvalloc.runtime.rows import Row
 from kvalloc.runtime.selection import flat_entries, handed_out, keep_best, kept_places
@@ -46,6 +46,10 @@ class Running:
         Evictions of each layer once it has attended.
     observing : list of Eviction
         For rows in which a layer evicts nothing after a chunk: their policies note it.
+    together : int
+        Of how many layers the evictions wait for each other.
+    waiting : list of int
+        Layers that have attended and evict with the next ones.
     """
 
     batch: Batch
@@ -54,6 +58,17 @@ class Running:
     n_queries_after: int = 0
     planned: dict[int, list[tuple[Eviction, IntArray]]] = field(default_factory=dict)
     observing: list[Eviction] = field(default_factory=list)
+    together: int = 1
+    waiting: list[int] = field(default_factory=list)
+
+    def due(self) -> dict[Eviction, dict[int, IntArray]]:
+        """Return the evictions of the layers that wait, with their targets; none wait then."""
+        evictions: dict[Eviction, dict[int, IntArray]] = {}
+        for layer in self.waiting:
+            for eviction, targets in self.planned[layer]:
+                evictions.setdefault(eviction, {})[layer] = targets
+        self.waiting = []
+        return evictions
 
 
 Bundle: TypeAlias = "tuple[IntArray, int | None]"
@@ -161,14 +176,13 @@ class Eviction:
         return bundles
 
     def look(
-        self, layer: int, store: Store, bundle: Bundle, *, latest: bool = False
+        self, stores: Mapping[int, Store], bundle: Bundle, *, latest: bool = False
     ) -> tuple[AttentionStates, Tensor, int]:
-        """Return the candidates of one bundle of a layer.
+        """Return the candidates of one bundle of layers that go together.
 
         Parameters
         ----------
-        layer : int
-        store : Store
+        stores : mapping of int to Store
         bundle : Bundle
         latest : bool
             Leave out entries kept by earlier evictions.
@@ -176,11 +190,22 @@ class Eviction:
         Returns
         -------
         AttentionStates
-        Tensor of int32, (n_rows, n_kv_heads, n)
+        Tensor of int32, (n_rows, n_kv_heads of all layers, n)
             Which token of its row each candidate is.
         int
             How many of the first candidates were kept by earlier evictions.
         """
+        looks = [self._look(*one, bundle, latest=latest) for one in stores.items()]
+        states, positions, front = looks[0]
+        if len(looks) > 1:  # nothing has gone of these: all have the same positions
+            states = AttentionStates.together([one for one, _, _ in looks])
+            positions = positions[:, :1].expand(states.keys.shape[:3])
+        return states, positions, front
+
+    def _look(
+        self, layer: int, store: Store, bundle: Bundle, *, latest: bool
+    ) -> tuple[AttentionStates, Tensor, int]:
+        """Return the candidates of one layer; see `look`."""
         (rows, head), template = bundle, store.template
         assert template is not None, "a layer that evicts has attended"
         tokens, n_heads = int(self.tokens[rows[0]]), int(store.keys.shape[1])
@@ -237,7 +262,7 @@ class Eviction:
     def observe(self, layer: int, store: Store) -> None:
         """Let the policy observe a chunk after which nothing is evicted."""
         for bundle in self.bundles(store) if self.policy.observes else ():
-            states, _, _ = self.look(layer, store, bundle)
+            states, _, _ = self.look({layer: store}, bundle)
             self._note(store, bundle, self.policy.observe(states, sinks=self.sinks))
 
     def without(self, rows: IntArray) -> Eviction:
@@ -315,7 +340,7 @@ class Eviction:
         assert isinstance(policy, Score)  # other profiles are not `by_prompt`
         by_row: dict[int, list[Tensor]] = {row: [] for row in self.rows.tolist()}
         for bundle in self.bundles(store):
-            states, _, front = self.look(layer, store, bundle)
+            states, _, front = self.look({layer: store}, bundle)
             sinks = front if self.new_only and front else self.sinks
             end = max(int(states.keys.shape[2]) - self.window, sinks)
             scores = states.keys[..., 0]
@@ -328,49 +353,114 @@ class Eviction:
 
     # Evicting
 
+    def together(
+        self, stores: Mapping[int, Store], targets: Mapping[int, IntArray]
+    ) -> Iterator[dict[int, Store]]:
+        """Yield the layers to evict in, in groups whose heads a policy sees as those of one layer.
+
+        There are few entries in a group, and nothing in it was evicted or noted before.
+        """
+        group: dict[int, Store] = {}
+        for layer in targets:
+            store = stores[layer]
+            if group and not self._goes_with(layer, store, group):
+                yield group
+                group = {}
+            group[layer] = store
+        yield group
+
+    def _goes_with(self, layer: int, store: Store, group: Mapping[int, Store]) -> bool:
+        """Return whether a layer can be looked at together with those of a group."""
+        first = next(iter(group))
+        one, other = store.template, group[first].template
+        assert one is not None
+        assert other is not None
+        return (
+            self.policy.across_layers
+            and not self.new_only
+            and not self.policy.observes
+            and (len(group) + 1) * store.keys[..., 0].numel() <= FEW_ENTRIES
+            and not self.scored
+            and all(each.kept is None and not each.notes.later for each in (store, group[first]))
+            and (layer in self.widths) == (first in self.widths)
+            and store.keys.shape == group[first].keys.shape
+            and store.values.shape == group[first].values.shape
+            and (one.scaling, one.softcap, one.frequencies is other.frequencies)
+            == (other.scaling, other.softcap, True)
+            and (one.sink_logits is None) == (other.sink_logits is None)
+        )
+
     @torch.no_grad()
-    def keep(self, layer: int, store: Store, targets: IntArray) -> None:
-        """Keep the best entries of rows of a layer.
+    def keep(self, stores: Mapping[int, Store], targets: Mapping[int, IntArray]) -> None:
+        """Keep the best entries of rows of layers that go together.
 
         Parameters
         ----------
-        layer : int
-        store : Store
-        targets : ndarray of int64, (n_rows, n_kv_heads)
+        stores : mapping of int to Store
+            Of these layers.
+        targets : mapping of int to ndarray of int64, (n_rows, n_kv_heads)
             Number of entries that each keeps; if `new_only`, of new ones.
         """
-        whole_rows = self._rest(store)
-        pieces = [self._chosen(layer, store, bundle, targets) for bundle in self.bundles(store)]
+        layers = [*stores]
+        whole_rows = [self._rest(store) for store in stores.values()]
+        budgets = np.concatenate([targets[layer] for layer in layers], axis=1)
+        bundles = self.bundles(stores[layers[0]])
+        pieces = [self._chosen(stores, bundle, budgets) for bundle in bundles]
         (fresh,) = joined(pieces)  # all of the model's types
         del pieces  # they keep evicted entries alive
-        store.replace(
-            self.rows, fresh, self.widths.get(layer), whole_rows, beside_kept=self.new_only
-        )
-        store.notes.forget(self.rows, observed=not (self.remember and self.policy.observes))
-        if not self.more:
-            store.notes.queries.forget(self.rows)
+        new = self._as_stored(stores, fresh)
+        del fresh
+        for store, parts, rest in zip(stores.values(), new, whole_rows, strict=True):
+            store.replace(self.rows, parts, rest)
+            store.notes.forget(self.rows, observed=not (self.remember and self.policy.observes))
+            if not self.more:
+                store.notes.queries.forget(self.rows)
+
+    def _as_stored(self, stores: Mapping[int, Store], fresh: Part) -> list[list[Part]]:
+        """Return the kept entries of each layer as they will be stored."""
+        layers, first = [*stores], next(iter(stores.values()))
+        if len(layers) == 1:
+            widths = self.widths.get(layers[0])
+            return [first.as_stored(fresh, self.rows, widths, beside_kept=self.new_only)]
+
+        def divided(parts: Sequence[Part]) -> list[list[Part]]:
+            each: list[list[Part]] = [[] for _ in layers]
+            for part in parts:
+                for place, one in part.by_layer(len(layers), int(first.keys.shape[1])):
+                    each[place].append(one)
+            return each
+
+        widths_of = [self.widths[layer] for layer in layers if layer in self.widths]
+        if not widths_of:
+            return divided([fresh])
+        widths = np.concatenate(widths_of)
+        parts = packed(fresh, widths[fresh.segments % len(widths)])
+        if not any(part.has_wide_scales(fresh) for part in parts):
+            return divided(parts)
+        own = zip(stores.values(), divided([fresh]), widths_of, strict=True)  # each by itself
+        return [store.as_stored(one, self.rows, bits) for store, (one,), bits in own]
 
     def _rest(self, store: Store) -> list[Part]:
         """Return all that other rows have, of a layer that has been whole until now."""
         if store.kept is not None:
             return []
-        parts = []
+        parts, heads = [], int(store.keys.shape[1])
         for row in np.setdiff1d(np.arange(store.rows), self.rows):
             candidates = store.candidates(rows := np.array([row]), self.door.columns)
             parts.append(
-                _flat((rows, None), store, candidates.keys, candidates.values, candidates.positions)
+                _flat((rows, None), heads, candidates.keys, candidates.values, candidates.positions)
             )
         return parts
 
-    def _chosen(self, layer: int, store: Store, bundle: Bundle, targets: IntArray) -> Part:
+    def _chosen(self, stores: Mapping[int, Store], bundle: Bundle, targets: IntArray) -> Part:
         """Return the kept entries of a bundle."""
-        rows, head = bundle
+        (rows, head), (layer, store) = bundle, next(iter(stores.items()))
         heads = slice(None) if head is None else slice(head, head + 1)
         budgets = torch.from_numpy(targets[np.searchsorted(self.rows, rows)][:, heads])
         front = 0
         if self.new_only and store.kept is not None:
             front = int(store.kept.lengths[rows].max())
-        states, positions, _ = self.look(layer, store, bundle, latest=front > 0)
+        states, positions, _ = self.look(stores, bundle, latest=front > 0)
         n_tokens = int(states.keys.shape[2])
         kept = torch.ones_like(states.keys[..., 0], dtype=torch.bool)
         goes = bool((budgets < n_tokens).any())
@@ -382,7 +472,7 @@ class Eviction:
             else:
                 kept = self.policy.keep(states, budgets + front, **limits)
             kept = kept[..., -n_tokens:]  # kept entries in front stay as stored
-            check_kept(self.policy, kept, budgets)
+            check_kept(self.policy, kept, budgets, states)
         keys, values = states.keys, states.values
         if not front:
             if self.remember and self.policy.observes:
@@ -392,7 +482,7 @@ class Eviction:
                 limits = Limits(sinks=self.sinks, window=self.window)
                 made = self.policy.combine(states, kept, budgets, **limits)
                 keys, values = (states.keys, states.values) if made is None else made
-        return _flat(bundle, store, keys, values, positions, kept, budgets.numpy())
+        return _flat(bundle, targets.shape[1], keys, values, positions, kept, budgets.numpy())
 
     def _note(
         self,
@@ -423,7 +513,7 @@ class Eviction:
 
 def _flat(
     bundle: Bundle,
-    store: Store,
+    n_heads: int,
     keys: Tensor,
     values: Tensor,
     positions: Tensor,
@@ -435,7 +525,7 @@ def _flat(
     One gather each, without asking the device.
     """
     rows, head = bundle
-    n_heads, n = int(store.keys.shape[1]), int(keys.shape[2])
+    n = int(keys.shape[2])
     heads = np.arange(n_heads) if head is None else np.array([head])
     sources = [keys, values, positions[..., None]]
     if kept is None or counts is None or (counts == n).all():
@@ -464,8 +554,8 @@ def evict(cache: Any, eviction: Eviction, targets: Mapping[int, IntArray]) -> No
             targets = eviction.hand_out(stores, targets, profiles)
         for listener in cache.extensions:
             listener.planned(targets)
-        for layer, counts in targets.items():
-            eviction.keep(layer, stores[layer], counts)
+        for group in eviction.together(stores, targets):
+            eviction.keep(group, targets)
 
 
 def wanted_queries(policy: EvictionPolicy, tokens: int, *, whole: bool) -> int:
@@ -482,8 +572,10 @@ def wanted_queries(policy: EvictionPolicy, tokens: int, *, whole: bool) -> int:
     return tokens if whole and policy.observes else policy.query_rows(tokens)
 
 
-def check_kept(policy: EvictionPolicy, kept: Tensor, budgets: Tensor) -> None:
-    """Refuse a policy's choice that does not meet the budgets.
+def check_kept(
+    policy: EvictionPolicy, kept: Tensor, budgets: Tensor, states: AttentionStates
+) -> None:
+    """Refuse a policy's choice of these states that does not meet the budgets.
 
     Raises
     ------
@@ -494,9 +586,12 @@ def check_kept(policy: EvictionPolicy, kept: Tensor, budgets: Tensor) -> None:
 
     def fail() -> None:
         row, head = (counts != expected).nonzero()[0].tolist()
+        layers = states.layers or (states.layer,)
+        place, number = divmod(head, counts.shape[1] // len(layers))
         raise SolverError(
-            f"the policy {policy.name} kept {int(counts[row, head])} entries in KV head {head} of "
-            f"row {row}, whose budget is {int(budgets[row, head])}; a policy must meet it exactly"
+            f"the policy {policy.name} kept {int(counts[row, head])} entries in KV head "
+            f"{states.first_head + number} of layer {layers[place]}, row {row}, whose budget is "
+            f"{int(budgets[row, head])}; a policy must meet it exactly"
         )
 
     ensure((counts == expected).all(), fail)

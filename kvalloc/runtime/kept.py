@@ -5,7 +5,7 @@ A segment is one KV head of one row; that of row b and head h has the number ``b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import nan
@@ -191,6 +191,13 @@ class Part:
         scales = None if self.key_scales is None else self.key_scales.dtype
         return -self.bits, str(self.keys.dtype), str(self.values.dtype), str(scales)
 
+    def has_wide_scales(self, fresh: Part) -> bool:
+        """Return whether it is stored in bfloat16 since float16 did not hold some of it."""
+        if self.key_scales is not None:
+            return self.key_scales.dtype == torch.bfloat16
+        stored = self.keys.dtype, self.values.dtype
+        return fresh.keys.dtype != torch.bfloat16 and torch.bfloat16 in stored
+
     def tensors(self) -> list[Tensor]:
         """Return all that is stored."""
         stored = (self.keys, self.values, self.key_scales, self.positions)
@@ -201,20 +208,36 @@ class Part:
         if np.array_equal(places, np.arange(len(self.segments))):
             return self
         spans, device = self.spans, self.keys.device
-        lengths = self.lengths[places]
-        index = _gathered(spans.starts[places], lengths, device)
+        lengths, blocks = self.lengths[places], spans.blocks[places]
+        starts, first_scales = spans.starts[places], spans.first_scales[places]
+        if len(places) and (np.diff(places) == 1).all():  # they follow each other
+
+            def copied(stored: Tensor, firsts: IntArray, counts: IntArray) -> Tensor:
+                return stored.narrow(0, int(firsts[0]), int(counts.sum())).clone()
+        else:
+
+            def copied(stored: Tensor, firsts: IntArray, counts: IntArray) -> Tensor:
+                return stored[_gathered(firsts, counts, device)]
+
         scales = self.key_scales
-        if scales is not None:
-            scales = scales[_gathered(spans.first_scales[places], spans.blocks[places], device)]
         return replace(
             self,
-            keys=self.keys[index],
-            values=self.values[index],
-            positions=self.positions[index],
-            key_scales=scales,
+            keys=copied(self.keys, starts, lengths),
+            values=copied(self.values, starts, lengths),
+            positions=copied(self.positions, starts, lengths),
+            key_scales=None if scales is None else copied(scales, first_scales, blocks),
             segments=self.segments[places],
             lengths=lengths,
         )
+
+    def by_layer(self, n_layers: int, n_heads: int) -> Iterator[tuple[int, Part]]:
+        """Yield copies of each layer's segments, of a part in which layers stand as one."""
+        rows, heads = np.divmod(self.segments, n_layers * n_heads)
+        layers, heads = np.divmod(heads, n_heads)
+        for layer in np.unique(layers).tolist():
+            places = np.flatnonzero(layers == layer)
+            segments = rows[places] * n_heads + heads[places]
+            yield layer, replace(self.taken(places), segments=segments)
 
     def unpacked(self, like: tuple[Tensor, Tensor]) -> Part:
         """Return the numbers that entries stand for, of the types of ``like``."""

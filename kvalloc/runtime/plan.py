@@ -10,6 +10,7 @@ import numpy as np
 from kvalloc.accounting import IntArray
 from kvalloc.accounting.costs import filling_bytes, stored_bytes, within_bytes
 from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.runtime.policies.base import FEW_ENTRIES
 from kvalloc.runtime.rows import Row
 
 MIN_INTERVAL, OF_SEEN = 64, 16
@@ -22,6 +23,9 @@ by this factor. Until then new entries are ranked alone, for the places that the
 brought, and entries with fitted values keep theirs (SmolLM2-135M at 20%, four speeches in blocks of
 64 tokens: 0.0048 nats a token, and 0.0076 if all are ranked each time). Where each head has its own
 budget, all are ranked each time (0.0085, and 0.0155 if new entries are ranked alone)."""
+
+SHORT_TOKENS = 768
+"""Of prompts of no more tokens, layers evict together."""
 
 REFIT = 0.8
 """Where the memory leaves so much less than the share that the budgets were decided for, others are
@@ -54,6 +58,18 @@ def token_bytes(profile: BudgetProfile) -> int:
     """Return the bytes of a token in all layers that are reduced, as the model makes it."""
     shape = profile.shape
     return len(shape.full_layers) * shape.n_kv_heads * shape.plain_bytes_per_entry
+
+
+def layers_together(tokens: int, profile: BudgetProfile, memory: int | None) -> int:
+    """Return in how many layers a prompt of these tokens, of all rows, evicts at once.
+
+    Evictions of few entries take the time of their calls. Where memory is bounded at its peak, no
+    layer waits for another, nor where the heads of a layer share its budget.
+    """
+    limited = memory is not None or profile.fits_a_peak
+    if limited or profile.by_prompt or tokens > SHORT_TOKENS:
+        return 1
+    return max(FEW_ENTRIES // max(tokens * profile.shape.n_kv_heads, 1), 1)
 
 
 def cuts(row: Row, memory: int | None, start: int, end: int) -> Iterator[int]:

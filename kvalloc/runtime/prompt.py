@@ -126,6 +126,11 @@ def begin(cache: Any, running: Running, arguments: Mapping[str, Any]) -> None:
         for listener in cache.extensions:
             listener.planned({layer: counts[None] for layer, counts in goal.items()})
     cache.rows = rows
+    together = [
+        plan.layers_together(int(batch.lengths.sum()), row.profile, row.method.options.memory)
+        for row in rows
+    ]
+    running.together = min(together, default=1)
     if not running.planned and not running.observing and not whole:
         running.n_queries = 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 from math import inf
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -79,10 +80,18 @@ def round_first_keys(keys: Tensor, counts: Tensor, bits: IntArray) -> None:
     bits : ndarray of int64, (n_kv_heads,)
         Of `WIDTHS`.
     """
-    for row, counts_of_row in zip(keys, counts.tolist(), strict=True):
-        for head, count, width in zip(row, counts_of_row, bits.tolist(), strict=True):
-            if width < 16:
-                head[:count] = quantised_keys(head[None, None, :count], width)[0, 0]
+    n_tokens, device = int(keys.shape[2]), keys.device
+    missing = -n_tokens % KEY_BLOCK_TOKENS if n_tokens > KEY_BLOCK_TOKENS else 0
+    ends = counts.to(device)[..., None]
+    places = torch.arange(n_tokens + missing, device=device)
+    places = places.minimum((ends - 1).clamp_(0, n_tokens - 1))
+    stored = torch.arange(n_tokens, device=device) < ends  # a short block repeats its last key
+    for width in sorted(set(bits.tolist()) - {16}):
+        heads = torch.from_numpy(np.flatnonzero(bits == width)).to(device)
+        index = places[:, heads, :, None].expand(-1, -1, -1, keys.shape[3])
+        mine = keys[:, heads]
+        rounded = quantised_keys(mine.gather(2, index), width)[:, :, :n_tokens]
+        keys[:, heads] = torch.where(stored[:, heads, :, None], rounded, mine)
 
 
 def rotated(vectors: Tensor) -> Tensor:

@@ -198,51 +198,52 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
 
     # Evicting
 
-    def replace(
-        self,
-        rows: IntArray,
-        fresh: Part,
-        widths: IntArray | None,
-        whole_rows: Sequence[Part] = (),
-        *,
-        beside_kept: bool = False,
-    ) -> None:
+    def as_stored(
+        self, fresh: Part, rows: IntArray, widths: IntArray | None, *, beside_kept: bool = False
+    ) -> list[Part]:
+        """Return entries of some rows as they will be stored.
+
+        Parameters
+        ----------
+        fresh : Part
+            Numbers of the model's type: segments of these rows.
+        rows : ndarray of int64, (n_rows,)
+            Increasing.
+        widths : ndarray of int64, (n_kv_heads,), or None
+            At which they are stored; None as they are.
+        beside_kept : bool
+            Whether entries kept before stay; the new ones then get their widths.
+        """
+        stored = [] if self.kept is None else self.kept.of_rows(rows)
+        if beside_kept:
+            return [
+                extended(part, fresh.taken(np.flatnonzero(np.isin(fresh.segments, part.segments))))
+                for part in stored
+            ]
+        if widths is None:
+            return [fresh]
+        return packed(fresh, widths[fresh.segments % int(self.keys.shape[1])], stored)
+
+    def replace(self, rows: IntArray, new: Sequence[Part], whole_rows: Sequence[Part] = ()) -> None:
         """Keep these entries of some rows, and free all their others.
 
         Parameters
         ----------
         rows : ndarray of int64, (n_rows,)
             Increasing.
-        fresh : Part
-            Numbers of the model's type: segments of these rows.
-        widths : ndarray of int64, (n_kv_heads,), or None
-            At which they are stored; None as they are.
+        new : sequence of Part
+            Segments of these rows.
         whole_rows : sequence of Part
             All that other rows have, of a layer that has been whole.
-        beside_kept : bool
-            Whether entries kept before stay; the new ones then get their widths.
         """
         before = self.kept
         if before is None:
-            like = fresh.keys[:0].clone(), fresh.values[:0].clone()
+            like = tuple(one.new_empty(0, one.shape[3]) for one in (self.keys, self.values))
             n_rows, heads = self.rows, int(self.keys.shape[1])
             before = Kept(parts=(), rows=n_rows, heads=heads, like=like)
-        stored = before.of_rows(rows)
-        replaced = np.isin(np.arange(before.rows), rows)
-        stay = [
-            *whole_rows,
-            *(before.of_rows(np.flatnonzero(~replaced)) if not replaced.all() else ()),
-        ]
-        if beside_kept:
-            new = [
-                extended(part, fresh.taken(np.flatnonzero(np.isin(fresh.segments, part.segments))))
-                for part in stored
-            ]
-        elif widths is None:
-            new = [fresh]
-        else:
-            new = packed(fresh, widths[fresh.segments % before.heads], stored)
-        self.kept = replace(before, parts=joined([*stay, *new]))
+        others = np.setdiff1d(np.arange(before.rows), rows)
+        stay = before.of_rows(others) if len(others) else []
+        self.kept = replace(before, parts=joined([*whole_rows, *stay, *new]))
         if self.tail is None:
             empty = [states[:, :, :0].clone() for states in (self.keys, self.values)]
             self.tail = Tail(empty[0], empty[1], np.zeros(before.rows, np.int64))

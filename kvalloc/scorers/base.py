@@ -39,6 +39,9 @@ class Scorer(Parameterized, ABC):
     by_head : bool
         Whether the scores of a KV head depend on what that head sees alone, and on no notes, so
         that heads are scored one by one, and those that keep everything not at all.
+    across_layers : bool
+        Whether heads of several layers may be scored in one call; see `AttentionStates.layers`.
+        Then of a short prompt many layers evict at once.
     """
 
     kind = "scorer"
@@ -46,6 +49,7 @@ class Scorer(Parameterized, ABC):
     reference: ClassVar[str]
     holds_queries: ClassVar[bool] = True
     by_head: ClassVar[bool] = False
+    across_layers: ClassVar[bool] = False
     window: int
 
     @abstractmethod

@@ -44,6 +44,7 @@ class CriticalKV(PooledScorer):
     name = "criticalkv"
     summary = "attention of the window times ||V W_O||: what changes the output"
     reference = "CriticalKV (Feng et al., 2025), Theorem 3.5"
+    across_layers = False  # each has its output projection
 
     window: Positive = 32
     pool: OddWidth = 7

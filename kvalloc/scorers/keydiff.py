@@ -31,6 +31,7 @@ class KeyDiff(Scorer):
     summary = "keys that point away from the mean key; needs no queries"
     reference = "KeyDiff (Park et al., 2025)"
     holds_queries = False
+    across_layers = True
 
     window: Positive = 8
 

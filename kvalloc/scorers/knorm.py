@@ -32,6 +32,7 @@ class KNorm(Scorer):
     summary = "keys of a small L2 norm; needs no queries"
     reference = "L2 norm-based compression (Devoto et al., 2024)"
     holds_queries = False
+    across_layers = True
 
     window: Positive = 8
 

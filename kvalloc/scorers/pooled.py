@@ -36,6 +36,8 @@ class PooledScorer(Scorer):
         Weight of the (unbiased) variance over the window's rows, which is added to their mean.
     """
 
+    across_layers = True
+
     pool: int
     pooling: Pooling = "avg"
     group_reduce: Reduction = "mean"

@@ -56,6 +56,7 @@ class Reconstruction(PooledScorer):
     summary = "largest attention while the model repeats the prompt (KVzip)"
     reference = "KVzip (Kim et al., 2025)"
     holds_queries = False
+    across_layers = False  # each has its notes
 
     chunk: Annotated[int, Field(ge=SMALLEST_CHUNK)] = 2048
     nearby: Count | None = None

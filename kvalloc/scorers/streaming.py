@@ -30,6 +30,7 @@ class Streaming(Scorer):
     name = "streaming"
     summary = "the most recent tokens, blind to the text"
     reference = "StreamingLLM (Xiao et al., 2024)"
+    across_layers = True
 
     window: Positive = 8
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from kvalloc.errors import InputError, UnsupportedRequestError, option
 from kvalloc.formats.shipped_profiles import load_surrogate
 from kvalloc.formats.surrogate import FittedSurrogate
@@ -72,6 +74,7 @@ class Surrogate(Scorer):
     reference = "KVzap (NVIDIA, 2026), on keys and values; ours"
     holds_queries = False
     by_head = True
+    across_layers = True
 
     file: str = ""
     window: Positive = 8
@@ -158,18 +161,20 @@ class Surrogate(Scorer):
         """Return the weights of the present heads, float32, (n_kv_heads, n_features + 1)."""
         import torch
 
-        layers, first = self.fitted.shape.full_layers, states.first_head
-        n_kv_heads = int(states.keys.shape[1])
-        weights = None
-        if states.layer in layers:
-            heads = slice(first, first + n_kv_heads)
-            weights = self.fitted.weights[layers.index(states.layer)][heads]
-        if weights is None or weights.shape != (n_kv_heads, n_features + 1):
-            raise UnsupportedRequestError(
-                f"the surrogate {self.file} was not fitted to layer {states.layer} of this model "
-                "as it is; make one for it with 'kvalloc fit'"
-            )
-        return torch.tensor(weights, dtype=torch.float32, device=states.keys.device)
+        fitted, shown = self.fitted.shape.full_layers, states.layers or (states.layer,)
+        n_kv_heads, first = int(states.keys.shape[1]) // len(shown), states.first_head
+        by_layer = []
+        for layer in shown:
+            weights = self.fitted.weights[fitted.index(layer)] if layer in fitted else None
+            mine = None if weights is None else weights[first : first + n_kv_heads]
+            if mine is None or mine.shape != (n_kv_heads, n_features + 1):
+                raise UnsupportedRequestError(
+                    f"the surrogate {self.file} was not fitted to layer {layer} of this model "
+                    "as it is; make one for it with 'kvalloc fit'"
+                )
+            by_layer.append(mine)
+        joined = np.concatenate(by_layer).astype(np.float32)
+        return torch.from_numpy(joined).to(states.keys.device)
 
 
 def entry_features(states: AttentionStates) -> Tensor:

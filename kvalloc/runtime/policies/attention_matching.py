@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvalloc.models.attention import AttentionStates
-from kvalloc.runtime.policies.base import Limits
+from kvalloc.runtime.policies.base import FEW_ENTRIES, Limits
 from kvalloc.runtime.policies.score import Score
 from kvalloc.runtime.quantization import round_first_keys
 from kvalloc.runtime.selection import gathered, put_at
@@ -113,7 +113,10 @@ class AttentionMatching(Score):
         evicts = ~kept.all(dim=-1)
         values = states.values.clone(memory_format=torch.contiguous_format)
         largest = budgets.masked_fill((budgets == kept.shape[2]).all(dim=0), 0).amax(dim=0)
-        for heads, n_kept in _alike(largest.tolist()):
+        groups = _alike(largest.tolist())
+        if kept.numel() <= FEW_ENTRIES:
+            groups = [(slice(0, len(largest)), int(largest.max()))]
+        for heads, n_kept in groups:
             of_heads = slice(heads.start * group, heads.stop * group)
             sinks = None if states.sink_logits is None else states.sink_logits[of_heads]
             mine = queries[:, of_heads]
@@ -147,6 +150,8 @@ class AttentionMatching(Score):
 
     def _known(self, states: AttentionStates, heads: slice) -> tuple[Tensor, Tensor] | None:
         """Return `known_rows` of the references, if the scorer has just used the same queries."""
+        if (rows := known_rows(states, _AHEAD_TOKENS)) is not None:
+            return rows[0][:, heads], rows[1][:, heads]
         voted = [states.kv_head(head) for head in range(heads.start, heads.stop)]
         known = [rows for one in voted if (rows := known_rows(one, _AHEAD_TOKENS)) is not None]
         if len(known) < len(voted):
@@ -234,7 +239,7 @@ def match_attention(
     that a few queries are enough.
     """
     n_kept = int(kept.shape[-1])
-    if _LEAST_RIDGE * n_kept > VALUE_RIDGE:
+    if values.dtype == torch.float64 or _LEAST_RIDGE * n_kept > VALUE_RIDGE:
         weights = weights.double()
     sizes = kept.new_full(kept.shape[:-1], n_kept) if sizes is None else sizes
     counts = torch.arange(n_kept, device=kept.device) < sizes[..., None]

@@ -16,6 +16,10 @@ from kvalloc.scorers.column_sums import weighted_rows
 from kvalloc.scorers.lookahead import TURN_VOTES, latest_votes
 from kvalloc.scorers.parameters import Parameterized
 
+FEW_ENTRIES = 2**15
+"""Up to so many entries of heads and layers are looked at in one call, which else take the time of
+their calls."""
+
 
 class Limits(TypedDict):
     """Which entries are not for a policy to decide.
@@ -123,6 +127,11 @@ class EvictionPolicy(Parameterized, ABC):
         """Return whether `observe` has anything to note; if not, it need not be called."""
         overridden = type(self).observe is not EvictionPolicy.observe
         return overridden or self.scorer.observes
+
+    @property
+    def across_layers(self) -> bool:
+        """Return whether heads of several layers may be shown as those of one; no by default."""
+        return False
 
     def query_rows(self, n_tokens: int) -> int:
         """Return how many of a prompt's last queries `keep` sees; see `Scorer.query_rows`."""

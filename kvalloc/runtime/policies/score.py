@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvalloc.models.attention import AttentionStates
-from kvalloc.runtime.policies.base import EvictionPolicy, Limits
+from kvalloc.runtime.policies.base import FEW_ENTRIES, EvictionPolicy, Limits
 from kvalloc.runtime.selection import keep_best
 
 
@@ -28,13 +28,18 @@ class Score(EvictionPolicy):
     summary = "the best entries by the profile's scorer"
     reference = "XKV, Algorithm 2; the method is the scorer's"
 
+    @property
+    def across_layers(self) -> bool:
+        """Return what the scorer says."""
+        return self.scorer.across_layers
+
     def scores(self, states: AttentionStates, *, sinks: int) -> Tensor:
         """Return the scorer's scores of one layer, (batch, n_kv_heads, n_tokens)."""
         return self.scorer.score(states, sinks=sinks)
 
     def keep(self, states: AttentionStates, budgets: Tensor, **limits: Unpack[Limits]) -> Tensor:
-        """Choose by the scores, of one KV head after the other where they allow it; see `keep`."""
-        if not self.scorer.by_head:
+        """Choose by the scores, of one KV head after the other if many; see `keep`."""
+        if not self.scorer.by_head or states.keys[..., 0].numel() <= FEW_ENTRIES:
             return keep_best(self.scores(states, sinks=limits["sinks"]), budgets, **limits)
         kept = torch.ones(states.keys.shape[:3], dtype=torch.bool, device=states.keys.device)
         for head in (budgets < kept.shape[2]).any(dim=0).nonzero()[:, 0].tolist():

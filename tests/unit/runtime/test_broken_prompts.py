@@ -161,7 +161,8 @@ def test_what_is_checked_at_the_end_leaves_nothing_half_done(model, monkeypatch,
         found = self.scores(states, sinks=limits["sinks"])
         if scores == "not finite":
             return keep_best(found.masked_fill(found > 0, torch.inf), budgets, **limits)
-        return keep_best(found, budgets - int(states.layer > 0), **limits)
+        fewer = int(max(states.layers or (states.layer,)) > 0)
+        return keep_best(found, budgets - fewer, **limits)
 
     error = InputError if scores == "not finite" else SolverError
     said = "score that is not finite" if scores == "not finite" else "the policy score kept"

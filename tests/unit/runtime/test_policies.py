@@ -18,12 +18,14 @@ from scorer_oracle import SCORERS, make_states
 from kvalloc.errors import InputError, UnsupportedRequestError
 from kvalloc.extensions.making import make_cache
 from kvalloc.problem.registry import plugin_options
+from kvalloc.runtime import plan
 from kvalloc.runtime.policies import (
     get_policy,
     policy_class,
     policy_names,
 )
 from kvalloc.runtime.policies import merge as merge_file
+from kvalloc.runtime.policies.score import Score
 from kvalloc.scorers import scorer_class, scorer_names
 from kvalloc.scorers.projected_values import projected_value_norms
 
@@ -397,3 +399,56 @@ def test_parameters_and_defaults_are_those_of_the_code():
             wanted = None if option.default is None else str(option.default)
             found = stated[key]
             assert (found or "none").lower() == (wanted or "none").lower(), (name, key)
+
+
+# Layers of a short prompt evict together
+
+
+@pytest.mark.parametrize("name", ["score", "attention_matching", "merge"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_layers_that_evict_together_keep_what_each_keeps_alone(name, dtype, monkeypatch):
+    model = tiny.tiny_model().to(dtype)
+    profile = tiny.by_head(tiny.make_profile(model, N_TOKENS, 0.5, scorer="lookahead"), spread=9)
+    bits = np.resize([8, 16, 4, 3, 8], profile.budgets.shape)
+    profile = profile.replace(bits=bits, policy=profile.policy.replace(name=name))
+    ids = tiny.prompt(N_TOKENS, 2)
+    mask = torch.ones_like(ids)
+    mask[1, :7] = 0
+    together, calls = make_cache(model, profile), []
+    monkeypatch.setattr(Score, "scores", counted(calls))
+    run(model, ids, together, mask)
+    n_together = len(calls)
+    monkeypatch.setattr(plan, "layers_together", lambda *_: 1)
+    alone = make_cache(model, profile)
+    run(model, ids, alone, mask)
+    assert n_together < len(calls) - n_together
+    for one, other in zip(together.stores.values(), alone.stores.values(), strict=True):
+        for part, expected in zip(one.kept.parts, other.kept.parts, strict=True):
+            assert np.array_equal(part.segments, expected.segments)
+            assert np.array_equal(part.lengths, expected.lengths)
+            assert torch.equal(part.positions, expected.positions)
+            assert part.kind == expected.kind
+            assert [one.untyped_storage().nbytes() for one in part.tensors()] == [
+                one.nbytes for one in expected.tensors()
+            ]
+    torch.testing.assert_close(
+        run(model, ids[:, :3], together), run(model, ids[:, :3], alone), atol=1e-4, rtol=0
+    )
+
+
+def counted(calls):
+    scores = Score.scores
+
+    def count(self, states, *, sinks):
+        calls.append(states.layers)
+        return scores(self, states, sinks=sinks)
+
+    return count
+
+
+def test_no_layer_waits_where_memory_is_bounded(model):
+    profile = tiny.make_profile(model, N_TOKENS, 0.5)
+    assert plan.layers_together(N_TOKENS, profile, None) > 1
+    assert plan.layers_together(N_TOKENS, profile, 10**9) == 1
+    assert plan.layers_together(N_TOKENS, profile.replace(fits_a_peak=True), None) == 1
+    assert plan.layers_together(plan.SHORT_TOKENS + 1, profile, None) == 1

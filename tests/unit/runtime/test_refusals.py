@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import runtime_oracle as tiny
 import torch
+from scorer_oracle import make_states
 from transformers import (
     AttentionInterface,
     BloomConfig,
@@ -269,7 +270,8 @@ def of_copies(model):
 
 def too_few(model):
     kept, budgets = torch.ones(1, 2, 9, dtype=torch.bool), torch.tensor([[9, 8]])
-    check_kept(get_policy("score", scorer=get_scorer("xkv")), kept, budgets)
+    states = make_states(n_tokens=9)
+    check_kept(get_policy("score", scorer=get_scorer("xkv")), kept, budgets, states)
 
 
 def embedded(model, cache, tokens=CONTEXT):
@@ -491,7 +493,7 @@ CASES = {
         (full_layers_for_sliding, "layer_types"),
     ],
     UnsupportedModelError: [(of_copies, "attends to other keys or values than its cache returned")],
-    SolverError: [(too_few, "score kept 9 entries in KV head 1 of row 0, whose budget is 8")],
+    SolverError: [(too_few, "score kept 9 entries in KV head 1 of layer 0, row 0, whose")],
 }
 
 
