@@ -10,7 +10,7 @@ import numpy as np
 from kvalloc.accounting import IntArray
 from kvalloc.accounting.costs import filling_bytes, stored_bytes, within_bytes
 from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.runtime.policies.base import FEW_ENTRIES
+from kvalloc.runtime.policies.base import FEW_ENTRIES, SHORT_TOKENS
 from kvalloc.runtime.rows import Row
 
 MIN_INTERVAL, OF_SEEN = 64, 16
@@ -23,9 +23,6 @@ by this factor. Until then new entries are ranked alone, for the places that the
 brought, and entries with fitted values keep theirs (SmolLM2-135M at 20%, four speeches in blocks of
 64 tokens: 0.0048 nats a token, and 0.0076 if all are ranked each time). Where each head has its own
 budget, all are ranked each time (0.0085, and 0.0155 if new entries are ranked alone)."""
-
-SHORT_TOKENS = 768
-"""Of prompts of no more tokens, layers evict together."""
 
 REFIT = 0.8
 """Where the memory leaves so much less than the share that the budgets were decided for, others are

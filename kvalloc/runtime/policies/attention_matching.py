@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvalloc.models.attention import AttentionStates
-from kvalloc.runtime.policies.base import FEW_ENTRIES, Limits
+from kvalloc.runtime.policies.base import SHORT_TOKENS, Limits
 from kvalloc.runtime.policies.score import Score
 from kvalloc.runtime.quantization import round_first_keys
 from kvalloc.runtime.selection import gathered, put_at
@@ -114,7 +114,7 @@ class AttentionMatching(Score):
         values = states.values.clone(memory_format=torch.contiguous_format)
         largest = budgets.masked_fill((budgets == kept.shape[2]).all(dim=0), 0).amax(dim=0)
         groups = _alike(largest.tolist())
-        if kept.numel() <= FEW_ENTRIES:
+        if kept.shape[2] <= SHORT_TOKENS:
             groups = [(slice(0, len(largest)), int(largest.max()))]
         for heads, n_kept in groups:
             of_heads = slice(heads.start * group, heads.stop * group)

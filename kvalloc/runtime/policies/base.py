@@ -16,9 +16,9 @@ from kvalloc.scorers.column_sums import weighted_rows
 from kvalloc.scorers.lookahead import TURN_VOTES, latest_votes
 from kvalloc.scorers.parameters import Parameterized
 
-FEW_ENTRIES = 2**15
-"""Up to so many entries of heads and layers are looked at in one call, which else take the time of
-their calls."""
+SHORT_TOKENS, FEW_ENTRIES = 768, 2**15
+"""Of texts of no more tokens, up to so many entries of heads and layers are looked at in one call:
+one by one they would take the time of their calls."""
 
 
 class Limits(TypedDict):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvalloc.models.attention import AttentionStates
-from kvalloc.runtime.policies.base import FEW_ENTRIES, EvictionPolicy, Limits
+from kvalloc.runtime.policies.base import SHORT_TOKENS, EvictionPolicy, Limits
 from kvalloc.runtime.selection import keep_best
 
 
@@ -39,7 +39,7 @@ class Score(EvictionPolicy):
 
     def keep(self, states: AttentionStates, budgets: Tensor, **limits: Unpack[Limits]) -> Tensor:
         """Choose by the scores, of one KV head after the other if many; see `keep`."""
-        if not self.scorer.by_head or states.keys[..., 0].numel() <= FEW_ENTRIES:
+        if not self.scorer.by_head or states.keys.shape[2] <= SHORT_TOKENS:
             return keep_best(self.scores(states, sinks=limits["sinks"]), budgets, **limits)
         kept = torch.ones(states.keys.shape[:3], dtype=torch.bool, device=states.keys.device)
         for head in (budgets < kept.shape[2]).any(dim=0).nonzero()[:, 0].tolist():
