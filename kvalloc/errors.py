@@ -18,7 +18,7 @@ T = TypeVar("T")
 class KVAllocError(Exception):
     """Base of every error that a user of kvalloc can cause.
 
-    The message is one sentence or two on one line: what was wrong, where, and what to do. Lines
+    The message is one sentence or two on one line: the fault, its place, and the way out. Lines
     of a quoted message are joined, and control characters, which may come from a file, are shown
     escaped.
     """
@@ -48,23 +48,23 @@ class ProfileFileError(KVAllocError):
         The file.
     field : str
         The field inside the file, or ``"file"`` for the file as a whole.
-    found : object
-        What the file holds there.
+    value : object
+        Content of the file there.
     expected : str
-        What should stand there.
+        Content that should stand there.
     way_out : str
         What the user can do about it.
     """
 
     def __init__(
-        self, path: str | Path, *, field: str, found: object, expected: str, way_out: str
+        self, path: str | Path, *, field: str, value: object, expected: str, way_out: str
     ) -> None:
         self.path = str(path)
         self.field = field
-        self.found = found
+        self.value = value
         self.expected = expected
         self.way_out = way_out
-        shown = one_line(found, 80)
+        shown = one_line(value, 80)
         place = one_line(field, 80)
         super().__init__(f"{path}: {place} is {shown}, expected {expected}; {way_out}")
 
@@ -74,7 +74,7 @@ class ModelMismatchError(KVAllocError):
 
 
 class UnsupportedModelError(KVAllocError):
-    """A model whose attention kvalloc cannot see or whose cache it cannot replace."""
+    """A model with attention that kvalloc cannot see, or with a cache that it cannot replace."""
 
 
 class UnsupportedRequestError(KVAllocError):
@@ -98,7 +98,7 @@ class InfeasibleError(KVAllocError):
 
 
 class SolverError(KVAllocError):
-    """A solver that is unknown, refuses the problem, fails, or reports what is not true."""
+    """A solver that is unknown, refuses the problem, fails, or makes a false report."""
 
 
 class MissingDependencyError(KVAllocError):
@@ -214,7 +214,7 @@ def in_our_words(name: str, known: Iterable[str], value: object = None) -> str:
     known : iterable of str
         What there is.
     value : object
-        What it was given.
+        Its value.
 
     Examples
     --------
@@ -223,10 +223,10 @@ def in_our_words(name: str, known: Iterable[str], value: object = None) -> str:
     """
     if name != "compression_ratio" or "budget" not in known:
         return ""
-    gone = 0.8
+    evicted = 0.8
     with suppress(TypeError, ValueError):
-        gone = float(str(value))
-    stays = f"{100 * (1 - gone):g}%" if 0 <= gone < 1 else "20%"
+        evicted = float(str(value))
+    stays = f"{100 * (1 - evicted):g}%" if 0 <= evicted < 1 else "20%"
     return f"name the share that stays: {option('budget', stays)}; "
 
 
@@ -243,7 +243,7 @@ def no_such(kind: str, name: str, known: Iterable[str]) -> str:
 
 
 def one_of(kind: str, name: str, known: Mapping[str, T]) -> T:
-    """Return what stands in a table under a name.
+    """Return the entry of a table under a name.
 
     Raises
     ------

@@ -312,7 +312,7 @@ class BudgetProfile(JsonRecord):
 
     @property
     def optimal_by_word(self) -> str:
-        """The solver on whose word alone this is optimal; empty where a bound shows it."""
+        """The solver whose word alone says that this is optimal; empty if a bound shows it."""
         known = self.termination != "optimal" or self.bound_source == "dual"
         return "" if known else self.bound_source or "nobody"
 
@@ -338,12 +338,12 @@ class BudgetProfile(JsonRecord):
     def budgets_for(self, context_tokens: int) -> IntArray:
         """Return the budgets for a prompt of another length.
 
-        ``proportional``: each head keeps its share of the evictable entries; the sum over all
-        heads is the sum of the real-valued shares rounded down, and the one rounding rule
+        ``proportional``: each head keeps its share of the evictable entries. The sum over all
+        heads is the sum of the real-valued shares, rounded down. The one rounding rule
         (`kvalloc.accounting.rounding.apportion`) hands it out, so no entry is lost and none is
         made up. Of a longer prompt at fewer bits, blocks of keys have more scales in some heads:
-        there so many entries less are handed out that the share of the bytes is not exceeded.
-        ``fixed``: the same number of entries, or everything where the prompt is shorter.
+        then fewer entries are handed out, so that the share of the bytes is not exceeded.
+        ``fixed``: the same number of entries, or everything of a shorter prompt.
 
         Parameters
         ----------
@@ -387,13 +387,13 @@ class BudgetProfile(JsonRecord):
         reference, full = self.context_tokens, list(self.shape.full_layers)
         if context_tokens < reference or not self._rounds or self.length_rule == "fixed":
             return 0
-        own = int(self._bytes_of(self.budgets, reference)[full].sum())
-        most = own * context_tokens // reference
+        kept = int(self._bytes_of(self.budgets, reference)[full].sum())
+        limit = kept * context_tokens // reference
         if (share := self.target_share) is not None:
-            everything = self.shape.n_kv_heads * len(full) * self.shape.bytes_per_entry
-            most = max(most, int(share * everything * context_tokens))
-        over = int(self._bytes_of(budgets, context_tokens)[full].sum()) - most
-        return max(over * int(self.budgets[full].sum()) // max(own, 1), 1) if over > 0 else 0
+            token = self.shape.n_kv_heads * len(full) * self.shape.bytes_per_entry
+            limit = max(limit, int(share * token * context_tokens))
+        over = int(self._bytes_of(budgets, context_tokens)[full].sum()) - limit
+        return max(over * int(self.budgets[full].sum()) // max(kept, 1), 1) if over > 0 else 0
 
     def retained_bytes_at(self, context_tokens: int, batch: int = 1) -> int:
         """Return the bytes kept of ``batch`` prompts of ``context_tokens`` tokens."""
@@ -409,7 +409,7 @@ class BudgetProfile(JsonRecord):
     ) -> int:
         """Return the bytes that a cache takes at its peak if it evicts while prompts are read.
 
-        That is what is kept, and one layer in full. Values that are fitted are float32 meanwhile.
+        These are the kept entries, and one layer in full; fitted values are float32 meanwhile.
 
         Parameters
         ----------
@@ -434,8 +434,8 @@ class BudgetProfile(JsonRecord):
     def _bytes_of(self, kept: IntArray, context_tokens: int) -> IntArray:
         """Return the bytes of budgets for a prompt, ``(n_layers, n_kv_heads)``.
 
-        Where anything is evicted or rounded, positions of all that is kept count; sliding layers
-        are as they are.
+        If anything is evicted or rounded, positions of all kept entries count; sliding layers
+        are as the model stores them.
         """
         shape = self.shape
         rounds = self._rounds or (self.reduces and shape.dtype_bytes > HALF_BYTES)
@@ -449,15 +449,15 @@ class BudgetProfile(JsonRecord):
         return stored
 
     def share_at(self, context_tokens: int) -> float:
-        """Return the share of a 16-bit cache stored of a prompt, sliding layers left out."""
+        """Return the share of a 16-bit cache that a prompt takes, sliding layers left out."""
         stored = self.head_bytes_at(context_tokens)[list(self.shape.full_layers)]
         return float(stored.mean()) / (context_tokens * self.shape.bytes_per_entry)
 
     def filled_bytes_at(self, context_tokens: int) -> int:
-        """Return the bytes of full attention that a conversation of so many tokens is filled to.
+        """Return the bytes of full attention to which a conversation of some tokens is filled.
 
-        Where a share of the bytes was asked for rounded entries, it is that which they take of the
-        length that they are of; 0 where budgets keep their proportions at any length.
+        If a share of the bytes was requested and entries are rounded, it is the share that they
+        take at the reference context; 0 if budgets keep their proportions at any length.
         """
         if self.target_share is None or self.length_rule == "fixed":
             return 0
@@ -468,13 +468,10 @@ class BudgetProfile(JsonRecord):
 
     @property
     def target_text(self) -> str:
-        """The target of the request, in a few words; empty where it is not known."""
+        """The target of the request, in a few words; empty if it is not known."""
         kind, value = self.requested.get("target"), self.requested.get("value")
-        if (
-            kind not in _TARGET_TEXTS
-            or not isinstance(value, int | float)
-            or not 0 <= value < 2**63
-        ):
+        is_number = isinstance(value, int | float) and 0 <= value < 2**63
+        if kind not in _TARGET_TEXTS or not is_number:
             return ""  # a file may state anything
         memory = value if kind == "memory" else self.requested.get("memory")
         return size(memory) if isinstance(memory, int) else _TARGET_TEXTS[kind].format(value)
@@ -509,9 +506,9 @@ class BudgetProfile(JsonRecord):
         protected, context = self.policy.protected_tokens, self.context_tokens
         low, high = int(decided.min()), int(decided.max())
         layer = self.shape.full_layers[int(decided.argmin()) // decided.shape[1]]
-        found = f"{low} in full-attention layer {layer}"
+        value = f"{low} in full-attention layer {layer}"
         expected = f"at least the {protected} tokens of sinks and window"
-        require(low >= min(protected, context), "budgets", found, expected)
+        require(low >= min(protected, context), "budgets", value, expected)
         require(high <= context, "budgets", high, f"at most the context of {context} tokens")
         if self.level == "layer":
             for name, array, one in (("budgets", decided, "budget"), ("bits", self.bits, "width")):
@@ -520,7 +517,7 @@ class BudgetProfile(JsonRecord):
                 require(alike, name, "different within a layer", expected)
 
     def _require_by_prompt(self) -> None:
-        """Refuse what budgets that each prompt hands out anew cannot keep: all but a total."""
+        """Refuse fields that budgets cannot have if each prompt hands them out anew."""
         fixed = {
             "layer level": self.level != "head",
             "another policy than scores": self.policy.name not in BY_SCORE,
@@ -528,8 +525,8 @@ class BudgetProfile(JsonRecord):
             and len(np.unique(self.bits[list(self.shape.full_layers)])) > 1,
             "pages": self.page_tokens > 1,
         }
-        found = next((name for name, there in fixed.items() if there), None)
-        require(found is None, "by_prompt", f"true with {found}", "false, or without")
+        fault = next((name for name, holds in fixed.items() if holds), None)
+        require(fault is None, "by_prompt", f"true with {fault}", "false, or without")
 
     def _scaled(self, budgets: IntArray, context_tokens: int, fewer: int = 0) -> IntArray:
         protected = self.policy.protected_tokens
@@ -541,15 +538,15 @@ class BudgetProfile(JsonRecord):
         page = self.page_tokens
         before = max(1, self.context_tokens - protected)  # nothing evictable: all is kept whole
         after = context_tokens - protected
-        wanted = protected + (budgets - protected) * (after / before)
+        real_valued = protected + (budgets - protected) * (after / before)
         floor = -(-protected // page)
         ceiling = max(floor, context_tokens // page) if page > 1 else context_tokens
         # Heads of a layer share their budget at layer level: one number stands for the layer.
         columns = 1 if self.level == "layer" else budgets.shape[1]
         scaled = np.full((len(budgets), columns), context_tokens, dtype=np.int64)
-        # What is kept whole stays whole, down to a last page that is not full.
+        # Units that keep all tokens keep all here, too, down to a last page that is not full.
         shared = budgets[:, :columns] < self.context_tokens
-        exact = wanted[:, :columns][shared] / page
+        exact = real_valued[:, :columns][shared] / page
         total = int(np.floor(exact.sum() + 1e-6)) - fewer
         total = min(max(total, floor * exact.size), ceiling * exact.size)
         pages = apportion(exact, total, minimum=floor, maximum=ceiling)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -15,7 +16,9 @@ from kvalloc.formats.score_profile import ScoreProfile, ShareError, interpolate_
 from kvalloc.formats.surrogate import FittedSurrogate
 
 DENSE, POINTS = 8, 32
-"""Ranks of the retention curves that are stored one by one, and all."""
+"""Ranks of the retention curves that are stored without gaps, and all of them."""
+
+_PARTS: dict[str, type[ArrayRecord]] = {"surrogate": FittedSurrogate, "scores": ScoreProfile}
 
 
 class FittedHeader(MeasuredHeader):
@@ -65,12 +68,12 @@ class FittedModel(ArrayRecord, FittedHeader):
         scores = self.scores.replace(errors=errors)
         return self.replace(scores=scores, parts={**self.parts, "scores": scores.header()})
 
-    def _arrays(self) -> dict[str, npt.NDArray[Any]]:
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """Return the arrays of the parts, with the part's name before theirs."""
         return {
             f"{part}.{name}": array
-            for part, record in (("surrogate", self.surrogate), ("scores", self.scores))
-            for name, array in record._arrays().items()
+            for part in _PARTS
+            for name, array in getattr(self, part).arrays().items()
         }
 
     @classmethod
@@ -78,22 +81,16 @@ class FittedModel(ArrayRecord, FittedHeader):
         cls, path: str | Path, stated: Any, arrays: Mapping[str, npt.NDArray[Any]]
     ) -> Self:
         """Return the record of a header and arrays; see `ArrayRecord.of_arrays`."""
-        header = FittedHeader.parsed(path, stated)
-        kinds: dict[str, type[ArrayRecord]] = {"surrogate": FittedSurrogate, "scores": ScoreProfile}
-        if header.parts.keys() != kinds.keys():
-            found, expected = ", ".join(header.parts) or "none", ", ".join(kinds)
-            raise cls.file_error(path, "parts", found, expected)
-        unknown = [name for name in arrays if name.partition(".")[0] not in kinds]
-        if unknown:
-            raise cls.file_error(path, unknown[0], "an array", "no such array")
+        header, of_part = FittedHeader.parsed(path, stated), defaultdict[str, dict[str, Any]](dict)
+        for name, array in arrays.items():
+            part, _, of_record = name.partition(".")
+            of_part[part][of_record] = array
+        for names in (header.parts, of_part):
+            if names.keys() != _PARTS.keys():
+                raise cls.file_error(path, "parts", ", ".join(names) or "none", ", ".join(_PARTS))
         parts: dict[str, Any] = {}
-        for part, kind in kinds.items():
-            of_part = {
-                name.removeprefix(f"{part}."): array
-                for name, array in arrays.items()
-                if name.startswith(f"{part}.")
-            }
-            parts[part] = kind.of_arrays(path, header.parts[part], of_part)
+        for part, kind in _PARTS.items():
+            parts[part] = kind.of_arrays(path, header.parts[part], of_part[part])
             if parts[part].shape != header.shape:
                 raise cls.file_error(path, f"{part}.shape", "another model's", "that of the file")
         values = {name: getattr(header, name) for name in FittedHeader.model_fields}
@@ -104,10 +101,9 @@ def mean_scores(scores: ScoreProfile) -> ScoreProfile:
     """Return a score profile with the mean over its samples as the only one, and fewer ranks."""
     last = scores.evictable_tokens
     spaced = np.rint(np.geomspace(DENSE, last, POINTS - DENSE)) if last > POINTS else scores.ranks
-    wanted = np.unique(np.concatenate([np.arange(min(DENSE, last)), spaced])).astype(np.int64)
-    places = np.searchsorted(scores.ranks, wanted)
-    ranks = scores.ranks[np.unique(places)]
-    curves = np.ascontiguousarray(scores.curves[..., np.unique(places)])
+    chosen = np.unique(np.concatenate([np.arange(min(DENSE, last)), spaced])).astype(np.int64)
+    places = np.unique(np.searchsorted(scores.ranks, chosen))
+    ranks, curves = scores.ranks[places], np.ascontiguousarray(scores.curves[..., places])
     between = interpolate_curves(curves, ranks, scores.ranks.astype(np.float64))
     changes: dict[str, Any] = {
         "ranks": ranks,

@@ -26,7 +26,7 @@ _MEANINGS = {
     "RepositoryNotFoundError": ": there is no such repository on the hub, or only for others; "
     "check the name, or log in with 'hf auth login'",
 }
-"""What each of the client's errors means, special ones before their base classes."""
+"""Meaning of the client's errors, special ones before their base classes."""
 
 
 def on_hub(source: str | Path) -> str | None:
@@ -78,7 +78,7 @@ def local_file(source: str | Path) -> Iterator[Path]:
         raise ProfileFileError(
             name,
             field=error.field,
-            found=error.found,
+            value=error.value,
             expected=error.expected,
             way_out=error.way_out.replace(str(path), name),
         ) from error
@@ -107,7 +107,7 @@ def _fetched(name: str) -> Path:
             url = hf_hub_url(uri.id, uri.path_in_repo, **where)
             get_hf_file_metadata(url, timeout=HUB_TIMEOUT_SECONDS)
         except errors.HfHubHTTPError:
-            pass  # the hub is there, and its client knows what it means
+            pass  # the hub answers, and its client turns the answer into an error
         except Exception:  # nobody answers: the client would ask again for half a minute
             here = True
         return Path(hf_hub_download(uri.id, uri.path_in_repo, **where, local_files_only=here))
@@ -125,7 +125,7 @@ def _parsed(name: str) -> Any:
 
 @contextmanager
 def _clear_errors(name: str) -> Iterator[None]:
-    """Turn whatever the hub's client raises into one line."""
+    """Turn any error of the hub's client into one line."""
     require(f"{name} on the hub", "huggingface_hub", extra="hub")
     from huggingface_hub import errors
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,7 +44,9 @@ def merge(parts: Sequence[str | Path], output: str | Path) -> ScoreProfile:
     ProfileFileError
         If a file is no sound part.
     """
-    check_given(parts, output)
+    check_writable(output)
+    if not parts:
+        raise InputError("there is nothing to merge; name the files of the parts")
     loaded = [ScoreProfile.load(path) for path in parts]
     for path, part in zip(parts, loaded, strict=True):
         if part.shard is None:
@@ -53,7 +54,7 @@ def merge(parts: Sequence[str | Path], output: str | Path) -> ScoreProfile:
                 f"{path} is a whole measurement and no part of one, so there is nothing to "
                 f"merge; parts are made with {option('shard', '1/8')}"
             )
-        check_fields((parts[0], path), _shared(loaded[0]), _shared(part))
+        _check_fields((parts[0], path), _shared(loaded[0]), _shared(part))
     _check_shards(parts, [part.shard for part in loaded if part.shard is not None])
     order = _in_order(loaded)
     arrays: dict[str, Any] = {
@@ -69,13 +70,10 @@ def merge(parts: Sequence[str | Path], output: str | Path) -> ScoreProfile:
 
 
 def _shared(part: ScoreProfile) -> dict[str, Any]:
-    """Return what all parts of a measurement share: fields, shapes, and arrays of no sample."""
+    """Return the values that all parts share: fields, shapes, and arrays without samples."""
     shared = part.header()
     shared["the number of shards"] = shared.pop("shard")[1]
-    for name in ScoreProfile.array_fields():
-        array = getattr(part, name)
-        if array is None:
-            continue
+    for name, array in part.arrays().items():
         if name in ScoreProfile.PER_SAMPLE:
             shared[f"the shape of {name}"] = array.shape[1:]
         else:
@@ -83,17 +81,7 @@ def _shared(part: ScoreProfile) -> dict[str, Any]:
     return shared
 
 
-def check_given(parts: Sequence[str | Path], output: str | Path) -> None:
-    """Refuse an empty list of parts, a part given twice, and an output that cannot be written."""
-    check_writable(output)
-    real = [os.path.realpath(path) for path in parts]
-    if not real:
-        raise InputError("there is nothing to merge; name the files of the parts")
-    if twice := [path for path in real if real.count(path) > 1]:
-        raise InputError(f"{twice[0]} is given twice; give each part once")
-
-
-def check_fields(
+def _check_fields(
     paths: tuple[str | Path, str | Path], one: Mapping[str, Any], other: Mapping[str, Any]
 ) -> None:
     """Refuse two parts with different headers; name the first field and both values."""
@@ -111,7 +99,7 @@ def check_fields(
 
 
 def _check_shards(paths: Sequence[str | Path], shards: Sequence[tuple[int, int]]) -> None:
-    """Refuse a shard that is there twice, and missing ones."""
+    """Refuse two files of one shard, and missing shards."""
     (_, of), known = shards[0], dict[int, str | Path]()
     for path, (number, _) in zip(paths, shards, strict=True):
         if number in known:
@@ -121,14 +109,11 @@ def _check_shards(paths: Sequence[str | Path], shards: Sequence[tuple[int, int]]
             )
         known[number] = path
     if missing := [str(number) for number in range(1, of + 1) if number not in known]:
-        *first, last = missing
-        listed = f"shards {', '.join(first)} and {last}" if first else f"shard {last}"
-        are = "are" if first else "is"
-        raise InputError(f"{listed} of {of} {are} missing; measure what is missing")
+        raise InputError(f"of {of} shards are missing: {', '.join(missing)}; measure these, too")
 
 
 def _in_order(parts: Sequence[ScoreProfile]) -> IntArray:
-    """Return where each sample is in the parts one by one, in the order of their places."""
+    """Return the index of each sample in the joined parts, in the order of their places."""
     places = [place for part in parts for place in part.places]
     known = sorted([*places, *_set_aside(parts)])
     gap = next((place for place, one in enumerate(known) if place != one), None)

@@ -7,11 +7,10 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self, get_args
+from typing import Annotated, Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -50,7 +49,7 @@ _ON_ONE_LINE = {r",\n *(?=[-\d])": ", ", r"\[\n *(?=[-\d])": "[", r"(?<=\d)\n *\
 """Patterns that put the numbers of a list, such as a row of budgets, on one line of JSON."""
 
 
-def require(holds: bool | np.bool_, field: str, found: object, expected: str) -> None:
+def require(holds: bool | np.bool_, field: str, value: object, expected: str) -> None:
     """Refuse a value from inside the validator of a `Record`.
 
     Parameters
@@ -59,20 +58,20 @@ def require(holds: bool | np.bool_, field: str, found: object, expected: str) ->
         Whether all is well.
     field : str
         The field that is wrong, or "" for the one that is validated.
-    found : object
+    value : object
         Value that it has.
     expected : str
         Value that it should have.
     """
     if not holds:
-        context = {"field": field, "found": found, "expected": expected}
+        context = {"field": field, "value": value, "expected": expected}
         raise PydanticCustomError("kvalloc", "{field} is wrong", context)
 
 
 def require_shape(field: str, array: npt.NDArray[Any], shape: tuple[int, ...]) -> None:
     """Refuse an array of another shape, as `require` does."""
-    found, expected = f"{array.dtype} shaped {array.shape}", f"{array.dtype} shaped {shape}"
-    require(array.shape == shape, field, found, expected)
+    value, expected = f"{array.dtype} shaped {array.shape}", f"{array.dtype} shaped {shape}"
+    require(array.shape == shape, field, value, expected)
 
 
 class ArrayOf:
@@ -116,9 +115,9 @@ class ArrayOf:
         try:
             return self._checked(np.array(rows, dtype=self.dtype))
         except (OverflowError, ValueError) as error:
-            beyond = isinstance(error, OverflowError)
-            found = "a number beyond 64 bits" if beyond else "rows of unequal length"
-            require(False, "", found, f"rows of one length, each number {self.dtype}")
+            too_large = isinstance(error, OverflowError)
+            value = "a number beyond 64 bits" if too_large else "rows of unequal length"
+            require(False, "", value, f"rows of one length, each number {self.dtype}")
             raise
 
     def _checked(self, array: Any) -> Any:
@@ -166,8 +165,8 @@ class Record(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            field, found, expected = first_fault(error)
-            raise InputError(f"{self.NAME}: {field} is {found}, expected {expected}") from error
+            field, value, expected = first_fault(error)
+            raise InputError(f"{self.NAME}: {field} is {value}, expected {expected}") from error
 
     # Records inside records are validated without this method, so that the outermost one's
     # message says where the fault is.
@@ -223,7 +222,7 @@ class FileRecord(Record):
     def digest(self) -> str:
         """SHA-256 of the content, hexadecimal digits."""
         try:
-            return digest_of(self.model_dump(mode="json", exclude={"digest"}))
+            return self._digest_over(self.model_dump(mode="json", exclude={"digest"}))
         except ValueError as error:
             raise InputError(f"{self.NAME}: it holds what JSON cannot hold: {error}") from error
 
@@ -250,7 +249,7 @@ class FileRecord(Record):
             Naming the first field that is wrong.
         """
         record = cls.parsed(path, stated)
-        cls.check_digest(path, stated, digest_of)
+        record.check_digest(path, stated)
         return record
 
     @classmethod
@@ -260,11 +259,10 @@ class FileRecord(Record):
             name = type(stated).__name__
             raise cls.file_error(path, "file", name, f"a JSON object, a {cls.NAME}")
         for name in ("kind", "schema_version"):
-            found, expected = stated.get(name, "missing"), cls.model_fields[name].default
-            if (type(found), found) != (type(expected), expected):  # true is no version
+            value, expected = stated.get(name, "missing"), cls.model_fields[name].default
+            if (type(value), value) != (type(expected), expected):  # true is no version
                 way_out = "or read it with the kvalloc that wrote it"
-                raise cls.file_error(path, name, found, str(expected), way_out)
-        derived = cls.model_computed_fields
+                raise cls.file_error(path, name, value, str(expected), way_out)
         for name in cls.PROVENANCE:
             if name not in stated:
                 raise cls.file_error(path, name, "missing", "a value")
@@ -274,69 +272,42 @@ class FileRecord(Record):
             items = tables.get(name)
             if isinstance(items, list | dict) and len(items) > _MAX_ITEMS:
                 raise cls.file_error(path, name, f"{len(items):,} items", f"at most {_MAX_ITEMS}")
+        computed = cls.model_computed_fields.keys()
+        fields = {name: value for name, value in stated.items() if name not in computed}
         try:
-            given = {name: value for name, value in stated.items() if name not in derived}
-            record = cls.model_validate_json(to_json(given))
-            true = record.model_dump(mode="json", include={*derived} - {"digest"})
+            record = cls.model_validate_json(to_json(fields))
+            derived = record.model_dump(mode="json", include={*computed} - {"digest"})
         except ValidationError as error:
             raise cls.file_error(path, *first_fault(error)) from error
         except (InputError, ValueError, RecursionError) as error:
             raise cls.file_error(path, "content", str(error), f"a sound {cls.NAME}") from error
-        for name in [name for name in derived if name != "digest"]:
-            found, expected = stated.get(name, "missing"), true[name]
-            if found != expected:
-                expected = f"{expected}, which follows from the other fields"
-                raise cls.file_error(path, name, found, expected)
+        for name, true in derived.items():
+            if (value := stated.get(name, "missing")) != true:
+                expected = f"{true}, which follows from the other fields"
+                raise cls.file_error(path, name, value, expected)
         return record
 
-    @classmethod
-    def array_fields(cls) -> dict[str, ArrayOf]:
-        """Return type and number of axes of each array that a file may hold, by name."""
-        arrays = {}
-        for name, field in cls.model_fields.items():
-            inner = (getattr(one, "__metadata__", ()) for one in get_args(field.annotation))
-            kinds = [kind for kind in chain(field.metadata, *inner) if isinstance(kind, ArrayOf)]
-            if kinds:
-                arrays[name] = kinds[0]
-        return arrays
-
-    @classmethod
-    def check_digest(
-        cls, path: str | Path, stated: Any, digest: Callable[[dict[str, Any]], str]
-    ) -> None:
+    def check_digest(self, path: str | Path, stated: Any) -> None:
         """Raise a `ProfileFileError` unless a file's digest matches its content."""
-        found = stated.get("digest", "missing")
         content = {name: value for name, value in stated.items() if name != "digest"}
         try:
-            true = digest(content)
+            true = self._digest_over(content)
         except ValueError as error:
-            raise cls.file_error(path, "content", str(error), f"a sound {cls.NAME}") from error
-        if found != true:
+            raise self.file_error(path, "content", str(error), f"a sound {self.NAME}") from error
+        if (value := stated.get("digest", "missing")) != true:
             expected = "the digest of the content (the file was edited or damaged)"
-            raise cls.file_error(path, "digest", found, expected)
+            raise self.file_error(path, "digest", value, expected)
+
+    def _digest_over(self, content: dict[str, Any]) -> str:
+        return digest_of(content)
 
     @classmethod
     def file_error(
-        cls, path: str | Path, field: str, found: object, expected: str, more: str = ""
+        cls, path: str | Path, field: str, value: object, expected: str, more: str = ""
     ) -> ProfileFileError:
         """Return the error for a file that should hold such a record."""
-        way_out = ", ".join(filter(None, (cls.again(), more)))
-        return ProfileFileError(path, field=field, found=found, expected=expected, way_out=way_out)
-
-    @classmethod
-    def require_file(cls, path: str | Path) -> None:
-        """Raise a `ProfileFileError` unless there is a file, which is not one of another kind."""
-        kind = kind_of(path)
-        found, way_out = with_article(kind), WHAT_TO_DO.get(kind, "").format(path)
-        if not kind and not os.path.isfile(path):
-            found = "missing"
-            if os.path.exists(path):
-                found = "a folder" if os.path.isdir(path) else "no plain file"
-            way_out = f"{near_file(path)}check the path"
-        if way_out and kind != cls.NAME:
-            raise ProfileFileError(
-                path, field="file", found=found, expected=cls.expected(), way_out=way_out
-            )
+        way_out = ", ".join(filter(None, (cls.remedy(), more)))
+        return ProfileFileError(path, field=field, value=value, expected=expected, way_out=way_out)
 
     @classmethod
     def expected(cls) -> str:
@@ -344,7 +315,7 @@ class FileRecord(Record):
         return f"a {cls.NAME} written by '{cls.MADE_BY}'"
 
     @classmethod
-    def again(cls) -> str:
+    def remedy(cls) -> str:
         """Return how to make such a file again, for messages."""
         return f"make it again with '{cls.MADE_BY}'"
 
@@ -359,28 +330,28 @@ class FileRecord(Record):
         """
         from safetensors import SafetensorError, safe_open
 
-        cls.require_file(path)
+        require_kind(path, [cls])
         about = os.stat(path)
-        there = getattr(about, "st_blocks", about.st_size) * 512
-        if about.st_size > max(_LARGE_BYTES, _HOLES * there):
-            found = f"{about.st_size:,} bytes, all but {there:,} of them holes"
-            raise cls.file_error(path, "file", found, cls.expected())
+        stored = getattr(about, "st_blocks", about.st_size) * 512
+        if about.st_size > max(_LARGE_BYTES, _HOLES * stored):
+            value = f"{about.st_size:,} bytes, all but {stored:,} of them holes"
+            raise cls.file_error(path, "file", value, cls.expected())
         try:
             return safe_open(path, framework="numpy")
         except (SafetensorError, OSError, ValueError) as error:
-            found = f"not readable as safetensors ({error})"
-            raise cls.file_error(path, "file", found, cls.expected()) from error
+            value = f"not readable as safetensors ({error})"
+            raise cls.file_error(path, "file", value, cls.expected()) from error
 
     @classmethod
     def stated(cls, path: str | Path, file: Any) -> dict[str, Any]:
         """Return what the header of an open safetensors file states, unchecked."""
         try:
-            found = from_json((file.metadata() or {}).get(cls.METADATA, "null"))
+            header = from_json((file.metadata() or {}).get(cls.METADATA, "null"))
         except (ValueError, TypeError) as error:  # the latter for halves of surrogate pairs
             raise cls.file_error(path, "header", str(error), "JSON") from error
-        if not isinstance(found, dict):
-            raise cls.file_error(path, "header", found or "missing", cls.expected())
-        return found
+        if not isinstance(header, dict):
+            raise cls.file_error(path, "header", header or "missing", cls.expected())
+        return header
 
 
 class MeasuredHeader(FileRecord):
@@ -429,8 +400,8 @@ class JsonRecord(FileRecord):
             If the folder does not exist or is read-only.
         """
         text = json.dumps(self.record(), indent=2, sort_keys=True, allow_nan=False)
-        for numbers, on_one_line in _ON_ONE_LINE.items():
-            text = re.sub(numbers, on_one_line, text)
+        for pattern, on_one_line in _ON_ONE_LINE.items():
+            text = re.sub(pattern, on_one_line, text)
         write_text(path, text)
 
     @classmethod
@@ -443,18 +414,15 @@ class JsonRecord(FileRecord):
             If the file is missing, not JSON, of another schema version, edited, or holds values
             that cannot be.
         """
-        size = os.path.getsize(path) if os.path.isfile(path) else 0
-        if size > LARGEST_JSON_BYTES:
+        require_kind(path, [cls])
+        if (size := os.path.getsize(path)) > LARGEST_JSON_BYTES:
             limit = f"at most {LARGEST_JSON_BYTES:,}"
             raise cls.file_error(path, "file", f"of {size:,} bytes", limit)
         try:
-            stated = from_json(Path(path).read_bytes() if size else b"")
+            stated = from_json(Path(path).read_bytes())
         except (ValueError, OSError) as error:
-            cls.require_file(path)
-            found, expected = f"not readable as JSON ({error})", cls.expected()
-            raise cls.file_error(path, "file", found, expected) from error
-        if not isinstance(stated, dict) or stated.get("kind") != cls.model_fields["kind"].default:
-            cls.require_file(path)
+            value, expected = f"not readable as JSON ({error})", cls.expected()
+            raise cls.file_error(path, "file", value, expected) from error
         return cls.from_record(path, stated)
 
 
@@ -468,12 +436,47 @@ WHAT_TO_DO = {
     "evaluation": "show it with 'kvalloc report {0} -o report.html'",
     "model": "measure it with 'kvalloc profile {0} -o s.safetensors'",
 }
-"""What a file of each kind is for, `{0}`, where another kind is wanted."""
+"""What to do with a file of each kind, `{0}`, if another kind is needed."""
 
 
-def with_article(kind: str) -> str:
-    """Return a kind of file with its article."""
+def require_kind(path: str | Path, kinds: Sequence[type[FileRecord]]) -> str:
+    """Return the kind that a file states; empty if it states none, and one kind alone may be meant.
+
+    Raises
+    ------
+    ProfileFileError
+        If it states another kind than these, or is no file.
+    """
+    kind, is_file = kind_of(path), os.path.isfile(path)
+    if kind in [one.NAME for one in kinds] or (not kind and is_file and len(kinds) == 1):
+        return kind
+    if kind:
+        value, way_out = _with_article(kind), WHAT_TO_DO[kind].format(path)
+    elif is_file:
+        value, way_out = _foreign_content(path), "name another file, or make this one again"
+    else:
+        value = "no plain file" if os.path.exists(path) else "missing"
+        value = "a folder" if os.path.isdir(path) else value
+        way_out = f"{near_file(path)}check the path"
+    expected = " or ".join(_with_article(one.NAME) for one in kinds)
+    expected = kinds[0].expected() if len(kinds) == 1 else expected
+    raise ProfileFileError(path, field="file", value=value, expected=expected, way_out=way_out)
+
+
+def _with_article(kind: str) -> str:
     return f"{'an' if kind.startswith('e') else 'a'} {kind}"
+
+
+def _foreign_content(path: str | Path) -> str:
+    """Return what a file holds that is none of kvalloc's."""
+    try:
+        with open(path, "rb") as file:
+            start = file.read(20)
+    except OSError as error:
+        return f"not readable ({error.strerror})"
+    if start.lstrip().startswith(b"{"):
+        return "JSON of another kind, or cut short"
+    return f"none of kvalloc's ({start!r}...)" if start else "empty"
 
 
 def kind_of(path: str | Path) -> str:
@@ -505,9 +508,9 @@ def kind_of(path: str | Path) -> str:
 
 
 class ArrayRecord(FileRecord):
-    """A record that is a safetensors file: its arrays as tensors, the rest a JSON header.
+    """A record that is a safetensors file: its arrays as tensors, all else in a JSON header.
 
-    It is derived from this class and from that of its header.
+    Its class is derived from this one and from the class of its header.
     """
 
     HEADER: ClassVar[type[FileRecord]]
@@ -535,7 +538,7 @@ class ArrayRecord(FileRecord):
         from safetensors import SafetensorError
         from safetensors.numpy import save_file
 
-        arrays = {name: np.ascontiguousarray(array) for name, array in self._arrays().items()}
+        arrays = {name: np.ascontiguousarray(array) for name, array in self.arrays().items()}
         stated = json.dumps({**self.header(), "digest": self.digest}, sort_keys=True)
         with atomic_write(path) as temporary:
             try:
@@ -556,7 +559,7 @@ class ArrayRecord(FileRecord):
         ------
         ProfileFileError
             If the file is missing, truncated, of another schema version, edited, or holds values
-            that cannot be; names the file, the field, what was found and the way out.
+            that cannot be; names the file, the field, its value and the way out.
         """
         with cls.opened(path) as file:
             stated = cls.stated(path, file)
@@ -565,7 +568,7 @@ class ArrayRecord(FileRecord):
             except (AttributeError, TypeError) as error:  # a type that NumPy has not
                 raise cls.file_error(path, "file", str(error), "float64 and int64") from error
         record = cls.of_arrays(path, stated, arrays)
-        cls.check_digest(path, stated, record._digest_over)
+        record.check_digest(path, stated)
         return record
 
     @classmethod
@@ -580,13 +583,13 @@ class ArrayRecord(FileRecord):
         except ValidationError as error:
             raise cls.file_error(path, *first_fault(error)) from error
 
-    def _arrays(self) -> dict[str, npt.NDArray[Any]]:
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """Return the present arrays, in the order of the file's digest."""
         arrays = {name: getattr(self, name) for name in type(self).model_fields}
         return {name: value for name, value in arrays.items() if isinstance(value, np.ndarray)}
 
-    def _digest_over(self, header: dict[str, Any]) -> str:
-        return digest_over(json.dumps(header, sort_keys=True), self._arrays())
+    def _digest_over(self, content: dict[str, Any]) -> str:
+        return digest_over(json.dumps(content, sort_keys=True), self.arrays())
 
 
 def digest_over(header: str, arrays: Mapping[str, npt.NDArray[Any]]) -> str:
@@ -610,7 +613,7 @@ def first_fault(error: ValidationError) -> tuple[str, object, str]:
     place, context = [str(part) for part in first["loc"]], first.get("ctx", {})
     if first["type"] == "kvalloc":
         place += [context["field"]] if context["field"] else []
-        return ".".join(place), context["found"], context["expected"]
+        return ".".join(place), context["value"], context["expected"]
     field = ".".join(place) or "file"
     if first["type"] == "missing":
         return field, "missing", "a value"

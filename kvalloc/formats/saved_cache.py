@@ -1,7 +1,7 @@
 """The file of a saved cache, read without torch: a JSON header, and tensors checked against it.
 
-Digests have no key, so an edited file can be signed again. Every part of a file is therefore
-compared with the rest of it: the kernels that read the tensors later check nothing.
+Digests have no key, so an edited file can be signed again. Each part of a file is therefore
+compared with its other parts: the kernels that read the tensors later check nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _checked(stated: object) -> BudgetProfile:
     try:
         return BudgetProfile.from_record("", stated)
     except ProfileFileError as error:
-        require(False, error.field, error.found, error.expected)
+        require(False, error.field, error.value, error.expected)
         raise
 
 
@@ -42,7 +42,7 @@ _Profile = Annotated[
     PlainSerializer(BudgetProfile.record, return_type=dict[str, Any]),
 ]
 
-#: What safetensors calls a type, what torch does, and its bytes: no others are in a saved cache.
+#: Names of types in safetensors and in torch, and their bytes: no others are in a saved cache.
 _TYPES = {
     "F64": ("float64", 8),
     "F32": ("float32", 4),
@@ -74,8 +74,8 @@ class StoredTensor:
     shape: tuple[int, ...]
     data: npt.NDArray[np.uint8]
 
-    def numbers(self) -> npt.NDArray[Any]:
-        """Return its elements; those of bfloat16, which NumPy does not have, as int16."""
+    def elements(self) -> npt.NDArray[Any]:
+        """Return its elements; bfloat16, which NumPy does not have, as int16."""
         dtype = "int16" if self.dtype == "bfloat16" else self.dtype
         return self.data.view(dtype).reshape(self.shape)
 
@@ -151,20 +151,17 @@ class SavedCacheHeader(FileRecord):
     @property
     def read_seconds(self) -> float | None:
         """Seconds of reading the prompt, if a note has them."""
-        noted = self.notes.get("read_seconds")
-        if isinstance(noted, int | float) and 0 <= noted < MAX_SECONDS:
-            return float(noted)
-        return None
+        seconds = self.notes.get("read_seconds")
+        known = isinstance(seconds, int | float) and 0 <= seconds < MAX_SECONDS
+        return float(seconds) if known else None
 
     @property
     def ids(self) -> list[int] | None:
         """Tokens that the cache has seen, if a note of one row has them all."""
-        noted = self.notes.get("ids")
-        if not isinstance(noted, list) or len(noted) != self.seen_tokens or self.batch != 1:
+        ids, end = self.notes.get("ids"), self.profile.shape.vocab_size or 2**31
+        if not isinstance(ids, list) or len(ids) != self.seen_tokens or self.batch != 1:
             return None
-        most = self.profile.shape.vocab_size or 2**31
-        sound = all(type(token) is int and 0 <= token < most for token in noted)
-        return list(noted) if sound else None
+        return ids if all(type(token) is int and 0 <= token < end for token in ids) else None
 
     @classmethod
     def read(cls, path: str | Path) -> tuple[Self, dict[str, StoredTensor]]:
@@ -185,14 +182,14 @@ class SavedCacheHeader(FileRecord):
         ------
         ProfileFileError
             If the file is missing, truncated, no saved cache or of another schema version; a digest
-            is not that of the content; or a tensor is missing or one too many, or its type, its
+            does not match the content; or a tensor is missing or one too many, or its type, its
             shape or a number in it does not fit the header and the other tensors.
         """
         with cls.opened(path) as file:
             header = cls.from_record(path, cls.stated(path, file))
         tensors = _stored_tensors(path)
-        if (found := header.tensor_digest) != tensor_digest(tensors):
-            raise cls.file_error(path, "tensor_digest", found, "that of its tensors")
+        if (stated := header.tensor_digest) != tensor_digest(tensors):
+            raise cls.file_error(path, "tensor_digest", stated, "that of its tensors")
         _Contents(path, header, tensors).check()
         return header, tensors
 
@@ -203,23 +200,21 @@ class SavedCacheHeader(FileRecord):
         return f"a cache written {how}"
 
     @classmethod
-    def again(cls) -> str:
+    def remedy(cls) -> str:
         """Return how to make such a file again, for messages."""
         return "read the prompt again and save the cache again"
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        rows = self.row_profiles
-        sound = rows is None or len(rows) == self.batch
-        expected = f"one for each of {self.batch} rows"
-        require(sound, "row_profiles", len(rows or ()), expected)
-        sound = len(self.ranked_tokens) == self.batch
-        require(sound, "ranked_tokens", len(self.ranked_tokens), expected)
-        sizes = all(row.budgets.shape == self.profile.budgets.shape for row in rows or ())
+        rows, profile = self.row_profiles, self.profile
+        for name, of_rows in (("row_profiles", rows), ("ranked_tokens", self.ranked_tokens)):
+            if of_rows is not None:
+                expected = f"one for each of {self.batch} rows"
+                require(len(of_rows) == self.batch, name, len(of_rows), expected)
+        sizes = all(row.budgets.shape == profile.budgets.shape for row in rows or ())
         require(sizes, "row_profiles", "of other sizes", "of the sizes of the profile")
-        same, longer = self.profile, self.longer_profile
-        alike = longer is None or all(
-            getattr(longer, name) == getattr(same, name)
+        alike = all(
+            getattr(self.longer_profile or profile, name) == getattr(profile, name)
             for name in ("shape", "policy", "by_prompt", "length_rule")
         )
         require(alike, "longer_profile", "of another kind", "budgets alone to differ")
@@ -274,7 +269,7 @@ class _Contents:
             self._shown = self._take("visible", "uint8", (header.batch, header.seen_tokens)) != 0
         for index, kind in enumerate(header.profile.shape.layer_types):
             self._check_layer(index, kind)
-        self._require(not self._left, min(self._left, default=""), "there", "no such tensor")
+        self._require(not self._left, min(self._left, default=""), "a tensor", "no such tensor")
 
     def _check_layer(self, index: int, kind: str) -> None:
         """Check the tensors of a layer: all of its entries, or the kept ones in segments."""
@@ -283,23 +278,19 @@ class _Contents:
         name = f"{index}.keys"
         n_dense = self._take(name, header.dtype, (header.batch, heads, None, dim)).shape[2]
         self._take(f"{index}.values", header.dtype, (header.batch, heads, n_dense, dim))
-        found = f"of {n_dense} tokens"
         whole = not any(name.startswith(f"{index}.bits_") for name in self._left)
         if kind == "sliding" or whole:
-            there = sliding_entries(profile.shape, seen) if kind == "sliding" else seen
-            self._require(n_dense == there, name, found, f"all {there}")
+            total = sliding_entries(profile.shape, seen) if kind == "sliding" else seen
+            self._require(n_dense == total, name, f"of {n_dense} tokens", f"all {total}")
             return
         name = f"{index}.latest"
         latest = self._take(name, "int64", (header.batch,))
         tokens = np.full(header.batch, seen) if self._shown is None else self._shown.sum(axis=1)
-        sound = bool((latest >= 0).all() and (latest <= tokens).all())
-        sound &= int(latest.max()) <= n_dense
+        sound = bool((latest >= 0).all() and (latest <= tokens.clip(max=n_dense)).all())
         self._require(sound, name, latest.tolist(), f"up to {n_dense}, and to the tokens seen")
-        end = tokens - latest
-        widths = profile.widths[index]
-        for bits in np.unique(widths).tolist():
-            prefix, own = f"{index}.bits_{bits}.", int((widths == bits).sum())
-            self._check_segments(prefix, bits, own, end)
+        for bits in np.unique(widths := profile.widths[index]).tolist():
+            n_heads = int((widths == bits).sum())
+            self._check_segments(f"{index}.bits_{bits}.", bits, n_heads, tokens - latest)
 
     def _check_segments(self, prefix: str, bits: int, heads: int, end: IntArray) -> None:
         """Check the segments of rows and heads, back to back, of tokens below a row's ``end``."""
@@ -309,19 +300,16 @@ class _Contents:
         low, high, ends = int(counts.min()), int(counts.max()), end.repeat(heads)
         sound = low >= 0 and bool((counts <= ends).all())
         self._require(sound, name, f"from {low} to {high}", f"from 0 to {int(end.max())}")
-        total, widths = int(counts.sum()), (dim, dim)
-        dtypes = _stored_types(header.dtype) if bits == 16 else ("uint8",)
+        total, widths, dtypes = int(counts.sum()), (dim, dim), _stored_types(header.dtype)
         if bits != 16:
-            widths = packed_row_bytes(bits, dim)
+            widths, dtypes = packed_row_bytes(bits, dim), ("uint8",)
             blocks = int((-(-counts // KEY_BLOCK_TOKENS)).sum())
             self._take(f"{prefix}key_scales", ("float16", "bfloat16"), (blocks, 2, dim))
         self._take(f"{prefix}kept_keys", dtypes, (total, widths[0]))
         self._take(f"{prefix}kept_values", dtypes, (total, widths[1]))
         name = f"{prefix}kept_positions"
-        tokens, segments = (
-            self._take(name, "int32", (total,)),
-            np.arange(counts.size).repeat(counts),
-        )
+        tokens = self._take(name, "int32", (total,))
+        segments = np.arange(counts.size).repeat(counts)
         rising = (tokens[1:] > tokens[:-1]) | (segments[1:] != segments[:-1])
         sound = bool(rising.all() and (tokens >= 0).all() and (tokens < ends.repeat(counts)).all())
         expected = f"tokens that rise in each head, from 0 and below {int(end.max())}"
@@ -343,11 +331,11 @@ class _Contents:
         fits = len(shape) == len(tensor.shape) and all(size in (None, n) for size, n in pairs)
         stated = f"{tensor.dtype} of {_sizes(tensor.shape)}"
         self._require(fits and tensor.dtype in dtypes, name, stated, expected)
-        return tensor.numbers()
+        return tensor.elements()
 
-    def _require(self, holds: bool, field: str, found: object, expected: str) -> None:
+    def _require(self, holds: bool, field: str, value: object, expected: str) -> None:
         if not holds:
-            raise self._header.file_error(self._path, field, found, expected)
+            raise self._header.file_error(self._path, field, value, expected)
 
 
 def _stored_types(dtype: str) -> tuple[str, ...]:

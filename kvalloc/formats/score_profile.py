@@ -164,11 +164,11 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
 
     __str__ = __repr__
 
-    def _digest_over(self, header: dict[str, Any]) -> str:
-        # where a scorer's file lies is no part of what was measured
-        parameters = {**header["scorer_parameters"]}
+    def _digest_over(self, content: dict[str, Any]) -> str:
+        # the path of a scorer's file does not change the measurement
+        parameters = {**content["scorer_parameters"]}
         parameters.pop("file", None)
-        return super()._digest_over({**header, "scorer_parameters": parameters})
+        return super()._digest_over({**content, "scorer_parameters": parameters})
 
     @cached_property
     def n_samples(self) -> int:
@@ -225,7 +225,7 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
 
     @property
     def places(self) -> list[int]:
-        """Places of the samples among all of the measurement, without those that were set aside."""
+        """Places of the samples among all of the measurement, without the ones set aside."""
         number, of = self.shard or (1, 1)
         end = (self.n_samples + len(self.set_aside)) * of
         return [place for place in range(number - 1, end, of) if place not in self.set_aside]
@@ -302,7 +302,7 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
         """
         levels, widths, losses = self.loss_tokens, self.loss_bits, self.losses
         if levels is None or widths is None or losses is None:
-            none = levels is None and widths is None and losses is None
+            none = {levels is None, widths is None, losses is None} == {True}
             names = "loss_tokens, loss_bits, losses"
             require(none, names, "one without the other", "both or neither")
             expected = "losses that it belongs to"
@@ -311,16 +311,15 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
         smallest, context = max(1, self.protected_tokens), self.context_tokens
         require(levels.size > 1, "loss_tokens", f"shaped {levels.shape}", "two levels or more")
         sound = (np.diff(levels) > 0).all() and levels[0] >= smallest and levels[-1] == context
-        found = f"{levels.tolist()[:4]}..{int(levels[-1])}"
+        value = f"{levels.tolist()[:4]}..{int(levels[-1])}"
         expected = f"rising from at least {smallest} (sinks and window) to the context of {context}"
-        require(sound, "loss_tokens", found, expected)
-        given = widths.tolist()
-        sound = given[:1] == [16] and len({*given}) == len(given) and {*given} <= {*BIT_WIDTHS}
+        require(sound, "loss_tokens", value, expected)
+        bits = widths.tolist()
+        sound = bits[:1] == [16] and len({*bits}) == len(bits) and {*bits} <= {*BIT_WIDTHS}
         expected = f"16, then some of {', '.join(map(str, BIT_WIDTHS[1:]))} once"
-        require(sound, "loss_bits", f"int64 {given}", expected)
-        layers, heads = self.shape.n_layers, self.shape.n_kv_heads
-        units = 1 if losses.shape[2] == 1 else heads
-        size = (self.n_samples, layers, units, len(given), levels.size)
+        require(sound, "loss_bits", f"int64 {bits}", expected)
+        units = 1 if losses.shape[2] == 1 else self.shape.n_kv_heads
+        size = (self.n_samples, self.shape.n_layers, units, len(bits), levels.size)
         require_shape("losses", losses, size)
         decided = losses[:, list(self.shape.full_layers)]
         whole = (np.abs(decided[..., 0, -1]) <= ROUNDING).all()

@@ -17,7 +17,7 @@ from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.evaluation import Evaluation
 from kvalloc.formats.fitted import FittedModel
 from kvalloc.formats.hub import local_file, on_hub
-from kvalloc.formats.record import WHAT_TO_DO, kind_of, with_article
+from kvalloc.formats.record import kind_of, require_kind
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.formats.surrogate import FittedSurrogate
 from kvalloc.shape import ModelShape
@@ -187,19 +187,8 @@ def load_file(source: str | Path, kinds: Sequence[type[Any]] = KINDS) -> Any:
     if not on_hub(source) and not os.path.exists(source):
         return _load_shipped(source, kinds)
     with local_file(source) as path:
-        kind = kind_of(path)
-        for one in kinds:
-            if kind == one.NAME or len(kinds) == 1:
-                return one.load(path)
-        found = with_article(kind) if kind else _foreign(path)
-        way_out = WHAT_TO_DO.get(kind, "name another file, or make this one again")
-        raise ProfileFileError(
-            source,
-            field="file",
-            found=found,
-            expected=" or ".join(with_article(one.NAME) for one in kinds),
-            way_out=way_out.format(source),
-        )
+        kind = require_kind(path, kinds)
+        return next((one for one in kinds if kind == one.NAME), kinds[0]).load(path)
 
 
 def _load_shipped(name: str | Path, kinds: Sequence[type[Any]]) -> Any:
@@ -210,28 +199,13 @@ def _load_shipped(name: str | Path, kinds: Sequence[type[Any]]) -> Any:
             with resources.as_file(resources.files(PACKAGE) / f"{name}{SHIPPED[kind]}") as file:
                 return kind.load(file)
     if kind_of(name):  # the demo's name is a model
-        kinds[0].require_file(name)
+        require_kind(name, kinds)
     known = [one for kind in shipped for one in _shipped(kind)]
     raise InputError(
         f"there is no {' or '.join(kind.NAME for kind in kinds)} {name}: no such file; "
         f"{nearest(name, known) or near_file(name)}check the path; shipped ones: "
         f"{', '.join(known) or 'none'}"
     )
-
-
-def _foreign(path: Path) -> str:
-    """Return what a file is that is none of kvalloc's."""
-    if path.is_dir():
-        return "a folder"
-    try:
-        start = path.read_bytes()[:64]
-    except OSError as error:
-        raise InputError(f"cannot read {path} ({error.strerror})") from error
-    if not start:
-        return "empty"
-    if start.lstrip().startswith(b"{"):
-        return "JSON of another kind, or cut short"
-    return f"none of kvalloc's ({start[:20]!r}...)"
 
 
 def fitted_folder() -> Path:
@@ -259,8 +233,8 @@ def find_fitted(shape: ModelShape) -> str | None:
         If the file in the cache folder is not sound.
     """
     keys = _weights_keys(shape)
-    own = [file for file in fitted_files() if any(key in file.name for key in keys)]
-    for source in (*own, *shipped_fitted()):
+    by_name = [file for file in fitted_files() if any(key in file.name for key in keys)]
+    for source in (*by_name, *shipped_fitted()):
         if load_fitted(str(source)).shape.has_weights_of(shape):
             return str(source)
     return None

@@ -32,7 +32,7 @@ KINDS = [
 def test_an_error_comes_back_from_another_process(kind, again):
     """What a worker raises is sent as a pickle; one that cannot be read ends the whole pool."""
     if kind is errors.ProfileFileError:
-        error = kind("p.json", field="bits", found=[3], expected="8", way_out="make it again")
+        error = kind("p.json", field="bits", value=[3], expected="8", way_out="make it again")
     elif kind is errors.InfeasibleError:
         error = kind("too little", nearest=0.5)
     else:

@@ -16,8 +16,8 @@ from cli_tools import files_in, full_disk, run
 from factories import make_budget_profile, make_evaluation, make_row, make_scores
 
 from kvalloc import files
-from kvalloc.errors import InputError
-from kvalloc.formats.merging import check_given, merge
+from kvalloc.errors import InputError, ProfileFileError
+from kvalloc.formats.merging import merge
 from kvalloc.interop.exporting import export
 from kvalloc.measure.checkpoint import Checkpoint
 from kvalloc.report.figure import plot
@@ -315,5 +315,5 @@ def test_a_link_that_leads_nowhere_is_named_as_one_and_not_as_its_own_neighbour(
             files.near_file(tmp_path / name) == f"it is a link to {target}, which leads nowhere; "
         )
     assert files.near_file(tmp_path / "q.json") == f"the nearest is '{tmp_path / 'p.json'}'; "
-    with pytest.raises(InputError, match="loop.json is given twice"):
-        check_given([tmp_path / "loop.json"] * 2, tmp_path / "out.safetensors")
+    with pytest.raises(ProfileFileError, match="which leads nowhere"):
+        merge([tmp_path / "loop.json"] * 2, tmp_path / "out.safetensors")

@@ -74,7 +74,7 @@ def other(files, **changes):
 
 
 WRONG = {
-    "twice": (lambda files: files.append(files[0]), "part1.safetensors is given twice"),
+    "twice": (lambda files: files.append(files[0]), "overlap: both are shard 1 of 3"),
     "none": (lambda files: files.clear(), "nothing to merge"),
     "whole": (
         lambda files: make_scores(n_samples=6).save(files[1]),
@@ -136,5 +136,5 @@ def test_the_command_says_what_is_merged_and_what_is_missing(tmp_path, files):
     assert (facts["samples"], facts["parts"]) == (6, 3)
     (tmp_path / "s").unlink()
     refused(
-        tmp_path, "merge", files[0], "-o", tmp_path / "s", words=["shards 2 and 3 of 3 are missing"]
+        tmp_path, "merge", files[0], "-o", tmp_path / "s", words=["of 3 shards are missing: 2, 3"]
     )
