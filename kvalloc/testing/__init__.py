@@ -1,6 +1,4 @@
-"""What authors of plug-ins test theirs with: contracts, tiny problems, and an oracle.
-
-``SolverContract`` and ``ScorerContract`` need pytest; the problems and the oracle do not.
+"""Contracts as pytest suites, tiny problems, and an oracle, for the tests of plug-ins.
 
 Examples
 --------
@@ -16,47 +14,16 @@ A test module of a plug-in::
             return MySolver()
 """
 
-from __future__ import annotations
+import pytest
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from kvalloc.testing.oracle import brute_force as brute_force
+from kvalloc.testing.problems import KINDS as KINDS
+from kvalloc.testing.problems import larger_problem as larger_problem
+from kvalloc.testing.problems import tiny_problem as tiny_problem
+from kvalloc.testing.problems import tiny_problems as tiny_problems
 
-from kvalloc.testing.oracle import Optimum, brute_force
-from kvalloc.testing.problems import KINDS, larger_problem, tiny_problem, tiny_problems
+# so that a failing assert of a suite shows its values, as one in a test module does
+pytest.register_assert_rewrite("kvalloc.testing.contract", "kvalloc.testing.scorer_contract")
 
-if TYPE_CHECKING:
-    from kvalloc.testing.contract import SolverContract
-    from kvalloc.testing.scorer_contract import ScorerContract
-
-__all__ = [
-    "KINDS",
-    "Optimum",
-    "ScorerContract",
-    "SolverContract",
-    "brute_force",
-    "larger_problem",
-    "tiny_problem",
-    "tiny_problems",
-]
-
-
-_CONTRACTS = {
-    "SolverContract": "kvalloc.testing.contract",
-    "ScorerContract": "kvalloc.testing.scorer_contract",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _CONTRACTS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        import pytest
-    except ModuleNotFoundError:
-        from kvalloc.errors import MissingDependencyError
-
-        raise MissingDependencyError(
-            f"{name} is a pytest suite and pytest is not installed; pip install pytest"
-        ) from None
-    # So that a failing assert of the suite shows its values, as one in a test module does.
-    pytest.register_assert_rewrite(_CONTRACTS[name])
-    return getattr(import_module(_CONTRACTS[name]), name)
+from kvalloc.testing.contract import SolverContract as SolverContract  # noqa: E402
+from kvalloc.testing.scorer_contract import ScorerContract as ScorerContract  # noqa: E402

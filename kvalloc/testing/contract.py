@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import pairwise
 from typing import ClassVar
 
 import numpy as np
@@ -12,10 +14,10 @@ import pytest
 from kvalloc.allocation.request import RequestOptions
 from kvalloc.allocation.verification import CheckedSolution, solve_problem
 from kvalloc.errors import InfeasibleError, KVAllocError, SolverError
-from kvalloc.problem import AllocationProblem, Solution, Solver, Termination
+from kvalloc.problem import AllocationProblem, Solver, Termination
 from kvalloc.problem.registry import solver_names
-from kvalloc.testing.oracle import Optimum, brute_force
-from kvalloc.testing.problems import KINDS, larger_problem, tiny_problem, tiny_problems
+from kvalloc.testing.oracle import brute_force
+from kvalloc.testing.problems import KINDS, larger_problem, tiny_problems
 
 TOLERANCE = 1e-9
 """Objectives this close, relative to the larger of 1 and the objective, are equal."""
@@ -24,8 +26,9 @@ TOLERANCE = 1e-9
 class SolverContract:
     """What kvalloc and its users rely on, for any solver.
 
-    Every test runs on tiny problems of all kinds that the solver accepts; those that it refuses
-    must be refused with a reason. `kvalloc.solve_problem` checks every answer on the way.
+    Every test runs on tiny problems of all kinds that the solver accepts; it must refuse the
+    others with a reason. `kvalloc.allocation.verification.solve_problem` computes every claim
+    again: whole numbers as choice, capacity, target, side constraints, objective, and bound.
 
     Attributes
     ----------
@@ -38,11 +41,11 @@ class SolverContract:
     exact : bool
         Set it True for a solver that must always prove its answer optimal where it is given time.
     may_give_up : bool
-        Set it True for a rule that may fail to meet a target, or to keep side constraints, where
+        Set it True for a rule that may fail to meet a target, or to keep side constraints, though
         another choice could. It must say so with a SolverError or an InfeasibleError.
     monotone : bool
-        Set it False for a rule whose value may fall when there is more to spend. What claims to
-        be optimal must be monotone in any case.
+        Set it False for a rule that may reach less value with more to spend. Optimal answers must
+        be monotone in any case.
     time_limit_seconds : float
         Limit for the larger problems.
 
@@ -82,14 +85,17 @@ class SolverContract:
         assert "\n" not in solver.summary
 
     def test_it_refuses_with_a_reason(self, solver: Solver) -> None:
-        """What it cannot solve it says early, in a sentence with the way out.
+        """Say early which problems cannot be solved, in a sentence with the way out.
 
-        That is another solver, or an option of `kvalloc.solve`, as `kvalloc.errors.option` names
-        it to whoever asks: ``level='head'``, ``--level head``.
+        The way out is another solver, or an option of `kvalloc.solve` as `kvalloc.errors.option`
+        names it: ``level='head'``, ``--level head``. A suite that only ever skips proves nothing,
+        so it has to accept something.
         """
+        accepted = 0
         for name, problem in self._all_problems():
             answer = solver.can_solve(problem)
             if answer is True:
+                accepted += 1
                 continue
             assert isinstance(answer, str), f"{name}: can_solve says {answer!r}, not why"
             ways_out = ["--", *(f"{option}=" for option in RequestOptions.__annotations__)]
@@ -99,38 +105,15 @@ class SolverContract:
             )
             with pytest.raises(SolverError):
                 solve_problem(problem, solver)
-
-    def test_it_accepts_something(self, solver: Solver) -> None:
-        """A suite that only ever skips proves nothing."""
-        assert any(solver.can_solve(problem) is True for _, problem in self._all_problems())
-
-    def test_its_choices_are_feasible(self, solver: Solver) -> None:
-        """Capacity, target and side constraints hold, and the problem stays as it was.
-
-        Budgets are options of their units, bytes those of the options: nothing is lost or added.
-        """
-        for name, problem in self._problems(solver):
-            before = problem.digest()
-            answer = self._solved(name, problem, solver)
-            assert problem.digest() == before, f"{name}: the problem was changed"
-            if answer is None:
-                continue
-            assert answer.choice.dtype.kind == "i", name
-            tokens = problem.chosen_tokens(answer.choice)
-            for unit, chosen in enumerate(tokens.tolist()):
-                assert chosen in problem.tokens[unit, : problem.option_counts[unit]], name
-            costs = [int(problem.costs[u, k]) for u, k in enumerate(answer.choice.tolist())]
-            assert answer.cost_bytes == sum(costs), name
-            if problem.capacity_bytes is not None:
-                assert sum(costs) <= problem.capacity_bytes, name
+        assert accepted, "it refuses every problem"
 
     def test_its_claims_hold_against_brute_force(self, solver: Solver) -> None:
         """Optimal is optimal, a bound is a bound, and nothing beats the oracle."""
         for name, problem in self._problems(solver):
-            optimum = brute_force(problem)
-            answer = self._solved(name, problem, solver, optimum)
+            answer = self._solved(name, problem, solver)
             if answer is None:
                 continue
+            optimum = brute_force(problem)
             assert optimum is not None, f"{name}: solved, and brute force finds no choice"
             best = optimum.objective
             assert not problem.is_better(answer.objective, best, TOLERANCE), f"{name}: beats brute"
@@ -148,16 +131,15 @@ class SolverContract:
     def test_more_is_never_worse(self, solver: Solver) -> None:
         """More to spend gives at least as much value, a higher target costs at least as much.
 
-        A rule owes that only where an entry more is never worth less.
+        The goals go from room for the floors alone to room for everything. A rule owes this only
+        if an entry more is never worth less.
         """
         for name, problem in self._problems(solver):
-            goals = _goals(problem)
             owed = self.monotone and bool(np.all(np.diff(problem.values, axis=1) >= 0))
-            answers = [self._solved(f"{name} at {goal!r}", goal, solver) for goal in goals]
-            solved = [answer for answer in answers if answer is not None]
-            for first, second in zip(solved, solved[1:], strict=False):
-                both = (first.termination, second.termination)
-                if owed or both == (Termination.OPTIMAL, Termination.OPTIMAL):
+            answers = [self._solved(name, goal, solver) for goal in _rising_goals(problem)]
+            for first, second in pairwise(answer for answer in answers if answer is not None):
+                both = {first.termination, second.termination}
+                if owed or both == {Termination.OPTIMAL}:
                     slack = TOLERANCE * max(1.0, abs(first.objective))
                     assert second.objective >= first.objective - slack, (
                         f"{name}: {first.objective} and with more {second.objective}"
@@ -188,28 +170,25 @@ class SolverContract:
                     pytest.fail(f"{kind}: {error}")
 
     def test_it_says_why_it_stopped(self, solver: Solver) -> None:
-        """Out of time only where there was a limit; optimal only with a bound that meets it."""
-        for name, problem in self._problems(solver):
-            try:
-                solution = solver.solve(problem)
-            except KVAllocError:
-                continue
-            assert isinstance(solution, Solution), name
-            assert solution.termination is not Termination.TIME_LIMIT, f"{name}: had no limit"
-            assert isinstance(solution.detail, str), name
-            assert "\n" not in solution.detail, name
-            assert solution.bound is None or math.isfinite(solution.bound), name
-            if solution.termination is Termination.OPTIMAL:
-                assert solution.bound == pytest.approx(
-                    problem.objective(solution.choice), rel=TOLERANCE, abs=TOLERANCE
-                ), name
+        """Out of time only where there was a limit; one line of detail; a bound that is a number.
 
-    def test_it_is_right_at_the_edges(self, solver: Solver) -> None:
-        """No choice to make, no room at all, room for everything."""
-        for kind in dict.fromkeys(kind.partition("+")[0] for kind in self.kinds):
-            for goal, problem in _edges(tiny_problem(kind, seed=self.seed)):
-                if solver.can_solve(problem) is True:
-                    self._solved(f"{kind}, {goal}", problem, solver)
+        `kvalloc.solve_problem` refuses a claim to be optimal without a bound that meets it.
+        """
+        for name, problem in self._problems(solver):
+            with suppress(KVAllocError):
+                solution = solver.solve(problem)
+                assert solution.termination is not Termination.TIME_LIMIT, f"{name}: had no limit"
+                assert "\n" not in solution.detail, name
+                assert solution.bound is None or math.isfinite(solution.bound), name
+
+    def test_it_accepts_units_without_a_choice(self, solver: Solver) -> None:
+        """One option for each unit, in the bytes that these options take."""
+        for name, problem in self._problems(solver):
+            first = np.zeros((problem.n_units, 1), dtype=np.int64)
+            single = problem.replace(constraints=()).with_capacity(problem.min_cost_bytes)
+            single = single.with_options(first, first[:, 0] + 1)
+            if solver.can_solve(single) is True:
+                self._solved(name, single, solver)
 
     def _all_problems(self) -> Iterator[tuple[str, AllocationProblem]]:
         return tiny_problems(
@@ -220,51 +199,30 @@ class SolverContract:
         return (one for one in self._all_problems() if solver.can_solve(one[1]) is True)
 
     def _solved(
-        self,
-        name: str,
-        problem: AllocationProblem,
-        solver: Solver,
-        optimum: Optimum | None = None,
+        self, name: str, problem: AllocationProblem, solver: Solver
     ) -> CheckedSolution | None:
         """Return the checked answer; None if the solver rightly says that there is none."""
+        before = problem.digest()
         try:
-            return solve_problem(problem, solver)
+            answer = solve_problem(problem, solver)
         except (InfeasibleError, SolverError) as error:
-            crashed = isinstance(error, SolverError) and error.__cause__ is not None
-            if crashed or (isinstance(error, SolverError) and not self.may_give_up):
+            gave_up = self.may_give_up and error.__cause__ is None  # with a cause it crashed
+            if not (gave_up or isinstance(error, InfeasibleError)):
                 pytest.fail(f"{name}: {error}")
-            if not self.may_give_up and (optimum or brute_force(problem)) is not None:
+            if not self.may_give_up and brute_force(problem) is not None:
                 pytest.fail(f"{name}: {error}, but brute force finds a choice")
             return None
+        assert problem.digest() == before, f"{name}: the problem was changed"
+        return answer
 
 
-def _goals(problem: AllocationProblem) -> list[AllocationProblem]:
-    """Return the problem with rising capacities, or rising targets."""
-    if problem.capacity_bytes is not None:
-        low, high = problem.min_cost_bytes, problem.max_cost_bytes
-        return [problem.with_capacity(low + (high - low) * part // 3) for part in range(4)]
-    assert problem.target is not None  # a problem has one of both
-    floor = problem.objective_value(np.zeros(problem.n_units, dtype=np.int64))
-    top = problem.target
-    return [problem.with_target(floor + (top - floor) * part / 3) for part in range(4)]
-
-
-def _edges(problem: AllocationProblem) -> Iterator[tuple[str, AllocationProblem]]:
-    """Yield the problem where there is nothing to decide, or almost."""
-    floor = problem.objective_value(np.zeros(problem.n_units, dtype=np.int64))
-    yield "only the floors fit", problem.with_capacity(problem.min_cost_bytes)
-    yield (
-        "one byte short of one step",
-        problem.with_capacity(problem.min_cost_bytes + problem.lattice_bytes - 1),
-    )
-    yield "everything fits", problem.with_capacity(problem.max_cost_bytes)
-    yield "far more than everything fits", problem.with_capacity(2**62)
-    yield "a target that the floors meet", problem.with_target(min(floor, problem.max_value))
-    yield "a target that only the best meets", problem.with_target(problem.max_value)
-    names = ("tokens", "values", "costs", "bits")
-    arrays = {name: getattr(problem, name) for name in names}
-    first = {name: array[..., :1].copy() for name, array in arrays.items() if array is not None}
-    single = problem.with_capacity(problem.min_cost_bytes).replace(
-        **first, option_counts=np.ones(problem.n_units, dtype=np.int64), constraints=()
-    )
-    yield "one option for each unit", single
+def _rising_goals(problem: AllocationProblem) -> list[AllocationProblem]:
+    """Return the problem with rising capacities or targets, from the floors to all and beyond."""
+    if problem.capacity_bytes is None:
+        best = problem.max_value
+        floor = problem.objective_value(np.zeros(problem.n_units, dtype=np.int64))
+        return [problem.with_target(one) for one in np.linspace(min(floor, best), best, 4)]
+    low, high = problem.min_cost_bytes, problem.max_cost_bytes
+    sizes = {low + (high - low) * part // 3 for part in range(4)}
+    sizes |= {low + problem.lattice_bytes - 1, 2**62}  # a byte short of one step; more than all
+    return [problem.with_capacity(size) for size in sorted(sizes)]

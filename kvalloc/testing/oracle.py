@@ -1,36 +1,19 @@
-"""The oracle: every choice there is, for problems so small that this can be done."""
+"""The oracle: the best of all choices, for problems so small that all can be tried."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
 
 import numpy as np
 
-from kvalloc.accounting import IntArray
 from kvalloc.errors import InputError
-from kvalloc.problem import AllocationProblem
+from kvalloc.problem import AllocationProblem, Solution
 
 MAX_CHOICES = 200_000
-"""Largest number of choices that is looked at."""
+"""Largest number of choices that are tried."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Optimum:
-    """The best that any choice can do.
-
-    Attributes
-    ----------
-    objective : float
-        The largest value, or the least cost in bytes.
-    choice : ndarray of int64, (n_units,)
-        A choice that has it.
-    """
-
-    objective: float
-    choice: IntArray
-
-
-def brute_force(problem: AllocationProblem) -> Optimum | None:
+def brute_force(problem: AllocationProblem) -> Solution | None:
     """Return the optimum of a tiny problem, by looking at every choice.
 
     Parameters
@@ -40,7 +23,7 @@ def brute_force(problem: AllocationProblem) -> Optimum | None:
 
     Returns
     -------
-    Optimum or None
+    Solution or None
         None when no choice keeps every constraint.
 
     Raises
@@ -57,12 +40,9 @@ def brute_force(problem: AllocationProblem) -> Optimum | None:
     True
     """
     counts = problem.option_counts.tolist()
-    if (n_choices := int(np.prod(problem.option_counts.astype(np.float64)))) > MAX_CHOICES:
+    if (n_choices := math.prod(counts)) > MAX_CHOICES:
         raise InputError(f"{n_choices:,} choices are too many for brute force; use fewer options")
-    choices = np.stack(
-        [axis.ravel() for axis in np.meshgrid(*(np.arange(n) for n in counts), indexing="ij")],
-        axis=1,
-    )
+    choices = np.indices(counts).reshape(len(counts), -1).T
     units = np.arange(problem.n_units)
     costs = problem.costs[units, choices].sum(axis=1)
     if problem.capacity_bytes is not None:
@@ -75,5 +55,5 @@ def brute_force(problem: AllocationProblem) -> Optimum | None:
     for index in np.argsort(objectives, kind="stable").tolist():
         choice = choices[kept[index]].astype(np.int64)
         if problem.side_fault(choice) is None:
-            return Optimum(objective=problem.objective(choice), choice=choice)
+            return Solution.of(problem, choice, bound=problem.objective(choice))
     return None

@@ -30,9 +30,6 @@ SIDES = ("plain", "nested_caps", "crossing_caps", "max_distinct", "mixed")
 """Side constraints, by name: caps on layers inside a cap on several layers, caps that share units,
 few different budgets, or a cap and few different budgets at once."""
 
-SCOPES = {"": Aggregate.SUM, "worst": Aggregate.WORST}
-"""What stands before the curves: which aggregate the value is."""
-
 KINDS: tuple[str, ...] = (
     *CURVES,
     *(f"{curves}+{side}" for side in SIDES if side != "plain" for curves in ("concave", "losses")),
@@ -88,20 +85,18 @@ def tiny_problem(
 
 
 def tiny_problems(
-    count: int, *, seed: int = 0, kinds: Sequence[str] = KINDS, level: str | None = None
+    count: int, *, seed: int = 0, kinds: Sequence[str] = KINDS
 ) -> Iterator[tuple[str, AllocationProblem]]:
     """Yield tiny problems of all kinds in turn, both senses, heads and layers.
 
     Parameters
     ----------
     count : int
-        How many.
+        Number of problems.
     seed : int
-        Of the first one.
+        Seed of the first one.
     kinds : sequence of str
         Kinds to take.
-    level : {"head", "layer"}, optional
-        Units of one level only.
 
     Yields
     ------
@@ -109,22 +104,15 @@ def tiny_problems(
         A name that says how to make it again, and the problem.
     """
     for number in range(count):
-        kind = kinds[number % len(kinds)]
-        turn = number // len(kinds)
-        sense = (Sense.MAX_VALUE, Sense.MIN_COST)[turn % 2]
-        units = level or ("head", "layer")[turn // 2 % 2]
-        one = seed + number
-        name = f"tiny_problem({kind!r}, seed={one}, sense={sense}, level={units!r})"
-        yield name, tiny_problem(kind, seed=one, sense=sense, level=units)
+        turn, place = divmod(number, len(kinds))
+        sense, level = list(Sense)[turn % 2], ("head", "layer")[turn // 2 % 2]
+        kind, one = kinds[place], seed + number
+        name = f"tiny_problem({kind!r}, seed={one}, sense={sense}, level={level!r})"
+        yield name, tiny_problem(kind, seed=one, sense=sense, level=level)
 
 
 def larger_problem(
-    kind: str,
-    *,
-    seed: int = 0,
-    n_layers: int = 24,
-    n_heads: int = 4,
-    n_options: int = 64,
+    kind: str, *, seed: int = 0, n_layers: int = 24, n_heads: int = 4, n_options: int = 64
 ) -> AllocationProblem:
     """Return a problem that takes time, to test a solver's time limit on.
 
@@ -155,7 +143,13 @@ def _made(
     n_options: int,
 ) -> AllocationProblem:
     """Return a problem of a kind, with this number of layers and these heads."""
-    aggregate, curves, side = _parse(kind)
+    scope, _, rest = kind.rpartition(":")
+    curves, _, side = rest.partition("+")
+    if scope not in ("", "worst") or curves not in CURVES + BIT_CURVES or side not in ("", *SIDES):
+        raise InputError(
+            f"there is no kind of problem {kind!r}; write [worst:]CURVES[+SIDE] with CURVES "
+            f"of {', '.join(CURVES + BIT_CURVES)} and SIDE of {', '.join(SIDES)}"
+        )
     n_units = n_layers * heads.size
     tokens, values, costs, counts = _options(random, curves, n_units, n_options)
     weights = np.full(n_units, 1.0 / n_layers)
@@ -171,25 +165,13 @@ def _made(
         weights=weights,
         layers=np.repeat(np.arange(n_layers), heads.size),
         heads=np.tile(heads, n_layers),
-        aggregate=aggregate,
+        aggregate=Aggregate.WORST if scope else Aggregate.SUM,
         capacity_bytes=int(np.iinfo(np.int32).max),
         context_tokens=int(tokens.max()),
         protected_tokens=int(tokens.min()),
     )
     problem = problem.replace(constraints=_sides(random, side, problem))
     return _with_goal(random, problem, sense)
-
-
-def _parse(kind: str) -> tuple[Aggregate, str, str]:
-    scope, _, rest = kind.rpartition(":")
-    curves, _, side = rest.partition("+")
-    side = side or "plain"
-    if scope not in SCOPES or curves not in CURVES + BIT_CURVES or side not in SIDES:
-        raise InputError(
-            f"there is no kind of problem {kind!r}; write [worst:]CURVES[+SIDE] with CURVES "
-            f"of {', '.join(CURVES + BIT_CURVES)} and SIDE of {', '.join(SIDES)}"
-        )
-    return SCOPES[scope], curves, side
 
 
 def _options(
@@ -224,22 +206,20 @@ def _options(
 def _sides(
     random: np.random.Generator, side: str, problem: AllocationProblem
 ) -> tuple[SideConstraint, ...]:
+    """Return the side constraints of a name of `SIDES`."""
     units = list(range(problem.n_units))
-    if side == "plain":
-        return ()
-    if side == "nested_caps":
-        half = units[: max(2, len(units) // 2 + 1)]
-        inner = half[: max(1, len(half) // 2)]
-        return (_cap(random, problem, "device 0", half), _cap(random, problem, "layer 0", inner))
-    if side == "crossing_caps":
-        third = max(1, len(units) // 3)
-        return (
-            _cap(random, problem, "device 0", units[: 2 * third]),
-            _cap(random, problem, "device 1", units[third:]),
-        )
-    if side == "max_distinct":
-        return (MaxDistinct(most=int(random.integers(1, 3))),)
-    return (_cap(random, problem, "device 0", units[1:]), MaxDistinct(most=2))
+    half, third = units[: max(2, len(units) // 2 + 1)], max(1, len(units) // 3)
+    capped = {
+        "nested_caps": {"device 0": half, "layer 0": half[: max(1, len(half) // 2)]},
+        "crossing_caps": {"device 0": units[: 2 * third], "device 1": units[third:]},
+        "mixed": {"device 0": units[1:]},
+    }
+    sides: list[SideConstraint] = [
+        _cap(random, problem, name, inside) for name, inside in capped.get(side, {}).items()
+    ]
+    if side in ("max_distinct", "mixed"):
+        sides.append(MaxDistinct(most=2 if side == "mixed" else int(random.integers(1, 3))))
+    return tuple(sides)
 
 
 def _cap(
@@ -261,8 +241,6 @@ def _with_goal(
         room = problem.max_cost_bytes - problem.min_cost_bytes
         return problem.with_capacity(problem.min_cost_bytes + int(share * room))
     floor = problem.objective_value(np.zeros(problem.n_units, dtype=np.int64))
-    best = problem.max_value
-    # Side constraints can put the best value out of reach: ask for less there.
-    if problem.constraints:
-        best = 0.7 * best + 0.3 * floor
+    # side constraints can put the best value out of reach
+    best = (0.7 * problem.max_value + 0.3 * floor) if problem.constraints else problem.max_value
     return problem.with_target(floor + share * (best - floor))

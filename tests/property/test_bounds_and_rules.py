@@ -187,7 +187,7 @@ def test_an_infeasible_problem_has_no_bound(goal):
 @pytest.mark.parametrize("kind", ["losses", "worst:losses"])
 def test_another_capacity_has_another_bound(kind):
     """A problem remembers its bound, and what is made of it does not."""
-    for _, problem in tiny_problems(4, kinds=[kind], seed=60, level="head"):
+    for _, problem in tiny_problems(4, kinds=[kind], seed=60):
         if problem.sense is Sense.MAX_VALUE:
             before, after = (
                 problem.with_capacity(size)
