@@ -25,9 +25,9 @@ def budget_press(profile: BudgetProfile, press: Any, *, accept: Collection[str] 
     """Return a press of kvpress that keeps a profile's budgets.
 
     Used as kvpress' own are: ``with budget_press(profile, SnapKVPress())(model): ...``. The press
-    inside says which entries are the best; sinks and window of the profile stay whatever it says.
-    A layer whose heads have one budget frees what it evicts. In the others the press hides entries
-    and frees nothing, as all of kvpress' head-wise presses do; `kvalloc.make_cache` frees them.
+    inside ranks the entries; sinks and window of the profile stay in any case. A layer with one
+    budget for all heads frees its evicted entries. In other layers the press hides entries and
+    frees nothing, as all of kvpress' head-wise presses do; `kvalloc.make_cache` frees them.
 
     Parameters
     ----------
@@ -75,8 +75,8 @@ def budget_press(profile: BudgetProfile, press: Any, *, accept: Collection[str] 
                 kept = kept.expand(*kept.shape[:3], keys.shape[3])
                 return keys.gather(2, kept).contiguous(), values.gather(2, kept).contiguous()
             ranks = order.argsort(dim=-1)
-            beyond = ranks >= ranks.new_tensor(budgets)[:, None]
-            module.masked_key_indices = beyond.nonzero(as_tuple=True)
+            evicted = ranks >= ranks.new_tensor(budgets)[:, None]
+            module.masked_key_indices = evicted.nonzero(as_tuple=True)
             return keys, values
 
     return BudgetPress()
@@ -97,15 +97,15 @@ class PressScorer(Scorer):
 
     The press is shown queries, keys and values as the layer's attention has them, in place of the
     hidden states and the projections: the queries without their positions stand for the hidden
-    states. What a press looks at beyond that, such as learnt filters, is refused.
+    states. A press that looks at anything else, such as learnt filters, is refused.
 
     Parameters
     ----------
     press : str
         Name of the press, without "Press".
     window : int
-        Last tokens that are never evicted, tokens; those that the press protects come first
-        among the others.
+        Last tokens that are never evicted, tokens; tokens that the press protects come first among
+        the others.
 
     Raises
     ------
@@ -148,7 +148,7 @@ class PressScorer(Scorer):
         import torch
 
         frequencies = known_frequencies(
-            states.frequencies, who="the scorer kvpress", instead="use a scorer of kvalloc"
+            states.frequencies, user="the scorer kvpress", instead="use a scorer of kvalloc"
         ).to(states.keys.device)
         batch, n_heads, n_tokens, head_dim = states.queries.shape
 

@@ -1,7 +1,7 @@
 """Rotary position embeddings (RoPE): a layer's inverse frequencies, and rotation by them.
 
 Transformers has no interface that tells whether and how a layer rotates its queries, so a layer is
-judged by what it computes (`kvalloc.models.probe`): its queries of a token at several positions are
+judged by a run (`kvalloc.models.probe`): its queries of a token at several positions are
 compared with those at position 0, rotated by `rotate`. What cannot be compared counts as unknown,
 never as plain rotation.
 """
@@ -34,15 +34,16 @@ than 0.005.
 """
 
 
-def known_frequencies(frequencies: Tensor | str, *, who: str, instead: str) -> Tensor:
+def known_frequencies(frequencies: Tensor | str, *, user: str, instead: str) -> Tensor:
     """Return inverse frequencies, or raise if they are not known.
 
     Parameters
     ----------
     frequencies : Tensor or str
         As `layer_frequencies` returns them.
-    who, instead : str
-        Who needs them, such as ``"the scorer expected_attention"``, and what to use instead.
+    user, instead : str
+        The part that needs them, such as ``"the scorer expected_attention"``, and what to use
+        instead.
 
     Raises
     ------
@@ -50,7 +51,7 @@ def known_frequencies(frequencies: Tensor | str, *, who: str, instead: str) -> T
         If they are not known; names the layer's class, the reason and the way out.
     """
     if isinstance(frequencies, str):
-        raise UnsupportedModelError(f"{who} has to rotate queries, but {frequencies}; {instead}")
+        raise UnsupportedModelError(f"{user} has to rotate queries, but {frequencies}; {instead}")
     return frequencies
 
 

@@ -1,7 +1,7 @@
-"""Scorers: how much each entry of the cache matters for what comes next.
+"""Scorers: how much each entry of the cache matters for the tokens to come.
 
-One file a scorer. All of them, ours and those of other packages, are found through the
-entry-point group ``kvalloc.scorers``. Nothing here imports torch until a score is computed.
+One file a scorer. All of them, ours and others', are found through the entry-point group
+``kvalloc.scorers``. Nothing here imports torch until a score is computed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Attention rows, logits and protected columns, computed again from what a layer's attention sees.
+"""Attention rows, logits and protected columns, computed again from a layer's queries and keys.
 
 Only the requested rows are computed, so the full attention matrix never exists.
 """
@@ -20,9 +20,9 @@ _KEY_BLOCK_TOKENS = 256
 _BLOCK_ELEMENTS, _LEAST_ROWS = 1 << 18, 16
 _WINDOW_ELEMENTS = 1 << 24
 
-_BEHIND, _WANTED, _ROWS = "behind", "wanted", "rows"
-"""Under which states share those of `states_behind`, which of their rows will be asked for again,
-and these."""
+_MOVED, _REUSED, _ROWS = "moved", "reused", "rows"
+"""Keys in `AttentionStates.shared`: the result of `states_behind`, which of its rows to store for
+`known_rows`, and these rows."""
 
 
 def window_attention(states: AttentionStates, window: int) -> Tensor:
@@ -31,7 +31,7 @@ def window_attention(states: AttentionStates, window: int) -> Tensor:
     Parameters
     ----------
     states : AttentionStates
-        What one layer's attention sees.
+        One layer's queries, keys and values.
     window : int
         Rows wanted; all new tokens when there are fewer.
 
@@ -52,11 +52,11 @@ def window_votes(
     Parameters
     ----------
     states : AttentionStates
-        What one layer's attention sees.
+        One layer's queries, keys and values.
     window : int
         Rows wanted.
     reduce : callable
-        From ``(batch, n_kv_heads, group, rows, n_tokens)`` to the result, each head by itself.
+        From ``(batch, n_kv_heads, group, rows, n_tokens)`` to the result, each head separately.
 
     Returns
     -------
@@ -80,7 +80,7 @@ def window_maxima(states: AttentionStates, window: int) -> Tensor:
     Parameters
     ----------
     states : AttentionStates
-        What one layer's attention sees.
+        One layer's queries, keys and values.
     window : int
         Rows wanted.
 
@@ -92,14 +92,14 @@ def window_maxima(states: AttentionStates, window: int) -> Tensor:
 
     batch, n_kv_heads, n_tokens, _ = states.keys.shape
     n_heads, n_new = states.queries.shape[1:3]
-    found = states.keys.new_zeros(
+    maxima = states.keys.new_zeros(
         batch, n_kv_heads, n_heads // n_kv_heads, n_tokens, dtype=torch.float32
     )
-    for first, end in row_blocks(max(n_new - window, 0), n_new, found.numel(), _BLOCK_ELEMENTS):
+    for first, end in row_blocks(max(n_new - window, 0), n_new, maxima.numel(), _BLOCK_ELEMENTS):
         largest = attention_rows(states, first, end).amax(dim=3)
-        seen = found[..., : largest.shape[-1]]
+        seen = maxima[..., : largest.shape[-1]]
         torch.maximum(seen, largest, out=seen)
-    return found
+    return maxima
 
 
 def row_blocks(begin: int, end: int, row: int, limit: int) -> Iterator[tuple[int, int]]:
@@ -122,15 +122,15 @@ def attention_rows(states: AttentionStates, first: int, end: int) -> Tensor:
     Parameters
     ----------
     states : AttentionStates
-        What one layer's attention sees.
+        One layer's queries, keys and values.
     first, end : int
         The rows, counted from the first of the states' queries.
 
     Returns
     -------
     Tensor of float32, (batch, n_kv_heads, group, end - first, n_seen)
-        Over the first ``n_seen`` tokens: those that come later, which none of the rows sees, are
-        left out. Rows of padding are 0.
+        Over the first ``n_seen`` tokens; later ones, which none of the rows sees, are left out.
+        Rows of padding are 0.
     """
     import torch
 
@@ -148,11 +148,11 @@ def attention_rows(states: AttentionStates, first: int, end: int) -> Tensor:
             later = torch.ones(rows, rows, dtype=torch.bool, device=logits.device).triu_(1)
             logits[..., -rows:].masked_fill_(later, float("-inf"))
         weights = attention_softmax(logits, states.sink_logits)
-        if _WANTED in states.shared:
-            number, every = states.shared[_WANTED]
-            begin = max(first, end + later_rows - number)
-            begin += (end + later_rows - 1 - begin) % every - first  # the last is among them
-            known = logits[..., begin::every, :], weights[..., begin::every, :]
+        if _REUSED in states.shared:
+            n_rows, step = states.shared[_REUSED]
+            begin = max(first, end + later_rows - n_rows)
+            begin += (end + later_rows - 1 - begin) % step - first  # the last is among them
+            known = logits[..., begin::step, :], weights[..., begin::step, :]
             states.shared.setdefault(_ROWS, []).append((known[1].clone(), row_divisors(*known)))
         return weights
     mask = mask[..., :n_seen]
@@ -165,20 +165,20 @@ def attention_rows(states: AttentionStates, first: int, end: int) -> Tensor:
 
 
 def queries_behind(
-    states: AttentionStates, places: Tensor, ahead: int, *, who: str, instead: str
+    states: AttentionStates, places: Tensor, ahead: int, *, user: str, instead: str
 ) -> Tensor:
     """Return some of the queries, all rotated to one position behind the newest token.
 
     Parameters
     ----------
     states : AttentionStates
-        What one layer's attention sees.
+        One layer's queries, keys and values.
     places : Tensor of int64, (n_rows,)
         Which queries, counted from the first of the states'.
     ahead : int
-        How far behind the newest token, positions.
-    who, instead : str
-        Who needs them and what to use instead, for `known_frequencies`.
+        Positions behind the newest token.
+    user, instead : str
+        See `known_frequencies`.
 
     Returns
     -------
@@ -189,7 +189,7 @@ def queries_behind(
     UnsupportedModelError
         If the model does not rotate halves of its queries.
     """
-    frequencies = known_frequencies(states.frequencies, who=who, instead=instead)
+    frequencies = known_frequencies(states.frequencies, user=user, instead=instead)
     queries = states.queries
     places = places.to(queries.device)
     distances = queries.shape[2] - 1 - places + ahead
@@ -197,17 +197,17 @@ def queries_behind(
 
 
 def states_behind(
-    states: AttentionStates, rows: int, ahead: int, *, who: str, instead: str
+    states: AttentionStates, rows: int, ahead: int, *, user: str, instead: str
 ) -> AttentionStates:
-    """Return the states with their last queries behind the newest token, each of which sees it.
+    """Return the states with their last queries behind the newest token, where each sees it.
 
     Parameters
     ----------
     states : AttentionStates
-        What one layer's attention sees.
+        One layer's queries, keys and values.
     rows : int
-        How many of the last queries; all of them where there are fewer.
-    ahead, who, instead
+        Number of last queries; all of them if there are fewer.
+    ahead, user, instead
         See `queries_behind`.
 
     Returns
@@ -220,64 +220,64 @@ def states_behind(
     n_new = states.queries.shape[2]
     first = max(n_new - rows, 0)
     queries = queries_behind(
-        states, torch.arange(first, n_new, device="cpu"), ahead, who=who, instead=instead
+        states, torch.arange(first, n_new, device="cpu"), ahead, user=user, instead=instead
     )
     mask = _row_mask(states, first, n_new)
     if mask is not None:
         mask = _is_visible(mask)[:, :1, 0].any(dim=-1, keepdim=True)
         mask = mask & ~protected_columns(states, sinks=0)[:, :, None]
-    found = replace(states, queries=queries, mask=mask, displaced=True)
-    if _WANTED in states.shared:
-        found.shared[_WANTED] = states.shared[_WANTED]
-    states.shared[_BEHIND, ahead] = found
-    return found
+    moved = states.shared[_MOVED, ahead] = replace(
+        states, queries=queries, mask=mask, displaced=True
+    )
+    if _REUSED in states.shared:
+        moved.shared[_REUSED] = states.shared[_REUSED]
+    return moved
 
 
-def want_rows(states: AttentionStates, rows: int, every: int) -> None:
-    """Let some of the rows be kept that `states_behind` puts there, for `known_rows`.
+def want_rows(states: AttentionStates, rows: int, step: int) -> None:
+    """Let `attention_rows` store some rows of the result of `states_behind`, for `known_rows`.
 
     Parameters
     ----------
     states : AttentionStates
-        What one layer's attention sees.
+        One layer's queries, keys and values.
     rows : int
-        How many of the last.
-    every : int
+        Number of last rows.
+    step : int
         Only each N-th of these, the last among them.
     """
-    states.shared[_WANTED] = rows, every
+    states.shared[_REUSED] = rows, step
 
 
 def known_rows(states: AttentionStates, ahead: int) -> tuple[Tensor, Tensor] | None:
-    """Return what is known of the rows of `want_rows`, where they have voted.
+    """Return the stored rows of `want_rows`.
 
     Parameters
     ----------
     states : AttentionStates
-        What one layer's attention sees.
+        One layer's queries, keys and values.
     ahead : int
-        How far behind the newest token the queries were put, positions.
+        Positions from the newest token to the moved queries.
 
     Returns
     -------
     tuple of Tensor of float32, or None
-        Weights, (batch, n_kv_heads, group, n_rows, n_tokens), and `row_divisors`. None where some
-        of these rows were not computed.
+        Weights, (batch, n_kv_heads, group, n_rows, n_tokens), and `row_divisors`. None if some of
+        these rows were not computed.
     """
     import torch
 
-    found: AttentionStates | None = states.shared.get((_BEHIND, ahead))
-    if found is None or _WANTED not in found.shared:
+    moved: AttentionStates | None = states.shared.get((_MOVED, ahead))
+    if moved is None or _ROWS not in moved.shared:
         return None
-    wanted = min(found.shared[_WANTED][0], states.queries.shape[2])
-    if found.queries.shape[2] < wanted or _ROWS not in found.shared:
+    if moved.queries.shape[2] < min(moved.shared[_REUSED][0], states.queries.shape[2]):
         return None
-    weights, divisors = (torch.cat(own, dim=3) for own in zip(*found.shared[_ROWS], strict=True))
+    weights, divisors = (torch.cat(one, dim=3) for one in zip(*moved.shared[_ROWS], strict=True))
     return weights, divisors
 
 
 def row_divisors(logits: Tensor, weights: Tensor) -> Tensor:
-    """Return the log of what the softmax divides each row by, from its largest logit and weight.
+    """Return the log of the softmax's divisor of each row, from its largest logit and weight.
 
     Parameters
     ----------
@@ -296,7 +296,7 @@ def attention_logits(states: AttentionStates, keys: Tensor, first: int, end: int
     Parameters
     ----------
     states : AttentionStates
-        What one layer's attention sees.
+        One layer's queries, keys and values.
     keys : Tensor, (batch, n_kv_heads, n_keys, head_dim)
         Some of its keys.
     first, end : int
@@ -343,7 +343,7 @@ def protected_columns(states: AttentionStates, *, sinks: int) -> Tensor:
     Parameters
     ----------
     states : AttentionStates
-        What one layer's attention sees.
+        One layer's queries, keys and values.
     sinks : int
         First tokens of the prompt that are never evicted.
 
@@ -390,13 +390,12 @@ def _row_mask(states: AttentionStates, first: int, end: int) -> Tensor | None:
     """
     import torch
 
-    given: Any = states.mask
+    mask: Any = states.mask
     n_tokens = states.keys.shape[2]
-    if given is None:
+    if mask is None:
         return None
-    if not isinstance(given, torch.Tensor):
-        return _block_rows(given, states, first, end)
-    mask: Tensor = given
+    if not isinstance(mask, torch.Tensor):
+        return _block_rows(mask, states, first, end)
     rows, n_new = end - first, states.queries.shape[2]
     if mask.dim() == 2:  # flash attention gets the padding alone, 1 for a real token
         causal = torch.ones(rows, n_tokens, dtype=torch.bool, device=mask.device)
@@ -411,7 +410,7 @@ def _row_mask(states: AttentionStates, first: int, end: int) -> Tensor | None:
 
 
 def _block_rows(mask: Any, states: AttentionStates, first: int, end: int) -> Tensor:
-    """Return the rows of flex attention's `BlockMask`, whose rule says what each row sees."""
+    """Return the rows of flex attention's `BlockMask`, by its rule for what each row sees."""
     import torch
 
     rule = getattr(mask, "mask_mod", None)

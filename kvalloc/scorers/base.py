@@ -37,8 +37,8 @@ class Scorer(Parameterized, ABC):
         Whether `score` looks at the window's queries. False where it needs none, or `observe`
         adds up all of them as they come.
     by_head : bool
-        Whether the scores of a KV head depend on what that head sees alone, and on no notes, so
-        that heads are scored one by one, and those that keep everything not at all.
+        Whether the scores of a KV head depend on that head alone, and on no notes. Then heads are
+        scored separately, and heads that keep everything not at all.
     across_layers : bool
         Whether heads of several layers may be scored in one call; see `AttentionStates.layers`.
         Then of a short prompt many layers evict at once.
@@ -54,12 +54,12 @@ class Scorer(Parameterized, ABC):
 
     @abstractmethod
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
-        """Return the importance of each entry for what comes next; higher is kept.
+        """Return the importance of each entry for the tokens to come; higher is kept.
 
         Parameters
         ----------
         states : AttentionStates
-            What one layer's attention sees.
+            One layer's queries, keys and values.
         sinks : int
             First tokens of the prompt that are never evicted, and so get no score.
 
@@ -78,7 +78,7 @@ class Scorer(Parameterized, ABC):
         scores : Tensor, (batch, n_kv_heads, n_tokens)
             Changed.
         states : AttentionStates
-            What they were made from.
+            The layer that they are of.
         sinks : int
             First tokens that get no score.
         """
@@ -103,22 +103,22 @@ class Scorer(Parameterized, ABC):
         return self.window if self.holds_queries else 0
 
     def observe(self, states: AttentionStates, *, sinks: int) -> Observed | None:
-        """Return what to remember of a chunk of the prompt that is not the last one.
+        """Return notes of a chunk of the prompt that is not the last one.
 
-        Scorers that look at all queries need it: `score` sees those of the last chunk, and finds
-        what this returned as ``states.observed``. The scorer itself holds nothing.
+        Scorers that look at all queries need it: `score` sees the queries of the last chunk, and
+        these notes as ``states.observed``. The scorer itself stores nothing.
 
         Parameters
         ----------
         states : AttentionStates
-            One layer, one chunk; its ``observed`` is what the chunk before left.
+            One layer, one chunk; its ``observed`` has the notes of the chunks before.
         sinks : int
             First tokens of the prompt that are never evicted.
 
         Returns
         -------
         Observed or None
-            None, as by default, for a scorer that needs nothing of it.
+            None, as by default, for a scorer that needs no notes.
         """
         return None
 
@@ -141,43 +141,42 @@ class Scorer(Parameterized, ABC):
     def later(self) -> Later | None:
         """The second read of the prompt that `score` looks at; None, as by default, for none.
 
-        Where it is not None, the cache holds the whole prompt until it has been read again.
+        If it is not None, the cache stores the whole prompt until it has been read again.
         """
         return None
 
     @property
-    def again(self) -> Scorer | None:
-        """The one that ranks what is kept of a prompt beside what followed it.
+    def for_turns(self) -> Scorer | None:
+        """The scorer that ranks a prompt's kept entries and new ones together.
 
-        This by default; None for one that needs a second read, which gives way to the votes of the
-        latest queries.
+        This one by default. None for a scorer that needs a second read: attention of the latest
+        queries ranks in its place.
         """
         return self if self.later is None else None
 
     def observe_later(self, states: AttentionStates, step: LaterStep, *, sinks: int) -> Observed:
-        """Return what to remember of a piece of the prompt that is read again.
+        """Return notes of a piece of the prompt that is read again.
 
-        Only called where `later` is not None; `score` finds the last one returned as
+        Only called if `later` is not None; `score` finds the notes of the last piece as
         ``states.later``.
 
         Parameters
         ----------
         states : AttentionStates
             One layer: the queries of the piece, and all keys up to the last of it. Its
-            ``observed`` is what the piece before left.
+            ``observed`` has the notes of the pieces before.
         step : LaterStep
-            What the piece is.
+            The piece.
         sinks : int
             First tokens of the prompt that are never evicted.
 
         Returns
         -------
         Observed
-            Its columns are those of the prompt, (batch, n_kv_heads or n_query_heads, n_prompt).
+            With a column for each token of the prompt, (batch, n_kv_heads or n_query_heads,
+            n_prompt).
         """
-        raise NotImplementedError(
-            f"the scorer {self.name} has the prompt read again and sees nothing of it"
-        )
+        raise NotImplementedError
 
     def later_notes(self, states: AttentionStates) -> Observed:
         """Return the scorer's notes about the second read of this prompt.
@@ -207,7 +206,7 @@ class Scorer(Parameterized, ABC):
         """
 
     def check_prompt_only(self) -> None:
-        """Refuse the scorer where the prompt is run only once.
+        """Refuse a scorer of a second read: the prompt is read only once.
 
         Raises
         ------

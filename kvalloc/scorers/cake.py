@@ -1,4 +1,4 @@
-"""CAKE's eviction score: what is looked at much, or by fits and starts."""
+"""CAKE's eviction score: entries with much attention, or with attention that varies."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What scorers share that add up the attention of all rows: H2O and its descendants.
+"""Sums of the attention of all rows, for H2O and its descendants.
 
 The rows are computed again block by block and reduced at once, so that memory grows with the
 prompt and never with its square. A prompt in chunks gives the same sums: a chunk's rows see the
-chunk and what was before it, and what they add is kept by the cache until the prompt is complete.
+chunk and all tokens before it, and the cache stores the sums until the prompt is complete.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def weighted_rows(states: AttentionStates, weights: Tensor) -> Tensor:
     Parameters
     ----------
     states : AttentionStates
-        What one layer's attention sees.
+        One layer's queries, keys and values.
     weights : Tensor of float32, (n_new_tokens,)
-        Of the rows, on the host; those of weight 0 at either end are not computed.
+        Weights of the rows, on the host; rows of weight 0 at either end are not computed.
 
     Returns
     -------
@@ -67,12 +67,12 @@ def weighted_rows(states: AttentionStates, weights: Tensor) -> Tensor:
     batch, _, n_tokens, _ = states.keys.shape
     n_query_heads = states.queries.shape[1]
     columns = torch.zeros(states.keys.shape[:3], dtype=torch.float32, device=states.keys.device)
-    wanted = weights.nonzero()
-    if not wanted.numel():  # also a chunk that is all padding: no rows and no columns
+    rows = weights.nonzero()
+    if not rows.numel():  # also a chunk that is all padding: no rows and no columns
         return columns
     weights = weights.to(columns.device)
     row = batch * n_query_heads * n_tokens
-    for first, end in row_blocks(int(wanted[0]), int(wanted[-1]) + 1, row, _BLOCK_ELEMENTS):
+    for first, end in row_blocks(int(rows[0]), int(rows[-1]) + 1, row, _BLOCK_ELEMENTS):
         attention = attention_rows(states, first, end).mean(dim=2)
         block = weights[first:end, None]
         columns[..., : attention.shape[-1]] += (attention * block).sum(dim=2)

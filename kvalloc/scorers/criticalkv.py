@@ -19,7 +19,7 @@ class CriticalKV(PooledScorer):
     """``(A + epsilon) * || V W_O ||_1``, with A the pooled mean attention of the window.
 
     Keeping the most of it minimises an upper bound of the change of the layer's output (Theorem
-    3.5), so that a retention curve made of it is about the output rather than about attention.
+    3.5). A retention curve made of it is therefore about the output rather than about attention.
     The method itself picks in two stages, for which it needs the budget: see the policy
     ``critical``.
 

@@ -1,4 +1,4 @@
-"""Expected attention: what queries yet to come will look at, if they are like those so far."""
+"""Expected attention: the entries that future queries will look at, if they are like past ones."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ExpectedAttention(Scorer):
     window : int
         Last tokens that are never evicted, tokens.
     future : int
-        Positions after the prompt that are averaged over, tokens.
+        Positions after the prompt over which the rotation is averaged, tokens.
     epsilon : float
         Added to the softmax before the norm of the value is multiplied.
 
@@ -125,8 +125,8 @@ def _frequencies(states: AttentionStates) -> Tensor:
             "the scorer expected_attention knows plain logits only, and this model caps them or "
             f"adds a sink to them; {instead}"
         )
-    who = "the scorer expected_attention"
-    return known_frequencies(states.frequencies, who=who, instead=instead)
+    user = "the scorer expected_attention"
+    return known_frequencies(states.frequencies, user=user, instead=instead)
 
 
 def _mean_rotation(positions: Tensor, frequencies: Tensor, head_dim: int) -> Tensor:

@@ -1,7 +1,7 @@
-"""The second read of a prompt that a scorer looks at, and what it sees of it.
+"""The second read of a prompt, for scorers that look at it.
 
-Most scorers look at the first read alone. One that does not says so by `Scorer.later`, and the
-cache then holds the prompt whole until the model has repeated it. `Scorer.observe_later` sees each
+Most scorers look at the first read alone. A scorer of a second read has `Scorer.later`, and the
+cache then stores the whole prompt until the model has repeated it. `Scorer.observe_later` sees each
 layer's queries of the repeated tokens, and the keys up to the last of them.
 """
 
@@ -50,15 +50,15 @@ class Later:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaterStep:
-    """What belongs to the states of one layer that `Scorer.observe_later` sees.
+    """A piece of the second read, beside the states that `Scorer.observe_later` sees.
 
     Attributes
     ----------
     n_prompt : int
         Entries of the prompt.
     shown : Tensor of int64, (n_shown,), or None
-        Columns of the prompt whose entries are the first keys, in order; None for all. All other
-        keys are those of the later tokens, the last of which have the states' queries.
+        Columns of the prompt's entries that are the first keys, in order; None for all. All other
+        keys are of the later tokens; the states' queries are of the last of these.
     repeated : Tensor of int64, (n_repeated,)
         Columns of the prompt that are repeated now, the same in all rows.
     leading : Tensor of int64, (n_leading,), or None
@@ -72,7 +72,7 @@ class LaterStep:
 
     @property
     def n_shown(self) -> int:
-        """Where the keys of the later tokens begin."""
+        """Place among the keys at which the later tokens begin."""
         return self.n_prompt if self.shown is None else int(self.shown.numel())
 
     def places(self, columns: Tensor) -> Tensor:

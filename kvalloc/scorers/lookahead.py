@@ -1,4 +1,4 @@
-"""Lookahead: the prompt's last queries vote from behind its end, as later ones will."""
+"""Lookahead: attention of the prompt's last queries from behind its end, as of later ones."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LATEST_VOTES, AHEAD_TOKENS = 128, 8
-"""Latest tokens whose queries vote among what is kept and what followed, and how far behind the
-end they are put: in their own places they look at their neighbours, and at 5 bits in 20% of the
-bytes lose four times as much (SmolLM2-135M: KL .0230 and .0057)."""
+"""Number of latest queries that rank kept entries and new ones, and positions from the end to which
+they are moved. In their own places they look at their neighbours, and at 5 bits in 20% of the bytes
+lose four times as much (SmolLM2-135M: KL .0230 and .0057)."""
 
 TURN_VOTES = 256
-"""Latest tokens whose queries vote when a turn is settled: of a longer turn than `LATEST_VOTES` the
-first ones would have no say in what the next answers find of it."""
+"""Number of latest queries that rank entries at the end of a turn: with `LATEST_VOTES`, the first
+queries of a longer turn would not count."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,16 +32,16 @@ class Lookahead(PooledScorer):
     window : int
         Last tokens of the prompt that are never evicted, tokens.
     votes : int
-        Last tokens of the prompt whose queries vote; may be more than the window, or fewer.
+        Last queries of the prompt that count; may be more than the window, or fewer.
     ahead : int
-        How many positions behind the end the queries of these tokens are rotated to, where they see
-        every entry; 0 leaves them in their own places. A query in its own place votes for its
-        neighbours, which later queries do not have. On SmolLM2-135M, at 5 bits in 20% of the
-        bytes, evicted after every 64 decoded tokens, 8 loses a quarter of what 0 does.
+        Positions behind the end to which these queries are rotated. There they see every entry; 0
+        leaves them in their own places. A query in its own place looks at its neighbours, which
+        later queries do not have. On SmolLM2-135M, at 5 bits in 20% of the bytes, evicted after
+        every 64 decoded tokens, the loss with 8 is a quarter of that with 0.
     pool : int
         Odd width of the average pooling, tokens; 1 turns it off.
     row_reduce, group_reduce : {"mean", "max"}
-        How the votes of the queries, and then of the query heads that share a KV head, are
+        How the attention of the queries, and then of the query heads that share a KV head, is
         reduced.
     """
 
@@ -58,28 +58,28 @@ class Lookahead(PooledScorer):
 
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
         """Return the scores of one layer's entries; see `Scorer.score`."""
-        voting = states
+        moved = states
         if self.ahead:
-            voting = states_behind(
+            moved = states_behind(
                 states,
                 self.votes,
                 self.ahead,
-                who="the scorer lookahead",
+                user="the scorer lookahead",
                 instead="leave them in their places (ahead=0)",
             )
         if self.row_reduce == "max":
-            votes = window_maxima(voting, self.votes)
+            attention = window_maxima(moved, self.votes)
         else:
-            votes = window_votes(voting, self.votes, lambda rows: rows.mean(dim=3))
-        return self.pooled(votes, states, sinks=sinks)
+            attention = window_votes(moved, self.votes, lambda rows: rows.mean(dim=3))
+        return self.pooled(attention, states, sinks=sinks)
 
     def query_rows(self, n_tokens: int) -> int:
-        """Return the number of voting queries."""
+        """Return the number of queries that count."""
         return self.votes
 
 
 def latest_votes(*, window: int, rotates: bool) -> Lookahead:
-    """Return the votes of the latest queries.
+    """Return the scorer by attention of the latest queries.
 
     Parameters
     ----------

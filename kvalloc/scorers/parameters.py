@@ -31,14 +31,14 @@ _STRICT = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=T
 
 
 class Parameterized:
-    """A plug-in whose parameters are the fields of a frozen, keyword-only dataclass.
+    """A plug-in with the fields of a frozen, keyword-only dataclass as its parameters.
 
     pydantic checks each field by its annotation, without converting texts.
 
     Attributes
     ----------
     kind : str
-        What it is in messages: a scorer, or a policy.
+        Its kind in messages: a scorer, or a policy.
     name : str
         Name in the registry.
     """

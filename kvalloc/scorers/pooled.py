@@ -1,4 +1,4 @@
-"""What scorers share that pool the votes of a few queries: the window's, or later ones."""
+"""Pooling for scorers by the attention of a few queries: the window's, or later ones."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Reduction = Literal["mean", "max"]
 class PooledScorer(Scorer):
     """Attention of the last `window` tokens to each earlier one, pooled and reduced to KV heads.
 
-    Softmax over all keys with the causal mask, mean over the window's rows, the window's own
-    columns dropped, the sinks set to 0, pooling along the tokens, then the mean (or maximum) over
-    the query heads that share a KV head. What of it is no parameter of a scorer is as here.
+    These are the steps: softmax over all keys with the causal mask; mean over the window's rows;
+    the window's own columns dropped, the sinks set to 0; pooling along the tokens; mean or maximum
+    over the query heads that share a KV head. A step that is no parameter of a scorer is as here.
 
     Attributes
     ----------
     window : int
-        Rows that vote and columns that are dropped, tokens.
+        Rows that count and columns that are dropped, tokens.
     pool : int
         Odd pooling width, tokens; stride 1; 1 turns it off. Zeros beyond the ends count.
     pooling : {"avg", "max"}
@@ -45,23 +45,23 @@ class PooledScorer(Scorer):
 
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
         """Return the scores of one layer's entries; see `Scorer.score`."""
-        return self.pooled(window_votes(states, self.window, self._votes), states, sinks=sinks)
+        return self.pooled(window_votes(states, self.window, self._reduced), states, sinks=sinks)
 
-    def _votes(self, rows: Tensor) -> Tensor:
-        """Return the window's votes for each entry, ``(batch, n_kv_heads, group, n_tokens)``."""
-        votes = rows.mean(dim=3)
+    def _reduced(self, rows: Tensor) -> Tensor:
+        """Return the window's attention to each entry, (batch, n_kv_heads, group, n_tokens)."""
+        attention = rows.mean(dim=3)
         if self.gamma and rows.shape[3] > 1:
-            votes = votes + self.gamma * rows.var(dim=3)
-        return votes
+            attention = attention + self.gamma * rows.var(dim=3)
+        return attention
 
-    def pooled(self, votes: Tensor, states: AttentionStates, *, sinks: int) -> Tensor:
-        """Return scores from the votes of each query head for each entry.
+    def pooled(self, attention: Tensor, states: AttentionStates, *, sinks: int) -> Tensor:
+        """Return scores from the attention of each query head to each entry.
 
         Parameters
         ----------
-        votes : Tensor of float32, (batch, n_kv_heads, group, n_tokens)
+        attention : Tensor of float32, (batch, n_kv_heads, group, n_tokens)
         states : AttentionStates
-            What one layer's attention sees.
+            One layer's queries, keys and values.
         sinks : int
             First columns, set to 0 before pooling: a sink can hold most of a head's mass, and the
             pooling would smear it over its neighbours.
@@ -78,11 +78,11 @@ class PooledScorer(Scorer):
         if n_scored <= min(sinks, scores.shape[-1]):
             return scores
         protected = protected_columns(states, sinks=sinks)[..., :n_scored]
-        votes = votes[..., :n_scored].masked_fill(protected[:, :, None], 0.0)
+        scored = attention[..., :n_scored].masked_fill(protected[:, :, None], 0.0)
         if self.pool > 1:
             pool = functional.avg_pool1d if self.pooling == "avg" else functional.max_pool1d
-            flat = votes.flatten(1, 2)
-            votes = pool(flat, self.pool, stride=1, padding=self.pool // 2).view(votes.shape)
-        reduced = votes.mean(dim=2) if self.group_reduce == "mean" else votes.amax(dim=2)
+            flat = scored.flatten(1, 2)
+            scored = pool(flat, self.pool, stride=1, padding=self.pool // 2).view(scored.shape)
+        reduced = scored.mean(dim=2) if self.group_reduce == "mean" else scored.amax(dim=2)
         scores[..., :n_scored] = reduced.masked_fill_(protected, 0.0)
         return scores

@@ -23,7 +23,7 @@ def projected_value_norms(states: AttentionStates) -> Tensor:
     Parameters
     ----------
     states : AttentionStates
-        What one layer's attention sees, with its output projection.
+        One layer's queries, keys and values, with its output projection.
 
     Returns
     -------
@@ -37,7 +37,7 @@ def projected_value_norms(states: AttentionStates) -> Tensor:
     References
     ----------
     Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective (Feng et
-    al., 2025), Algorithm 1, line 3; the mean over a group is that of its public code.
+    al., 2025), Algorithm 1, line 3; the mean over a group is as in its public code.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Reconstruction (KVzip): what the model looks up when it repeats the prompt."""
+"""Reconstruction (KVzip): the model's attention while it repeats the prompt."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Reconstruction(PooledScorer):
     """Largest attention that an entry gets while the model repeats the prompt, teacher-forced.
 
     The prompt comes a second time, in pieces of `chunk` tokens, over its own full cache. The
-    score of an entry is the largest weight that a query of the repetition of its piece gives it,
-    over all these queries and the query heads that share the KV head. The softmax is over the
+    score of an entry is the largest weight that a query of its repeated piece gives it. That is the
+    maximum over these queries and the query heads that share the KV head. The softmax is over the
     piece's entries, the prompt's sinks and the later tokens so far, and not over the whole
-    prompt. It asks no question, so that what is kept serves any.
+    prompt. It asks no question, so that the kept entries serve any.
 
     Parameters
     ----------
@@ -36,7 +36,7 @@ class Reconstruction(PooledScorer):
     nearby : int or None
         Tokens before and behind a piece that its repetition sees beside the piece and the prompt's
         first tokens; None for the whole prompt, as the method does. With 0 the repetition takes
-        time in proportion to the prompt, and on SmolLM2-135M what is kept serves as well.
+        time in proportion to the prompt, and on SmolLM2-135M the kept entries serve as well.
     window : int
         Last tokens of the prompt that are never evicted, tokens. The method itself has no window.
     pool : int
@@ -73,18 +73,12 @@ class Reconstruction(PooledScorer):
         """Return the largest weights so far, (batch, n_query_heads, n_prompt)."""
         import torch
 
-        n_rows = int(states.queries.shape[2])
-        device = states.keys.device
-        places = step.repeated.to(device)
-        parts = [step.places(step.repeated)]
-        if step.leading is not None:
-            parts.append(step.places(step.leading))
-        parts = [part.to(device) for part in parts]
+        device, places = states.keys.device, step.repeated.to(states.keys.device)
+        prompt = [part for part in (step.repeated, step.leading) if part is not None]
         later = torch.arange(step.n_shown, states.keys.shape[2], device=device)
-        columns = torch.cat([*parts, later])
+        columns = torch.cat([*(step.places(part).to(device) for part in prompt), later])
         keys = states.keys.index_select(2, columns)
-        batch, n_kv_heads = keys.shape[:2]
-        n_query_heads = int(states.queries.shape[1])
+        batch, n_query_heads, n_rows, _ = states.queries.shape
         best = keys.new_zeros(batch, n_query_heads, places.numel(), dtype=torch.float32)
         row = batch * n_query_heads * columns.numel()
         for first, end in row_blocks(0, n_rows, row, _BLOCK_ELEMENTS):
@@ -94,21 +88,14 @@ class Reconstruction(PooledScorer):
             logits[..., first - end :].masked_fill_(causal.triu_(1), float("-inf"))
             weights = attention_softmax(logits, states.sink_logits)[..., : places.numel()]
             torch.maximum(best, weights.amax(dim=3).flatten(1, 2), out=best)
-        before = states.observed
-        if before is None or before.columns is None:
-            votes = keys.new_zeros(batch, n_query_heads, step.n_prompt, dtype=torch.float32)
-        else:
-            votes = before.columns
-        votes = votes.index_copy(2, places, best)
-        return Observed(n_tokens=n_rows, columns=votes)
+        largest = None if states.observed is None else states.observed.columns
+        if largest is None:
+            largest = keys.new_zeros(batch, n_query_heads, step.n_prompt, dtype=torch.float32)
+        return Observed(n_tokens=n_rows, columns=largest.index_copy(2, places, best))
 
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
         """Return the scores of one layer's entries; see `Scorer.score`."""
-        noted = self.later_notes(states)
-        assert noted.columns is not None  # `observe_later` made it
-        n_kv_heads, n_tokens = states.keys.shape[1:3]
-        return self.pooled(
-            noted.columns.view(noted.columns.shape[0], n_kv_heads, -1, n_tokens),
-            states,
-            sinks=sinks,
-        )
+        largest = self.later_notes(states).columns
+        assert largest is not None  # `observe_later` made it
+        of_groups = largest.view(len(largest), states.keys.shape[1], -1, states.keys.shape[2])
+        return self.pooled(of_groups, states, sinks=sinks)

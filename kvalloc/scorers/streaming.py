@@ -1,4 +1,4 @@
-"""StreamingLLM: the most recent tokens, whatever they say."""
+"""StreamingLLM: the most recent tokens, of any text."""
 
 from __future__ import annotations
 

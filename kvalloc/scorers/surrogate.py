@@ -1,4 +1,4 @@
-"""Surrogate (KVzap): what a second read would look up, predicted from an entry itself."""
+"""Surrogate (KVzap): a second read's attention to an entry, predicted from the entry itself."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ if TYPE_CHECKING:
 _LEAST_NORM = 1e-6
 _BLOCK_TOKENS = 2048
 _LOG_RANGE = (-40.0, 40.0)
-"""Of what is predicted; its exponential is a float32."""
+"""Range of the prediction; its exponential is a float32."""
 
 LATER_WEIGHT = 30.0
-"""Weight of the votes where what is kept of a prompt competes with what followed it. At 5 bits in
-20% of the bytes, evicted after every 64 decoded tokens, they lose three quarters of what none do;
-where few entries stay, 30 to 100 lose a third less than 10 (SmolLM2-135M)."""
+"""Weight of the latest queries' attention when kept entries and new ones are ranked together. At 5
+bits in 20% of the bytes, evicted after every 64 decoded tokens, the loss with it is three quarters
+of that without. If few entries stay, weights of 30 to 100 lose a third less than 10 (SmolLM2-135M).
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,12 +49,12 @@ class Surrogate(Scorer):
     window : int
         Last tokens that are never evicted, tokens.
     votes : int
-        Last tokens whose queries vote, as those of the scorer ``lookahead`` do from behind the end;
-        0 for none. The score is then the larger of the prediction and of `votes_weight` times the
-        largest attention that an entry gets from them. By default 128 where the fit has shown that
-        they help, else none.
+        Last tokens whose queries count from behind the end, as in the scorer ``lookahead``; 0 for
+        none. The score is then the larger of the prediction and of `votes_weight` times the largest
+        attention that an entry gets from them. By default 128 if the fit has shown that they help,
+        else none.
     votes_weight : float
-        Of that attention, above 0; by default the weight that the fit has chosen.
+        Weight of that attention, above 0; by default the weight that the fit has chosen.
 
     Raises
     ------
@@ -64,7 +65,7 @@ class Surrogate(Scorer):
 
     References
     ----------
-    KVzap (NVIDIA, 2026, arXiv 2601.07891), whose linear map is of the hidden state that enters the
+    KVzap (NVIDIA, 2026, arXiv 2601.07891), with a linear map of the hidden state that enters the
     layer. Key and value are linear in it, belong to one KV head, and are there whenever an entry
     is; norms, which are not linear, make up for what they leave out.
     """
@@ -82,7 +83,7 @@ class Surrogate(Scorer):
     votes_weight: Above0 = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        """Read the file, take its votes where none are given, and check; see `Scorer`."""
+        """Read the file, take its number and weight of queries by default, and check."""
         if not self.file:
             raise InputError(
                 "scorer surrogate: file is '', expected what 'kvalloc fit' wrote for this model"
@@ -111,8 +112,8 @@ class Surrogate(Scorer):
         )
 
     @property
-    def again(self) -> Surrogate:
-        """The same beside the votes of the latest queries."""
+    def for_turns(self) -> Surrogate:
+        """The same scorer, beside attention of the latest queries."""
         return replace(self, votes=TURN_VOTES, votes_weight=LATER_WEIGHT)
 
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
@@ -154,7 +155,7 @@ class Surrogate(Scorer):
         return scores
 
     def query_rows(self, n_tokens: int) -> int:
-        """Return the number of voting queries."""
+        """Return the number of queries that count."""
         return self.votes
 
     def _weights(self, states: AttentionStates, n_features: int) -> Tensor:
@@ -183,7 +184,7 @@ def entry_features(states: AttentionStates) -> Tensor:
     Parameters
     ----------
     states : AttentionStates
-        What one layer's attention sees.
+        One layer's queries, keys and values.
 
     Returns
     -------
@@ -222,7 +223,7 @@ def surrogate_frequencies(frequencies: Tensor | str) -> Tensor:
     """Return the frequencies by which keys are rotated back; see `known_frequencies`."""
     return known_frequencies(
         frequencies,
-        who="the scorer surrogate, which 'kvalloc fit' makes,",
+        user="the scorer surrogate, which 'kvalloc fit' makes,",
         instead=f"name {option('budget', '20%')} alone, which needs no fit, or a scorer that looks "
         "at attention, such as snapkv",
     )

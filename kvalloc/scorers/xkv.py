@@ -1,4 +1,4 @@
-"""XKV: the last few rows vote, with average pooling."""
+"""XKV: attention of the last few rows, with average pooling."""
 
 from __future__ import annotations
 

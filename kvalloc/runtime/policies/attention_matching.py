@@ -175,8 +175,8 @@ class AttentionMatching(Score):
             torch.arange(first, end, device="cpu").flip(0)[:: self.every].flip(0)
         )  # the last among them
         instead = "choose a policy that fits no values"
-        who = "the policy attention_matching"
-        return queries_behind(states, places, _AHEAD_TOKENS, who=who, instead=instead)
+        user = "the policy attention_matching"
+        return queries_behind(states, places, _AHEAD_TOKENS, user=user, instead=instead)
 
 
 def _alike(sizes: list[int]) -> list[tuple[slice, int]]:

@@ -148,8 +148,8 @@ class EvictionPolicy(Parameterized, ABC):
         return replace(self, scorer=self._turn_scorer(rotates=rotates))
 
     def _turn_scorer(self, *, rotates: bool) -> Scorer:
-        """Return `Scorer.again`, or a scorer by the latest queries."""
-        if (scorer := self.scorer.again) is not None:
+        """Return `Scorer.for_turns`, or a scorer by the latest queries."""
+        if (scorer := self.scorer.for_turns) is not None:
             return scorer
         latest = latest_votes(window=self.scorer.window, rotates=rotates)
         return replace(latest, votes=TURN_VOTES)

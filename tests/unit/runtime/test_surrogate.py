@@ -142,5 +142,5 @@ def test_the_fit_decides_whether_queries_vote(file, tmp_path):
         scorer = Surrogate(**given)
         assert (scorer.votes, scorer.votes_weight) == (votes, weight)
         assert scorer.query_rows(CONTEXT) == votes
-        assert (scorer.again.votes, scorer.again.votes_weight) == (256, 30.0)
+        assert (scorer.for_turns.votes, scorer.for_turns.votes_weight) == (256, 30.0)
         assert Surrogate(**scorer.parameters()) == scorer
