@@ -86,8 +86,8 @@ class AttentionStates:
     first_head : int
         Number of the first KV head: not 0 if heads are shown separately.
     gaps : bool
-        Whether entries between those of the queries' own tokens are gone, so that the last keys
-        are not theirs; the mask tells which keys each query sees.
+        Whether entries between those of the queries' own tokens are evicted, so that the last keys
+        are of other tokens; the mask tells which keys each query sees.
     displaced : bool
         Whether all queries stand behind the newest token: without a mask, each sees every key.
     positions : Tensor of int32, (batch, n_kv_heads, n_tokens), or None
@@ -104,8 +104,7 @@ class AttentionStates:
         Where the heads of several layers are shown as those of one: these layers, each with as
         many heads. Empty for one layer, and for scorers that do not ask for more.
     shared : dict
-        What was computed of these very states and will be asked for again; none for what
-        `replace` makes of them.
+        Results from these very states that will be needed again; `replace` copies none.
     """
 
     layer: int
@@ -238,8 +237,8 @@ AttentionResult: TypeAlias = "tuple[Tensor, Tensor | None]"
 class Compute(Protocol):
     """Runs the model's own attention of this layer with that mask.
 
-    Over all the keys and values of the states, or over others: those of some entries, each
-    (batch, n_kv_heads, n_read, head_dim), or of some rows of the batch, whose queries then ask.
+    Over all the keys and values of the states, or over others: of some entries, each (batch,
+    n_kv_heads, n_read, head_dim), or of some rows of the batch, with the queries of these rows.
     """
 
     def __call__(
@@ -273,7 +272,7 @@ class _Active:
 class _ConfigView:
     """An attention module's config, but for the implementation that an intercepted forward reads.
 
-    Copies and pickles are the config itself, and so are type, attributes and what is set.
+    Copies and pickles are the config itself; its type and attributes are the config's.
     """
 
     def __init__(self, config: Any, module_id: int) -> None:
@@ -330,9 +329,9 @@ def intercept_attention(model: nn.Module, handler: Handler) -> Iterator[None]:
     handler : callable
         ``handler(states, compute)``; `states` is an `AttentionStates`, ``compute(mask)`` runs
         the layer's own attention (sdpa, eager, flash, ...) and returns
-        ``(output (batch, n_new_tokens, n_query_heads, head_dim), weights or None)``. Whatever
-        the handler returns is what the layer goes on with, so a handler that only looks ends
-        with ``return compute(states.mask)``.
+        ``(output (batch, n_new_tokens, n_query_heads, head_dim), weights or None)``. The layer goes
+        on with the handler's result, so a handler that only looks ends with
+        ``return compute(states.mask)``.
 
     Raises
     ------
@@ -487,21 +486,11 @@ def _wrapper_name(base: str) -> str:
 
 
 def _wrapper_of(base: str) -> Callable[..., AttentionResult]:
-    def attention(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        *more: Any,  # dropout, where another package calls this one: kvpress wraps all there are
-        **kwargs: Any,
-    ) -> AttentionResult:
-        active = _handler_of(id(module))
-        if active is None:
-            kind: Any = type(module)
-            function = attention_function(kind, base)
-            return function(module, query, key, value, attention_mask, *more, **kwargs)
-        return _answered(active, base, module, query, key, value, attention_mask, *more, **kwargs)
+    def attention(module: nn.Module, *states: Any, **kwargs: Any) -> AttentionResult:
+        if (active := _handler_of(id(module))) is not None:
+            return _answered(active, base, module, *states, **kwargs)
+        kind: Any = type(module)
+        return attention_function(kind, base)(module, *states, **kwargs)
 
     return attention
 
@@ -514,7 +503,7 @@ def _answered(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    *more: Any,
+    *more: Any,  # dropout, if another package calls this one: kvpress wraps all implementations
     **kwargs: Any,
 ) -> AttentionResult:
     """Return what a handler answers in place of an implementation."""
@@ -529,15 +518,15 @@ def _answered(
     ) -> AttentionResult:
         keys = key if keys is None else keys
         values = value if values is None else values
-        asking, named = query, kwargs
+        queries, named = query, kwargs
         if rows is not None:
-            asking, positions = query[rows], kwargs.get("position_ids")
+            queries, positions = query[rows], kwargs.get("position_ids")
             if positions is not None and len(positions) == len(query):
                 named = {**kwargs, "position_ids": positions[rows]}
         # Flash attention reads its own name from the config again, to pick a kernel.
         token = _active.set(None)
         try:
-            return function(module, asking, keys, values, mask, *more, **named)
+            return function(module, queries, keys, values, mask, *more, **named)
         finally:
             _active.reset(token)
 

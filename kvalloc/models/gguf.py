@@ -132,7 +132,7 @@ def _unpack(file: Path, folder: Path, dtype: str) -> None:
             tokenizer.save_pretrained(folder)
     except (OSError, ImportError):
         raise  # a full disk, a package that is missing
-    except Exception as error:  # of whatever kind a broken file leads its reader to
+    except Exception as error:  # the reader of a broken file may fail in any way
         raise UnsupportedModelError(
             f"transformers cannot read {file.name}: {one_line(error)}"
         ) from error

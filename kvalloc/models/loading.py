@@ -323,16 +323,13 @@ def _check_sizes(folder: Path) -> None:
     names = ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")
     sizes = [config.get(name) if isinstance(config, dict) else None for name in names]
     layers, hidden, inner, words = (one if isinstance(one, int) else 1 for one in sizes)
-    min_bytes = layers * hidden * inner + words * hidden
+    min_size = layers * hidden * inner + words * hidden
     files = [one for one in folder.glob("*") if one.suffix in (".safetensors", ".bin")]
-    stored_bytes = sum(one.stat().st_size for one in files)
-    if files and (
-        min_bytes > max(_FEW_NUMBERS, _MOST_A_BYTE * stored_bytes) or layers > _MOST_LAYERS
-    ):
+    n_bytes = sum(one.stat().st_size for one in files)
+    if files and (min_size > max(_FEW_NUMBERS, _MOST_A_BYTE * n_bytes) or layers > _MOST_LAYERS):
         raise UnsupportedModelError(
             f"the config of {folder} is of a model of {one_line(layers, 40)} layers and at least "
-            f"{one_line(min_bytes, 40)} numbers, and its weights have {stored_bytes:,} "
-            "bytes; check it"
+            f"{one_line(min_size, 40)} numbers, and its weights have {n_bytes:,} bytes; check it"
         )
 
 

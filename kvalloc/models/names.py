@@ -305,7 +305,7 @@ def own_parts(module: Any) -> Iterator[tuple[str, Any]]:
     """Yield by name what a module computes with: numbers, tensors, active adapters, modules.
 
     PEFT puts a module around the layer that an adapter changes. Adapters that are off, or merged
-    into the layer, are left out, so that the rest is the same as without the module around it.
+    into the layer, are left out, so that the result is the same as without the module around it.
     bitsandbytes stores scales beside a weight. Dropout changes no answer.
     """
     attributes = vars(module)

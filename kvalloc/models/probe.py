@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from kvalloc.errors import UnsupportedModelError, one_line, warn_user
 from kvalloc.models.names import cache_keyword
@@ -92,35 +92,32 @@ def probe(
         If a layer attends to anything but what its cache returned, or not once in a forward.
     """
     seen = _Seen({layer: type(module).__name__ for layer, module in layers.items()})
-    rotations: dict[int, Rotation | None] = {}
-    reason, heads = "a probe finds zeros or no numbers", {}
+    rotations: dict[int, Any] = {}
+    failure = ""
     try:
         with intercepting(seen.attend):
             positions = _run(decoder, seen)
-        # gradient checkpointing takes the cache away from a model in training
-        if seen.stored or not decoder.training:
-            seen.count()
-            heads = seen.heads
-        for layer in () if seen.fault else seen.queries.keys() & layers.keys():
+        for layer in seen.queries.keys() & layers.keys():
             # dropout may change its queries then
             kind = seen.kinds[layer] + " in training mode" * decoder.training
             rotations[layer] = rotation_of(kind, seen.queries[layer], positions, decoder)
     except Exception as error:  # models fail in any way
-        reason = f"a probe raises {type(error).__name__}: {one_line(error)}"
-        rotations = dict.fromkeys(layers)
-        if max(seen.calls.values(), default=0) > 1:
-            seen.count()
-        if seen.fault is None:
-            kind = type(decoder).__name__
-            warn_user(f"it is not known how {kind} rotates its queries: {reason}")
+        failure = f"a probe raises {type(error).__name__}: {one_line(error)}"
+    # gradient checkpointing takes the cache away from a model in training
+    complete = not failure and bool(seen.stored or not decoder.training)
+    if complete or (failure and max(seen.calls.values(), default=0) > 1):
+        seen.count()
     if seen.fault is not None:
         raise UnsupportedModelError(f"{seen.fault}; {_ONCE}")
-    final = not decoder.training and None not in rotations.values()
+    if failure:
+        warn_user(f"it is not known how {type(decoder).__name__} rotates its queries: {failure}")
+    final = not (failure or decoder.training or None in rotations.values())
     for layer, kind in seen.kinds.items():
-        if rotations.get(layer) is None:
-            why = reason if layer in rotations else "a probe calls no attention of it"
+        if failure or rotations.get(layer) is None:
+            zeros = "a probe finds zeros or no numbers"
+            why = failure or (zeros if layer in rotations else "a probe calls no attention of it")
             rotations[layer] = f"it is not known when {kind} rotates its queries: {why}"
-    return Probe(rotations=cast("dict[int, Rotation]", rotations), heads=heads, final=final)
+    return Probe(rotations=rotations, heads=seen.heads if complete else {}, final=final)
 
 
 def check_heads(decoder: Any, heads: Mapping[int, Heads]) -> None:
@@ -175,7 +172,7 @@ class _Seen:
     fault: str | None = None
 
     def cache(self, config: Any) -> Any:
-        """Return a plain cache whose updates are seen."""
+        """Return a plain cache, and note its updates."""
         from transformers import DynamicCache
 
         cache: Any = DynamicCache(config=config)
@@ -194,21 +191,20 @@ class _Seen:
 
         A layer with sinks would compute something that depends on the position, too.
         """
-        layer, states_given = states.layer, (states.keys, states.values)
+        layer, attended = states.layer, (states.keys, states.values)
         self.calls[layer] += 1
         self.queries[layer] = states.queries
-        returned, copies = (
-            self.stored[layer][-1] if layer in self.stored else (states_given, states_given)
-        )
-        names = ("keys", "values")
-        pairs = zip(names, states_given, returned, copies, strict=True)
-        if self.fault is None and (wrong := [p for p in pairs if not _is_same(*p[1:])]):
-            what, now, was, _ = wrong[0]
-            difference = f"{_size(now)}, stored are {_size(was)}"
-            if now.shape == was.shape:
-                difference = "of the same size, changed or copied after they were stored"
-            self.fault = f"layer {layer} of {self.kinds.get(layer)} attends to other {what} than "
-            self.fault += f"its cache returned: {difference}"
+        returned, copies = self.stored[layer][-1] if layer in self.stored else (attended, attended)
+        for name, now, was, copied in zip(
+            ("keys", "values"), attended, returned, copies, strict=True
+        ):
+            if self.fault is None and not _is_same(now, was, copied):
+                difference = f"{_size(now)}, stored are {_size(was)}"
+                if now.shape == was.shape:
+                    difference = "of the same size, changed or copied after they were stored"
+                kind = self.kinds.get(layer)
+                self.fault = f"layer {layer} of {kind} attends to other {name} than its cache "
+                self.fault += f"returned: {difference}"
         n_query_heads, n_new = states.queries.shape[1:3]
         n_kv_heads, key_dim = returned[0].shape[1::2]
         self.heads[layer] = Heads(n_query_heads, n_kv_heads, key_dim, returned[1].shape[-1])
@@ -219,11 +215,13 @@ class _Seen:
     def count(self) -> None:
         """Look whether each layer has stored and attended once."""
         for layer in sorted(self.calls.keys() | self.stored.keys()):
-            times = self.calls[layer], len(self.stored[layer])
-            if times != (1, 1):
-                self.fault = f"layer {layer} of {self.kinds.get(layer, 'the model')} makes "
-                self.fault += f"{times[0]} attention calls and {times[1]} updates of the cache in "
-                self.fault += "one forward, expected 1 and 1"
+            calls, updates = self.calls[layer], len(self.stored[layer])
+            if (calls, updates) != (1, 1):
+                kind = self.kinds.get(layer, "the model")
+                self.fault = (
+                    f"layer {layer} of {kind} makes {calls} attention calls and {updates} updates "
+                    "of the cache in one forward, expected 1 and 1"
+                )
                 return
 
 
@@ -240,7 +238,7 @@ def _size(states: Tensor) -> str:
 def _run(decoder: Any, seen: _Seen) -> Tensor:
     """Run a decoder over a few tokens at several positions, and return the positions.
 
-    Each token is a row of its own, so its queries depend on the token and the position alone,
+    Each token is a row of its own. Its queries then depend on the token and the position alone,
     even if attention, a convolution or a recurrence mixes the tokens of a row.
     """
     import torch

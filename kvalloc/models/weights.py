@@ -171,7 +171,7 @@ def _offloaded(hook: Any, name: str) -> list[Tensor]:
 def _effective(config: Any) -> str:
     """Return the fields of a config that may change a forward and are not the default.
 
-    Other versions of transformers know other fields, whose defaults change nothing.
+    Other versions of transformers know other fields; their defaults change nothing.
     """
     default: dict[str, Any] = {}
     with suppress(Exception):  # a config that cannot be made without values
