@@ -55,13 +55,13 @@ class AttentionMatching(ExportTarget):
                     f"expected a share for each of the {len(names)} heads {names[0]} to "
                     f"{names[-1]} of {like.shape.model_id}"
                 )
-            wanted = np.array([float(shares[name]) for name in names])
-            if not (np.isfinite(wanted).all() and wanted.min() >= 0 and wanted.max() > 0):
+            entries = np.array([float(shares[name]) for name in names])
+            if not (np.isfinite(entries).all() and entries.min() >= 0 and entries.max() > 0):
                 raise ValueError("expected shares from 0 on, not all of them 0")
         if kept is None:
             kept = like.budgets[list(like.shape.full_layers)].mean() / like.context_tokens
-        total = kept * wanted.size * like.context_tokens
-        return imported_heads(like, path, wanted / wanted.sum() * total)
+        total = kept * entries.size * like.context_tokens
+        return imported_heads(like, path, entries / entries.sum() * total)
 
 
 def _names(profile: BudgetProfile) -> list[str]:

@@ -12,7 +12,7 @@ from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.policy import Policy
 from kvalloc.interop.target import (
     ExportTarget,
-    alone,
+    by_policy,
     check_numbers,
     imported,
     reading,
@@ -97,5 +97,5 @@ class DuoAttention(ExportTarget):
             length_rule="proportional",
             budgets=with_decided(like, np.where(retrieval, like.context_tokens, few)),
             bits=None,
-            **alone(scored("streaming", sinks=sinks, window=recent)),
+            **by_policy(scored("streaming", sinks=sinks, window=recent)),
         )

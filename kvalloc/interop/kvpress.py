@@ -136,9 +136,9 @@ class PeerCompressed(Compressed):
     """A prompt's cache after a press.
 
     Presses that decide per head evict nothing and mark entries as hidden. Here these get no
-    attention at all (a mask of minus infinity), instead of kvpress's made-up keys, which need
-    several tries to find and leave a little weight where many tokens are read at once. Positions
-    go on from the prompt's length.
+    attention at all (a mask of minus infinity). kvpress itself takes made-up keys, which need
+    several tries to find and leave a little weight if many tokens are read at once. Positions go on
+    from the prompt's length.
 
     Attributes
     ----------
@@ -286,7 +286,7 @@ class KvpressMethod:
 
 
 def read_peers(texts: Sequence[str], profiles: Iterable[BudgetProfile]) -> list[PeerName]:
-    """Read what was typed, and refuse it before a model is loaded.
+    """Read names as typed, and refuse them before a model is loaded.
 
     Parameters
     ----------
@@ -342,7 +342,7 @@ def _hidden(layer: Any, stored: Any, n_kv_heads: int) -> Tensor | None:
 
 
 def _round(cache: Any, hidden: Sequence[Tensor | None], bits: int) -> None:
-    """Round what is not hidden to what kvalloc would store at this width, head by head."""
+    """Round visible entries as kvalloc would store them at this width, head by head."""
     from kvalloc.runtime.quantization import quantised_keys, quantised_values
 
     for layer, marked in zip(cache.layers, hidden, strict=True):
@@ -362,17 +362,17 @@ def _kept_bytes(
     entry_bytes: int,
 ) -> int:
     """Return the bytes of the visible entries of layers, rounded to a width."""
-    kept = every = 0
+    kept = total = 0
     for layer, marked in layers:
         counts = [_entries(layer)] * shape.n_kv_heads
-        every += sum(counts) * entry_bytes
+        total += sum(counts) * entry_bytes
         if marked is not None:
             counts = (~marked).sum(dim=1).tolist()
         if bits == 16 or layer.is_sliding:
             kept += sum(counts) * entry_bytes
         else:
             kept += int(packed_bytes(counts, bits, shape).sum())
-    return round(held_bytes * kept / every)
+    return round(held_bytes * kept / total)
 
 
 def _entries(layer: Any) -> int:
@@ -382,7 +382,7 @@ def _entries(layer: Any) -> int:
 
 @contextmanager
 def _as_it_was(model: Any, tokenizer_path: str | None) -> Iterator[None]:
-    """Undo what presses leave on the model, and let those that load its tokenizer find it.
+    """Undo changes of presses to the model, and let presses that load its tokenizer find it.
 
     Masks of head-wise presses live on the modules and would leak into the next prompt.
     """

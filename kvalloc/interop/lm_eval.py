@@ -1,4 +1,4 @@
-"""A model of lm-evaluation-harness whose cache is reduced: ``--model kvalloc``.
+"""A model of lm-evaluation-harness with a reduced cache: ``--model kvalloc``.
 
 Importing this module registers it; ``lm_eval`` must be installed.
 
@@ -59,7 +59,7 @@ class KVAllocLM(LM):  # type: ignore[misc]  # lm_eval has no types
         Longest prompt with its answer, tokens; the model's limit by default. A longer prompt loses
         its beginning, as in the harness's own models.
     **ignored
-        What the harness passes to every model, such as ``batch_size``: prompts run one by one.
+        Options that the harness passes to every model, such as ``batch_size``: it is always 1.
 
     Raises
     ------
@@ -236,7 +236,7 @@ class KVAllocLM(LM):  # type: ignore[misc]  # lm_eval has no types
         return encode(self._tokenizer, text, special=not (mark and text.startswith(mark)))
 
     def _start_token(self) -> int:
-        """Return what stands for an empty prompt."""
+        """Return the token for an empty prompt."""
         start = self._tokenizer.bos_token_id
         start = self._tokenizer.eos_token_id if start is None else start
         if start is None:

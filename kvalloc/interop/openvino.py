@@ -20,8 +20,8 @@ BLOCK_TOKENS = 32
 class OpenVINO(ExportTarget):
     """A ``CacheEvictionConfig``: first and last tokens, and as many entries in every head.
 
-    It evicts whole blocks of a layer, the same tokens in all of its heads, by attention that is
-    summed over the window of the prompt's last tokens (as in SnapKV) and what is generated. Other
+    It evicts whole blocks of a layer, the same tokens in all of its heads. They are ranked by the
+    sum of the attention of the prompt's last tokens (as in SnapKV) and of generated tokens. Other
     than a budget of kvalloc, ``max_cache_size`` holds for generated tokens, too.
 
     References

@@ -54,7 +54,7 @@ class CSV(ExportTarget):
 
     def read(self, path: Path, like: BudgetProfile) -> BudgetProfile:
         """Read budgets, and bits if it has some; see `ExportTarget.read`."""
-        wanted: dict[str, Any] = {}
+        columns: dict[str, Any] = {}
         with reading(path, "is no table of budgets with the columns layer, head and tokens"):
             table = self.read_table(path)
             places = [np.array(table[name], dtype=np.int64) for name in ("layer", "head")]
@@ -65,8 +65,8 @@ class CSV(ExportTarget):
                 if column in table or name == "budgets":
                     array = np.empty(like.budgets.size, dtype=np.int64)
                     array[order] = np.array(table[column], dtype=np.int64)
-                    wanted[name] = array.reshape(like.budgets.shape)
-        return imported(like, path, level="head", **wanted)
+                    columns[name] = array.reshape(like.budgets.shape)
+        return imported(like, path, level="head", **columns)
 
 
 class Parquet(CSV):

@@ -1,8 +1,8 @@
-"""What a foreign engine cannot express of a budget profile, and the nearest that it can.
+"""Budget profiles for foreign engines: the parts that one cannot express, and the nearest profile.
 
-A profile says more than most engines do. What one of them cannot say is never dropped silently:
-each loss has a name, a `Restriction`, that the user accepts. What is left is a budget profile
-again, at the bytes of the first, so that ``kvalloc eval`` measures what the loss costs.
+A profile says more than most engines can express. Nothing is dropped silently: each loss has a
+name, a `Restriction`, that the user accepts. The result is a budget profile again, at the bytes of
+the first, so that ``kvalloc eval`` measures the cost of the loss.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -34,18 +34,18 @@ from kvalloc.shape import ModelShape
 
 
 class ExportTarget(ABC):
-    """An engine or a file that takes budgets: what it cannot say, and how it is written and read.
+    """An engine or a file that takes budgets: its restrictions, and how it is written and read.
 
     Attributes
     ----------
     name : str
-        What ``--to`` takes.
+        Value of ``--to``.
     summary : str
-        What is written, and for whom.
+        The written file and its reader.
     says : str
-        What of a profile stands in it.
+        The parts of a profile that stand in it.
     restrictions : tuple of str
-        Names of what it cannot say (`RESTRICTIONS`), in any order.
+        Names of the parts that it cannot say (`RESTRICTIONS`), in any order.
     suffix : str
         Usual ending of its files.
     widths : mapping of int to str
@@ -55,7 +55,7 @@ class ExportTarget(ABC):
     block_tokens : int
         Entries of a block; it keeps whole blocks.
     engine_keeps : str
-        Which entries it keeps, in words, where it picks them itself.
+        Which entries it keeps, in words, if it picks them itself.
     """
 
     name: ClassVar[str]
@@ -74,7 +74,7 @@ class ExportTarget(ABC):
 
     @abstractmethod
     def write(self, profile: BudgetProfile, path: Path) -> None:
-        """Write what is left of a profile once everything is gone that cannot be said."""
+        """Write a profile that `restrict` has returned."""
 
     def read(self, path: Path, like: BudgetProfile) -> BudgetProfile:
         """Read budgets from a file; model, context and policy come from another profile.
@@ -89,20 +89,14 @@ class ExportTarget(ABC):
         raise UnsupportedRequestError(f"a file of {self.name} says too little to be read back")
 
 
-class Restriction(NamedTuple):
-    """Something that a profile can say and some engines cannot.
+Loss = tuple[str, dict[str, Any]]
+"""The loss of a profile, in words, and the changes of fields that leave the nearest profile.
 
-    Attributes
-    ----------
-    lost : callable
-        ``lost(profile, target)``: what a profile would lose, in words; empty for nothing.
-    apply : callable
-        ``apply(profile, target)``: what is left, as changes of fields. Budgets may be
-        real-valued wishes; they are scaled to the bytes that the profile had.
-    """
+``real_budgets`` among the changes may be any real numbers; they are scaled to the bytes that the
+profile had."""
 
-    lost: Callable[[BudgetProfile, ExportTarget], str]
-    apply: Callable[[BudgetProfile, ExportTarget], dict[str, Any]]
+Restriction = Callable[[BudgetProfile, ExportTarget], "Loss | None"]
+"""Returns the loss of a profile by something that an engine cannot say; None for no loss."""
 
 
 def restrict(
@@ -141,9 +135,9 @@ def restrict(
     if not losses:
         return profile
     left, max_bytes = profile, None if "no-eviction" in losses else profile.retained_bytes
-    for one in (RESTRICTIONS[name] for name in losses):
-        if one.lost(left, target):
-            left = _changed(left, one.apply(left, target), max_bytes)
+    for restriction in (RESTRICTIONS[name] for name in losses):
+        if (loss := restriction(left, target)) is not None:
+            left = _changed(left, loss[1], max_bytes)
     return left.replace(
         solver="restriction",
         decided_by=profile.decided_by or profile.solver,
@@ -152,14 +146,16 @@ def restrict(
 
 
 def lost(profile: BudgetProfile, target: ExportTarget) -> dict[str, str]:
-    """Return what a target cannot express of a profile, by the names of the restrictions."""
-    named = {name: one for name, one in RESTRICTIONS.items() if name in target.restrictions}
-    words = {name: one.lost(profile, target) for name, one in named.items()}
-    return {name: text for name, text in words.items() if text}
+    """Return the losses of a profile in words, by the names of a target's restrictions."""
+    return {
+        name: loss[0]
+        for name, restriction in RESTRICTIONS.items()
+        if name in target.restrictions and (loss := restriction(profile, target)) is not None
+    }
 
 
 def at_length(profile: BudgetProfile, context_tokens: int, *, fixed: bool) -> BudgetProfile:
-    """Return a profile whose reference context is another length.
+    """Return a profile with another length as its reference context.
 
     Parameters
     ----------
@@ -207,13 +203,13 @@ def scored(scorer: str, *, sinks: int, window: int) -> Policy:
 
 @contextmanager
 def reading(path: str | Path, what: str) -> Iterator[None]:
-    """Say in one line what is wrong with a foreign file: its reader may fail in any way.
+    """Turn any error of a foreign file's reader into one line.
 
     Parameters
     ----------
     path : str or Path
     what : str
-        What it turns out not to be, such as ``"is no file of LU-KV"``.
+        The fault, such as ``"is no file of LU-KV"``.
 
     Raises
     ------
@@ -234,7 +230,7 @@ def check_numbers(array: npt.NDArray[Any], shape: tuple[int, ...]) -> None:
 
 
 def imported(like: BudgetProfile, path: Path, **values: Any) -> BudgetProfile:
-    """Return a profile with the values of a foreign file, the rest from another profile.
+    """Return a profile with the values of a foreign file, and all others from another profile.
 
     Parameters
     ----------
@@ -258,20 +254,20 @@ def imported(like: BudgetProfile, path: Path, **values: Any) -> BudgetProfile:
         raise InputError(f"{path} does not fit {like.shape.model_id}: {error}") from error
 
 
-def imported_heads(like: BudgetProfile, path: Path, wanted: FloatArray) -> BudgetProfile:
-    """Return `imported` with the budgets nearest to wanted ones, as shares at any length.
+def imported_heads(like: BudgetProfile, path: Path, entries: FloatArray) -> BudgetProfile:
+    """Return `imported` with the whole budgets nearest to real numbers, as shares at any length.
 
     Parameters
     ----------
     like : BudgetProfile
     path : Path
-    wanted : ndarray of float64, (n_full_layers * n_kv_heads,)
+    entries : ndarray of float64, (n_full_layers * n_kv_heads,)
         Entries of each head; sinks and window are kept in any case.
     """
     context = like.context_tokens
     floor = min(like.policy.protected_tokens, context)
-    total = max(round(float(wanted.sum())), floor * wanted.size)
-    rows = apportion(wanted, total, minimum=floor, maximum=context)
+    total = max(round(float(entries.sum())), floor * entries.size)
+    rows = apportion(entries, total, minimum=floor, maximum=context)
     budgets = with_decided(like, rows.reshape(-1, like.shape.n_kv_heads))
     return imported(like, path, level="head", length_rule="proportional", budgets=budgets)
 
@@ -294,14 +290,14 @@ def _changed(
 ) -> BudgetProfile:
     """Return a profile with other fields, real-valued budgets rounded to at most these bytes."""
     changes = {**_UNDECIDED, **changes}
-    policy, wanted = changes.get("policy", profile.policy), changes.pop("wanted", None)
-    if wanted is None and ("bits" in changes or policy != profile.policy):
-        wanted = profile.budgets
-    if wanted is None:
+    policy, budgets = changes.get("policy", profile.policy), changes.pop("real_budgets", None)
+    if budgets is None and ("bits" in changes or policy != profile.policy):
+        budgets = profile.budgets
+    if budgets is None:
         return profile.replace(**changes)
     columns = 1 if changes.get("level", profile.level) == "layer" else profile.shape.n_kv_heads
     context = profile.context_tokens
-    exact: FloatArray = _full(profile, wanted)[:, :columns].astype(np.float64)
+    exact: FloatArray = _full(profile, budgets)[:, :columns].astype(np.float64)
     floor = min(policy.protected_tokens, context)
     sizes = profile.model_copy(update=changes)
 
@@ -337,83 +333,110 @@ def with_decided(profile: BudgetProfile, decided: npt.ArrayLike) -> IntArray:
     return budgets
 
 
-def _lengths(profile: BudgetProfile, _: ExportTarget) -> str:
-    if profile.length_rule == "fixed" and profile.share_of_16_bits is None:
-        return ""
-    return f"budgets that follow the prompt's length: {profile.context_tokens:,} tokens count"
-
-
-def _shares(profile: BudgetProfile, _: ExportTarget) -> str:
-    if profile.share_of_16_bits is not None:
-        return "budgets as a share of a 16-bit cache's bytes: shares of the entries count"
-    fixed = profile.length_rule == "fixed"
-    return "the same number of entries at any length: shares of the entries count" if fixed else ""
-
-
-def _beyond_scores(profile: BudgetProfile) -> list[str]:
-    """Return what a profile needs beyond the best entries by one score."""
-    policy, names = profile.policy, []
-    if profile.by_prompt:
-        names.append("budgets that each prompt hands out among the heads")
-    if policy.name != "score":
-        names.append(f"the policy {policy.name} (fitted values and all)")
-    return names
-
-
-def alone(policy: Policy) -> dict[str, Any]:
+def by_policy(policy: Policy) -> dict[str, Any]:
     """Return the fields of a profile that keeps entries by a policy alone."""
     return {"policy": policy, "by_prompt": False}
 
 
-def _engine_policy(profile: BudgetProfile, target: ExportTarget) -> str:
-    policy, engine = profile.policy, target.policy(profile)
-    beyond = _beyond_scores(profile)
-    if policy == engine and not beyond:
-        return ""
+def _one_length(profile: BudgetProfile, _: ExportTarget) -> Loss | None:
+    if profile.length_rule == "fixed" and profile.share_of_16_bits is None:
+        return None
+    words = f"budgets that follow the prompt's length: {profile.context_tokens:,} tokens count"
+    return words, {"length_rule": "fixed"}
+
+
+def _length_shares(profile: BudgetProfile, _: ExportTarget) -> Loss | None:
+    words = "the same number of entries at any length"
+    if profile.share_of_16_bits is not None:
+        words = "budgets as a share of a 16-bit cache's bytes"
+    elif profile.length_rule != "fixed":
+        return None
+    return f"{words}: shares of the entries count", {"length_rule": "proportional"}
+
+
+def _no_eviction(profile: BudgetProfile, _: ExportTarget) -> Loss | None:
+    kept = _full(profile, profile.budgets).mean() / profile.context_tokens
+    words = f"the eviction of {1 - kept:.0%} of the entries: all are kept"
+    everything = with_decided(profile, profile.context_tokens)
+    return None if kept == 1 else (words, {"budgets": everything})
+
+
+def _one_width(profile: BudgetProfile, target: ExportTarget) -> Loss | None:
+    """Round entries at the narrowest widths of a target that are not below a profile's own."""
+    if profile.bits is None:
+        return None
+    bits, decided = np.full_like(profile.bits, 16), _full(profile, profile.bits)
+    highest = decided.max(axis=1, keepdims=True)
+    layers = np.array([min(w for w in target.widths if w >= high) for high in highest.flat])
+    rounded = layers[layers < 16] if target.bits_by_layer else layers
+    if rounded.size:
+        width = np.where(layers < 16, rounded.max(), 16)
+        bits[list(profile.shape.full_layers)] = width[:, None]
+    if (bits == profile.bits).all():
+        return None
+    before, after = (
+        "/".join(map(str, np.unique(one)[::-1])) for one in (decided, _full(profile, bits))
+    )
+    words = f"entries at {before} bits: it has {after} bits for them, and keeps fewer"
+    return words, {"bits": bits}
+
+
+def _more_than_scores(profile: BudgetProfile) -> list[str]:
+    """Return what a profile needs beside the best entries by one score."""
+    needs = ["budgets that each prompt hands out among the heads"] if profile.by_prompt else []
+    if (name := profile.policy.name) != "score":
+        needs.append(f"the policy {name} (fitted values and all)")
+    return needs
+
+
+def _plain_scores(profile: BudgetProfile, _: ExportTarget) -> Loss | None:
+    words = ", ".join(_more_than_scores(profile))
+    plain = profile.policy.replace(name="score", parameters={})
+    return (words, by_policy(plain)) if words else None
+
+
+def _engine_policy(profile: BudgetProfile, target: ExportTarget) -> Loss | None:
+    policy, engine, more = profile.policy, target.policy(profile), _more_than_scores(profile)
+    if policy == engine and not more:
+        return None
     kept = f"entries by {policy.scorer}, {policy.sinks} sinks, window {policy.window}"
-    needs = ", ".join([*beyond, kept])
-    return f"{needs}: the engine keeps {target.engine_keeps}"
+    words = f"{', '.join([*more, kept])}: the engine keeps {target.engine_keeps}"
+    return words, by_policy(engine)
 
 
-def _width(bits: IntArray, target: ExportTarget) -> int:
-    """Return the narrowest width of a target that loses nothing of these."""
-    return min(width for width in target.widths if width >= int(bits.max()))
+def _full_or_streaming(profile: BudgetProfile, _: ExportTarget) -> Loss | None:
+    """Let the heads with the largest budgets keep all, within the entries of all."""
+    budgets, context = _full(profile, profile.budgets), profile.context_tokens
+    few = profile.policy.protected_tokens
+    if np.isin(budgets, (few, context)).all():
+        return None
+    classes = np.full(budgets.size, few)
+    n_full = (int(budgets.sum()) - few * budgets.size) // max(1, context - few)
+    classes[np.argsort(-budgets, axis=None, kind="stable")[:n_full]] = context
+    words = "budgets between a few recent entries and all: heads keep one or other"
+    decided = with_decided(profile, classes.reshape(budgets.shape))
+    return words, {"level": "head", "budgets": decided}
 
 
-def _by_layer(profile: BudgetProfile, target: ExportTarget) -> IntArray:
-    """Return the bits that a target can express, none below a profile's own."""
-    assert profile.bits is not None  # asked of profiles that have some
-    bits = np.full_like(profile.bits, 16)
-    full = list(profile.shape.full_layers)
-    layers = np.array([_width(profile.bits[layer], target) for layer in full])
-    some = layers[layers < 16] if target.bits_by_layer else layers
-    if some.size:
-        bits[full] = np.where(layers < 16, some.max(), 16)[:, None]
-    return bits
-
-
-def _one_width(profile: BudgetProfile, target: ExportTarget) -> str:
-    if profile.bits is None or (_by_layer(profile, target) == profile.bits).all():
-        return ""
-    before = "/".join(map(str, np.unique(_full(profile, profile.bits))[::-1]))
-    after = "/".join(map(str, np.unique(_full(profile, _by_layer(profile, target)))[::-1]))
-    return f"entries at {before} bits: it has {after} bits for them, and keeps fewer"
-
-
-def _heads(profile: BudgetProfile, _: ExportTarget) -> str:
+def _heads_to_layers(profile: BudgetProfile, _: ExportTarget) -> Loss | None:
     budgets = _full(profile, profile.budgets)
-    alike = (budgets == budgets[:, :1]).all()
-    return "" if alike else "budgets of single heads: each layer's mean counts"
+    if (budgets == budgets[:, :1]).all():
+        return None
+    means = np.broadcast_to(profile.budgets.mean(axis=1, keepdims=True), profile.budgets.shape)
+    words = "budgets of single heads: each layer's mean counts"
+    return words, {"level": "layer", "real_budgets": means}
 
 
-def _layer_means(profile: BudgetProfile, _: ExportTarget) -> dict[str, Any]:
-    means = profile.budgets.mean(axis=1, keepdims=True)
-    return {"level": "layer", "wanted": np.broadcast_to(means, profile.budgets.shape)}
+def _layers_to_uniform(profile: BudgetProfile, target: ExportTarget) -> Loss | None:
+    sums = _full(profile, profile.budgets).sum(axis=1)
+    words = "budgets of single layers: their mean counts"
+    return None if (sums == sums[0]).all() else (words, _uniform(profile, target))
 
 
-def _layers(profile: BudgetProfile, _: ExportTarget) -> str:
-    means = _full(profile, profile.budgets).sum(axis=1)
-    return "" if (means == means[0]).all() else "budgets of single layers: their mean counts"
+def _whole_blocks(profile: BudgetProfile, target: ExportTarget) -> Loss | None:
+    uneven = (_full(profile, profile.budgets) % target.block_tokens).any()
+    words = f"budgets that are no whole blocks of {target.block_tokens} entries"
+    return (words, _uniform(profile, target)) if uneven else None
 
 
 def _uniform(profile: BudgetProfile, target: ExportTarget) -> dict[str, Any]:
@@ -422,54 +445,16 @@ def _uniform(profile: BudgetProfile, target: ExportTarget) -> dict[str, Any]:
     return {"level": "layer", "budgets": with_decided(profile, int(mean))}
 
 
-def _blocks(profile: BudgetProfile, target: ExportTarget) -> str:
-    uneven = (_full(profile, profile.budgets) % target.block_tokens).any()
-    return f"budgets that are no whole blocks of {target.block_tokens} entries" if uneven else ""
-
-
-def _classes(profile: BudgetProfile, _: ExportTarget) -> str:
-    few = profile.policy.protected_tokens
-    two = np.isin(_full(profile, profile.budgets), (few, profile.context_tokens)).all()
-    return "" if two else "budgets between a few recent entries and all: heads keep one or other"
-
-
-def _full_or_streaming(profile: BudgetProfile, _: ExportTarget) -> dict[str, Any]:
-    """Let the heads with the largest budgets keep all, within the entries of all."""
-    budgets, context = _full(profile, profile.budgets), profile.context_tokens
-    few = profile.policy.protected_tokens
-    classes = np.full(budgets.size, few)
-    n_full = (int(budgets.sum()) - few * budgets.size) // max(1, context - few)
-    classes[np.argsort(-budgets, axis=None, kind="stable")[:n_full]] = context
-    return {"level": "head", "budgets": with_decided(profile, classes.reshape(budgets.shape))}
-
-
-def _evicts(profile: BudgetProfile, _: ExportTarget) -> str:
-    kept = _full(profile, profile.budgets).mean() / profile.context_tokens
-    return "" if kept == 1 else f"the eviction of {1 - kept:.0%} of the entries: all are kept"
-
-
-RESTRICTIONS = {
-    "one-length": Restriction(lost=_lengths, apply=lambda *_: {"length_rule": "fixed"}),
-    "length-shares": Restriction(lost=_shares, apply=lambda *_: {"length_rule": "proportional"}),
-    "no-eviction": Restriction(
-        lost=_evicts,
-        apply=lambda profile, _: {"budgets": with_decided(profile, profile.context_tokens)},
-    ),
-    "one-width": Restriction(
-        lost=_one_width,
-        apply=lambda profile, target: {"bits": _by_layer(profile, target)},
-    ),
-    "plain-scores": Restriction(
-        lost=lambda profile, _: ", ".join(_beyond_scores(profile)),
-        apply=lambda profile, _: alone(profile.policy.replace(name="score", parameters={})),
-    ),
-    "engine-policy": Restriction(
-        lost=_engine_policy,
-        apply=lambda profile, target: alone(target.policy(profile)),
-    ),
-    "full-or-streaming": Restriction(lost=_classes, apply=_full_or_streaming),
-    "heads-to-layers": Restriction(lost=_heads, apply=_layer_means),
-    "layers-to-uniform": Restriction(lost=_layers, apply=_uniform),
-    "whole-blocks": Restriction(lost=_blocks, apply=_uniform),
+RESTRICTIONS: dict[str, Restriction] = {
+    "one-length": _one_length,
+    "length-shares": _length_shares,
+    "no-eviction": _no_eviction,
+    "one-width": _one_width,
+    "plain-scores": _plain_scores,
+    "engine-policy": _engine_policy,
+    "full-or-streaming": _full_or_streaming,
+    "heads-to-layers": _heads_to_layers,
+    "layers-to-uniform": _layers_to_uniform,
+    "whole-blocks": _whole_blocks,
 }
 """All of them, in the order in which they are applied."""

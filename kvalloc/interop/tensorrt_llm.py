@@ -15,9 +15,9 @@ from kvalloc.interop.target import ExportTarget, scored
 class TensorRTLLM(ExportTarget):
     """The part ``kv_cache_config`` of the YAML file that ``trtllm-serve --config`` reads.
 
-    A layer's window holds its sinks and its most recent tokens, whatever they say, and moves on
-    with what is generated. Other than here, the window holds while the prompt is read, too: there
-    a layer's queries never see what lies before it.
+    A layer's window holds its sinks and its most recent tokens, and moves on with generated ones.
+    Other than here, the window holds while the prompt is read, too: there a layer's queries never
+    see the tokens before it.
 
     References
     ----------
