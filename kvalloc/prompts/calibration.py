@@ -1,4 +1,4 @@
-"""Prompts that losses are measured on, made by the rules of the tasks."""
+"""Prompts for measuring losses, made by the rules of the tasks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def calibration_prompts(
     tokenizer : PreTrainedTokenizerBase
         The model's own.
     n_prompts : int
-        Every kind at every length, with the question inside and after as requested, in turns.
+        Number of prompts: every kind at every length and place of the question, alternately.
     n_tokens : int or sequence of int
         Longest prompt, question included, tokens; of each of several lengths.
     kinds : sequence of str
@@ -98,8 +98,8 @@ def calibration_prompts(
 def _prompt(tokenizer: PreTrainedTokenizerBase, case: Case, task: str) -> Prompt:
     """Return a case as a prompt with the whole answer after it, its given start included.
 
-    To begin the answer by itself the model has to find its place in the prompt, and what that
-    needs is then part of the loss.
+    To begin the answer without help the model has to find its place in the prompt, and the entries
+    needed for that are then part of the loss.
     """
     turn = case.turns[0]
     answer: Sequence[int] = turn.continuation_ids

@@ -13,23 +13,23 @@ ANSWER_TOKENS = 16
 LONG_ANSWER_TOKENS = 128
 """Longest free answer: many times the tokens that any method looks at before it evicts."""
 POSITIONS = {"0-15": slice(0, 16), "16-63": slice(16, 64), "64-255": slice(64, 256)}
-"""Pieces of an answer whose KL is reported by itself."""
+"""Pieces of an answer with a KL of their own in reports."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """Which answers are right, and how what the model writes is held against them.
+    """The right answers, and how the model's answer is compared with them.
 
     Attributes
     ----------
     answers : tuple of str
-        Right answers, any of which counts; empty if there is no question.
+        Right answers; any one counts. Empty if there is no question.
     metric : str
         See `kvalloc.prompts.metrics.METRICS`.
     classes : tuple of str
-        All labels there are, for the metric of classification.
+        All labels, for the metric of classification.
     first_line : bool
-        Whether only the first line of what the model writes counts.
+        Whether only the first line of the model's answer counts.
     max_new_tokens : int
         Longest answer, tokens.
     """
@@ -47,12 +47,12 @@ class Expected:
         return self._metric.score(self._counts(answer), self.answers, self.classes)
 
     def is_found(self, answer: str) -> bool:
-        """Whether a right answer stands in what the model wrote, letter case aside.
+        """Return whether an answer contains a right one, or all if the metric needs all.
 
-        All of them, where the metric asks for all.
+        Letter case does not count.
         """
-        every = all if self._metric.every else any
-        return every(contained(self._counts(answer), right) for right in self.answers)
+        enough = all if self._metric.needs_all else any
+        return enough(contained(self._counts(answer), right) for right in self.answers)
 
     @property
     def _metric(self) -> Metric:
@@ -69,14 +69,14 @@ class Turn(Expected):
     Attributes
     ----------
     question_ids : tuple of int, (n_question,)
-        What is read after the compression, before the answer; empty where the prompt itself ends
-        with the question.
+        Tokens read after the compression, before the answer; empty if the prompt itself ends with
+        the question.
     continuation_ids : tuple of int, (n_continuation,)
-        What really follows; empty where the full cache's own answer is the yardstick.
+        The real continuation; empty if the full cache's own answer is the reference.
     begun_tokens : int
-        Last tokens of what is read first that begin the answer, such as "The number is".
+        Last tokens of the prompt or question that begin the answer, such as "The number is".
     measured : bool
-        False for one that is only there so that others come in later turns.
+        False for a turn that only moves the next ones to later turns.
     """
 
     question_ids: tuple[int, ...] = ()
@@ -92,12 +92,12 @@ class Case:
     Attributes
     ----------
     input_ids : tuple of int, (n_tokens,)
-        What is compressed.
+        Tokens that are compressed.
     turns : tuple of Turn
         In order. Before each one every cache reads the full cache's answers to the earlier ones,
         so that all caches read the same.
     source : str
-        What it was made of, for messages and result files.
+        Its text, for messages and result files.
     """
 
     input_ids: tuple[int, ...]
@@ -111,6 +111,6 @@ class Case:
 
     @cached_property
     def longest_tokens(self) -> int:
-        """Most tokens that reading and answering it may take."""
+        """Largest number of tokens that reading and answering it may take."""
         answers = sum(max(len(t.continuation_ids), t.max_new_tokens) for t in self.turns)
         return self.n_tokens + answers

@@ -112,11 +112,11 @@ class DocumentForm:
         first = {"role": "user", "content": f"{_DOCUMENT}\n\n{_QUESTION}"}
         answer = {"role": "assistant", "content": _ANSWER}
         way_out = way_out or without_chat()
-        alone, several = (
+        single, several = (
             chat_text(tokenizer, messages, way_out=way_out)
             for messages in ([first], [first, answer, {"role": "user", "content": _NEXT}])
         )
-        before, _, rest = alone.partition(_DOCUMENT)
+        before, _, rest = single.partition(_DOCUMENT)
         between, _, after = rest.partition(_QUESTION)
         turn, _, rest = several.partition(_ANSWER)[2].partition(_NEXT)
         whole = between == "\n\n" and turn and rest == after and several.startswith(before)

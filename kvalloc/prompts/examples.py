@@ -52,11 +52,11 @@ class Example:
     Attributes
     ----------
     context : str
-        What a cache can be made of before the question is known.
+        Text that can be read into a cache before the question is known.
     questions : tuple of Question
-        Asked one after the other.
+        In the order in which they are read.
     source : str
-        What it was made of.
+        Origin of the text.
     joint : str
         Between context and question.
     chat : bool
@@ -72,7 +72,7 @@ class Example:
 
 
 OPENING = Question(text="Who might have written this? Answer in one sentence.")
-"""What is asked first where the questions come in later turns."""
+"""First question, if the others come in later turns."""
 
 
 def render(
@@ -102,7 +102,7 @@ def render(
     Raises
     ------
     InputError
-        If the chat template changes what it is given.
+        If the chat template changes the texts in it.
     """
     if opened:
         example = replace(example, questions=(OPENING, *example.questions))
@@ -127,7 +127,7 @@ def fitted(
     *,
     task: str,
 ) -> Example:
-    """Return the largest example whose prompt, first question included, fits.
+    """Return the largest example that fits as a prompt, first question included.
 
     Parameters
     ----------
@@ -135,7 +135,7 @@ def fitted(
     make : callable
         ``make(size)`` gives the example of a size; a larger one is not shorter.
     sizes : tuple of int
-        Least and largest size there is.
+        Smallest and largest size.
     n_tokens : int
         Longest prompt, tokens.
     task : str
@@ -149,7 +149,7 @@ def fitted(
     Raises
     ------
     InputError
-        If even the least is too long, or the largest too short.
+        If even the smallest is too long, or the largest too short.
     """
 
     def length(size: int) -> int:
@@ -173,7 +173,7 @@ def fitted(
 
 
 def prompt_ids(tokenizer: Any, prompt: Prompt) -> tuple[int, ...]:
-    """Return the tokens of a prompt: its own, or those of its text or chat.
+    """Return the tokens of a prompt: its own, else the tokens of its text or chat.
 
     Raises
     ------
@@ -198,7 +198,7 @@ def _form(tokenizer: Any) -> DocumentForm:
 
 
 def _first(tokenizer: Any, example: Example) -> tuple[str, str]:
-    """Return the context as the model reads it, and all that follows up to the first answer."""
+    """Return the context as the model reads it, and the text from there to the first answer."""
     question = example.questions[0]
     if not _chats(tokenizer, example):
         return example.context, _plain(example, question)
@@ -208,7 +208,7 @@ def _first(tokenizer: Any, example: Example) -> tuple[str, str]:
 
 
 def _later(tokenizer: Any, example: Example, question: Question) -> str:
-    """Return all that stands between an answer and the answer to the next question."""
+    """Return the text between an answer and the answer to the next question."""
     if not _chats(tokenizer, example):
         return _plain(example, question)
     form = _form(tokenizer)

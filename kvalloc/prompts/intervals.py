@@ -1,7 +1,7 @@
-"""How sure a mean over prompts is: percentile bootstrap intervals.
+"""Percentile bootstrap intervals of means over prompts.
 
 NumPy draws the resamples. `scipy.stats.bootstrap` gives the same numbers, as a test checks, but
-importing `scipy.stats` takes a second, as long as all the rest of ``kvalloc solve``.
+importing `scipy.stats` takes a second, as long as all else in ``kvalloc solve``.
 
 References
 ----------
@@ -26,7 +26,7 @@ def resampled_means(tasks: Sequence[FloatArray], *, seed: int = 0) -> list[Float
     Parameters
     ----------
     tasks : sequence of ndarray, each (n_prompts, ...)
-        Values of each prompt, such as those of two methods: both get the same draws.
+        Values of each prompt, such as the values of two methods: both get the same draws.
     seed : int
 
     Returns
@@ -50,17 +50,17 @@ def interval(
     Parameters
     ----------
     tasks : sequence of ndarray, each (n_prompts,) or (n_prompts, n_values)
-        Tasks have equal weight, whatever their number of prompts.
+        Tasks have equal weight, also with unequal numbers of prompts.
     of : callable
-        What is wanted of the means, ``(RESAMPLES,)`` or ``(RESAMPLES, n_values)``, such as the
-        ratio of two columns; gives ``(RESAMPLES,)``.
+        Function of the means, ``(RESAMPLES,)`` or ``(RESAMPLES, n_values)``, such as the ratio of
+        two columns; gives ``(RESAMPLES,)``.
     seed : int
 
     Returns
     -------
     list of float or None
-        Low and high end; None without tasks, where a task has one prompt only, which says nothing
-        of how much its prompts differ, and where the result is not finite.
+        Low and high end. None without tasks, if a task has one prompt only, which cannot show how
+        much its prompts differ, and if the result is not finite.
     """
     if not tasks or min(map(len, tasks)) < 2:
         return None

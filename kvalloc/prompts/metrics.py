@@ -1,4 +1,4 @@
-"""How an answer is held against the right ones: LongBench's metrics, and two of our own.
+"""Metrics of an answer beside the right ones: LongBench's, and two more.
 
 The formulas stand here and are not taken from lm-evaluation-harness: its LongBench metrics need
 packages of their own (jieba, fuzzywuzzy, rouge), and are loaded with the harness, which takes
@@ -32,12 +32,12 @@ class Metric:
     ----------
     of : callable
         ``of(answer, right, classes)`` gives 0..1.
-    every : bool
-        Whether all right answers are wanted, not any of them.
+    needs_all : bool
+        Whether all right answers are needed, not any of them.
     """
 
     of: Callable[[str, str, Sequence[str]], float]
-    every: bool = False
+    needs_all: bool = False
 
     def score(self, answer: str, answers: Sequence[str], classes: Sequence[str] = ()) -> float:
         """Return the best score against the right answers, or the mean if all are needed, 0..1.
@@ -45,14 +45,14 @@ class Metric:
         Parameters
         ----------
         answer : str
-            What the model wrote.
+            The model's answer.
         answers : sequence of str
             Right answers.
         classes : sequence of str
-            All labels there are; only classification reads them.
+            All labels; only classification reads them.
         """
         scores = [float(self.of(answer, right, classes)) for right in answers]
-        return sum(scores) / len(scores) if self.every else max(scores)
+        return sum(scores) / len(scores) if self.needs_all else max(scores)
 
 
 def contained(answer: str, right: str, _: Sequence[str] = ()) -> bool:
@@ -186,13 +186,13 @@ def count(answer: str, right: str, _: Sequence[str] = ()) -> float:
 
 
 def exact(answer: str, right: str, _: Sequence[str] = ()) -> float:
-    """Return 1 for the right answer, whatever its case, punctuation and articles; else 0."""
+    """Return 1 for the right answer with any case, punctuation and articles; else 0."""
     return float(_words(answer) == _words(right))
 
 
 METRICS = {
     "contains": Metric(of=contained),
-    "all": Metric(of=contained, every=True),
+    "all": Metric(of=contained, needs_all=True),
     "exact": Metric(of=exact),
     "f1": Metric(of=f1),
     "rouge-l": Metric(of=rouge_l),
@@ -201,7 +201,7 @@ METRICS = {
     "retrieval": Metric(of=retrieval),
     "count": Metric(of=count),
 }
-"""What ``--metric`` offers."""
+"""The values of ``--metric``."""
 
 
 def _words(text: str) -> list[str]:
@@ -214,5 +214,5 @@ def _harmonic(common: int, answer: int, right: int) -> float:
 
 
 def _share_of_numbers(answer: str, right: str) -> float:
-    numbers = _NUMBER.findall(answer)
-    return numbers.count(right) / len(numbers) if numbers else 0.0
+    stated = _NUMBER.findall(answer)
+    return stated.count(right) / len(stated) if stated else 0.0

@@ -1,4 +1,4 @@
-"""What is kept apart: texts, words and random numbers of profiles, development and evaluation."""
+"""Splits: separate texts, words and random numbers for profiles, development and evaluation."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def refuse_held_out(texts: Iterable[Document | Prompt]) -> None:
     Parameters
     ----------
     texts : iterable of Document or Prompt
-        What is to be measured.
+        Texts for a measurement.
 
     Raises
     ------

@@ -19,7 +19,7 @@ TEXT_SUFFIXES = (
     *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".rs", ".go", ".java", ".js", ".ts"),
     *(".rb", ".sh", ".sql"),
 )
-"""What counts as text when a folder is read; a file that is named itself may end in anything."""
+"""Endings of text files in a folder; a file that is named itself may have any ending."""
 
 PROMPT_FIELDS = "'prompt', 'text', 'messages', or 'context' with 'input'"
 
@@ -51,14 +51,14 @@ class Prompt:
     messages : tuple of dict
         A chat, brought into the model's own form by the tokenizer's chat template.
     answer : str
-        What the model should write next, where the data says so; empty where it does not.
+        The model's answer, if the data has one; else empty.
     question : str
-        What is read between the two, after the prompt has been compressed: the prompt is then the
-        context alone. Empty where the prompt itself ends with the question.
+        Text read between the two, after the prompt has been compressed: the prompt is then the
+        context alone. Empty if the prompt itself ends with the question.
     token_ids, question_ids, answer_ids : tuple of int
         Tokens of prompt, question and answer, used instead of the texts.
     task : str
-        What it asks for, where the data says so: losses of different tasks are of different size.
+        Its task, if the data names one: losses of different tasks are of different size.
     name : str
         For messages: the file it came from.
     line : int or None
@@ -177,8 +177,8 @@ def read_prompts(path: str | Path) -> list[Prompt]:
         Each line an object with ``prompt`` or ``text`` (a string), ``messages`` (a chat), or
         ``context`` and ``input`` (joined by an empty line, the question last). The answer is
         ``answer`` (a string) or the first of ``answers``, the task ``task`` or ``dataset``, and
-        what is read between prompt and answer once the prompt is compressed ``question_after``,
-        where there is one. Other fields are ignored, empty lines skipped.
+        ``question_after`` the text read between prompt and answer
+        once the prompt is compressed. Other fields are ignored, empty lines skipped.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""What caches are evaluated on: prompts made by rule, or read from a file, one kind a module."""
+"""Tasks for evaluations: prompts made by rule, or read from a file, one kind a module."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["TASKS", "Task", "find_tasks"]
 
 _MODULES = (needles, pairs, reading, completion, running)
 TASKS: dict[str, Task] = {task.name: task for module in _MODULES for task in module.TASKS}
-"""What ``kvalloc eval --tasks`` offers."""
+"""The values of ``kvalloc eval --tasks``."""
 
 
 def find_tasks(names: Sequence[str]) -> list[Task]:

@@ -3,7 +3,7 @@
 References
 ----------
 LongBench (2023), Table 1, the task LCC: the next line of a file, by edit similarity. The sources
-are those of the running Python, so prompts differ from one version of Python to another.
+belong to the running Python, so prompts differ from one version of Python to another.
 """
 
 from __future__ import annotations
@@ -66,17 +66,17 @@ def _completion(brief: Brief) -> Draft:
     at = brief.draw.choice(far or [place for place in worth if place >= MIN_LINES])
 
     def make(size: int) -> Example:
-        some = lines[max(0, at - size) : at]
+        before = lines[max(0, at - size) : at]
         question = Question(
             # No line end: with it, tokenizers would split it from the indentation that follows.
-            text="\n".join(some[-QUESTION_LINES:]),
+            text="\n".join(before[-QUESTION_LINES:]),
             answers=(lines[at].strip(),),
             metric="edit",
             first_line=True,
             max_new_tokens=32,
         )
         return Example(
-            context="\n".join(some[:-QUESTION_LINES]),
+            context="\n".join(before[:-QUESTION_LINES]),
             questions=(question,),
             source=f"{name}.py",
             joint="\n",

@@ -23,27 +23,28 @@ FACTS_QUESTION = Question(
 )
 FACTS = 4
 """Needles that one answer asks for."""
-MANY = 8
+KEY_COUNT = 8
 """Needles of the task with many keys: all alike but for key and number."""
 
 
-def _needles(least_hidden: int, *, together: bool = False) -> Callable[[Brief], Draft]:
+def _needles(min_hidden: int, *, in_one: bool = False) -> Callable[[Brief], Draft]:
+    """Return the recipe of hidden numbers, with a question for each or one for all of them."""
+
     def recipe(brief: Brief) -> Draft:
-        n_hidden = max(least_hidden, brief.request.turns)
+        n_hidden = max(min_hidden, brief.request.turns)
         lowered = brief.text.casefold()
         free = [key for key in KEYS[brief.request.split] if key not in lowered]
         if len(free) < n_hidden:
             raise InputError(f"the text {brief.source} holds too many keys; use another one")
         keys = brief.draw.sample(free, n_hidden)
-        numbers = [str(brief.draw.randrange(1_000_000, 10_000_000)) for _ in keys]
-        hidden = [*zip(keys, numbers, strict=True)]
+        hidden = [(key, str(brief.draw.randrange(1_000_000, 10_000_000))) for key in keys]
         sentences = [NEEDLE.format(key=key, number=number) for key, number in hidden]
         questions = [QUESTION.filled(number, key=key) for key, number in hidden]
         # The asked ones first, spread over the text from the depth of the first one on.
         depths = [(brief.depth + place / n_hidden) % 1.0 for place in range(n_hidden)]
-        if together:
+        if in_one:
             listed = ", ".join(f"the {key}" for key in keys[:-1]) + f" and the {keys[-1]}"
-            question = FACTS_QUESTION.filled(*numbers, keys=listed, key=keys[0])
+            question = FACTS_QUESTION.filled(*dict(hidden).values(), keys=listed, key=keys[0])
             questions = [replace(question, max_new_tokens=brief.request.answer_tokens)]
         return brief.scattered(LEAD, sentences, depths, questions[: brief.request.turns])
 
@@ -52,6 +53,6 @@ def _needles(least_hidden: int, *, together: bool = False) -> Callable[[Brief], 
 
 TASKS = (
     by_rule("needle", _needles(1), most_turns=MOST_TURNS),
-    by_rule("needle-keys", _needles(MANY), most_turns=MOST_TURNS),
-    by_rule("facts", _needles(FACTS, together=True)),
+    by_rule("needle-keys", _needles(KEY_COUNT), most_turns=MOST_TURNS),
+    by_rule("facts", _needles(FACTS, in_one=True)),
 )

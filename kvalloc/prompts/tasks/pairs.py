@@ -1,10 +1,10 @@
-"""Key-value retrieval: the value of one key among as many as fit.
+"""Key-value retrieval: the value of one key among all that fit into the prompt.
 
 References
 ----------
 N. F. Liu et al., Lost in the Middle (2023), Sec. 3: random identifiers in a JSON object. Keys are
 words here, and some pairs are repeated before the question: a small model takes
-one random identifier for another, and does not know what is wanted of it unless it is shown.
+one random identifier for another, and does not understand the task without examples.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from kvalloc.prompts.splits import Split, belongs, split_texts
 from kvalloc.prompts.tasks.task import MOST_TURNS, Brief, Draft, by_rule
 
 LEAD = "Here are keys and their values.\n\n"
-AGAIN = "Some of the keys again, each with its value:\n\n"
+EXAMPLES = "Some of the keys again, each with its value:\n\n"
 SHOWN = 3
 """Pairs that are shown again before the first question."""
 TOKENS_PER_PAIR = 2
 """Not even a vocabulary of whole words takes fewer."""
-QUESTION = Question(text="{again}", prefix="{key}:", first_line=True, max_new_tokens=7)
+QUESTION = Question(text="{examples}", prefix="{key}:", first_line=True, max_new_tokens=7)
 VALUES = range(10_000, 100_000)
 _WORD = re.compile(r"\b[a-z]{5,8}\b")
 
@@ -40,13 +40,13 @@ def _pairs(brief: Brief) -> Draft:
 
     def make(size: int) -> Example:
         places = [int((brief.depth + turn / turns) % 1.0 * size) for turn in range(turns)]
-        others = [place for place in range(size) if place not in places]
-        shown = [others[(2 * n + 1) * len(others) // (2 * SHOWN)] for n in range(SHOWN)]
-        again = AGAIN + "\n".join(listed[place] for place in shown)
+        free = [place for place in range(size) if place not in places]
+        shown = [free[(2 * n + 1) * len(free) // (2 * SHOWN)] for n in range(SHOWN)]
+        examples = EXAMPLES + "\n".join(listed[place] for place in shown)
         questions = tuple(
             QUESTION.filled(
                 str(values[place]),
-                again="" if turn else again,
+                examples="" if turn else examples,
                 key=listed[place].partition(":")[0],
             )
             for turn, place in enumerate(places)

@@ -14,8 +14,8 @@ WRITTEN = {
     "jobs": "{name} earned a living as a {fact}.",
     "pets": "{name} kept a {fact} at home.",
 }
-"""What is known of a person, by the word list of it."""
-ASKED = {
+"""Sentence about a person, by the word list of its fact."""
+QUESTIONS = {
     kind: Question(text=text, prefix=prefix, first_line=True, max_new_tokens=8)
     for kind, text, prefix in (
         ("towns", "In which town was {name} born?", "{name} was born in"),
@@ -44,16 +44,16 @@ def _facts(brief: Brief) -> Draft:
     brief.draw.shuffle(known)
     facts = {one: brief.draw.choice(words(one[0])) for one in known}
     sentences = [WRITTEN[kind].format(name=name, fact=facts[kind, name]) for kind, name in known]
-    # The asked ones come first in the list, and so at the depth that is wanted.
+    # Facts with a question come first in the list, and so at the depth of the brief.
     depths = [(brief.depth + place / len(known)) % 1.0 for place in range(len(known))]
     questions = tuple(
-        ASKED[kind].filled(facts[kind, name], name=name)
+        QUESTIONS[kind].filled(facts[kind, name], name=name)
         for kind, name in known[: brief.request.turns]
     )
     return brief.scattered(LEAD, sentences, depths, questions)
 
 
-def _own(brief: Brief) -> Draft:
+def _without_answer(brief: Brief) -> Draft:
     """Return a question without a right answer: the full cache's answer is the reference."""
     question = replace(OWN_QUESTION, max_new_tokens=brief.request.answer_tokens)
     return brief.scattered(OWN_LEAD, (), (), (question,))
@@ -61,5 +61,5 @@ def _own(brief: Brief) -> Draft:
 
 TASKS = (
     by_rule("qa", _facts, most_turns=MOST_TURNS),
-    by_rule("own", _own),
+    by_rule("own", _without_answer),
 )

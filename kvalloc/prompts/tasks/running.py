@@ -1,4 +1,4 @@
-"""Running text: what follows a piece of it, with no question asked."""
+"""Running text: the continuation of a piece of it, without a question."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvalloc.prompts.tasks.task import PromptRequest, Task
 SPEED_TOKENS = 8
 """A text asks nothing, but a few tokens decoded one by one show the speed."""
 QUESTION_TOKENS = 32
-"""Last tokens of a piece: what comes after the compression, where the question does."""
+"""Last tokens of a piece, which are read after the compression if questions are."""
 
 
 def _pieces(request: PromptRequest) -> list[Case]:

@@ -38,13 +38,13 @@ class PromptRequest:
         Longest prompt, first question included, tokens.
     seed : int
     split : str
-        Whose texts, words and random numbers; see `kvalloc.prompts.splits`.
+        Split of the texts, words and random numbers; see `kvalloc.prompts.splits`.
     after : bool
         Whether the question comes after the compression.
     turns : int
         Questions about each prompt.
     opened : bool
-        Whether another question, which nothing is measured of, comes before them.
+        Whether another question, which is not measured, comes before them.
     answer_tokens : int
         Longest free answer, and length of the continuation of running text, tokens.
     """
@@ -67,7 +67,7 @@ class Task:
     Attributes
     ----------
     name : str
-        What ``--tasks`` takes.
+        Value of ``--tasks``.
     build : callable
         Gives the cases of a `PromptRequest`.
     most_turns : int
@@ -161,7 +161,7 @@ class Brief:
         Parameters
         ----------
         lead : str
-            What stands before the text.
+            Words before the text.
         sentences, depths
             See `scatter`.
         questions : sequence of Question
@@ -184,7 +184,7 @@ class Draft:
     make : callable
         ``make(size)``: draws no random numbers.
     min_items, max_items : int
-        Sizes there are.
+        Smallest and largest size.
     """
 
     make: Callable[[int], Example]
@@ -193,7 +193,7 @@ class Draft:
 
 
 def by_rule(name: str, recipe: Callable[[Brief], Draft], *, most_turns: int = 1) -> Task:
-    """Return a task whose prompts are made by rule.
+    """Return a task with prompts made by rule.
 
     Parameters
     ----------
