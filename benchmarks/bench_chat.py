@@ -42,6 +42,7 @@ from transformers import DynamicCache, LogitsProcessor
 import kvalloc
 from kvalloc.accounting.costs import full_bytes
 from kvalloc.accounting.stored import storages
+from kvalloc.measure.kl import row_divergences
 from kvalloc.models.loading import LoadedModel, load_model, shape_of
 from kvalloc.shape import HALF_BYTES
 
@@ -120,11 +121,6 @@ def layer_bytes(cache: Any, *, half: bool = False) -> int:
         storage.nbytes() * (min(one.itemsize, HALF_BYTES) if half else one.itemsize) // one.itemsize
         for storage, _, one in storages(tensors_in(cache.layers, set()))
     )
-
-
-def kl(expected: Tensor, reached: Tensor) -> Tensor:
-    """Return KL(expected || reached) of each place, nats."""
-    return (expected.exp() * (expected - reached)).sum(-1)
 
 
 def ratio_row(name: str, ratio: float, ratios: Tensor, target: float, note: str) -> Row:
@@ -221,7 +217,9 @@ def turns_of(
         for number, (cache, forced, read) in enumerate(each):
             turns.append(
                 {
-                    "kl": float(kl(expected[number], torch.stack(forced.logits)).mean()),
+                    "kl": float(
+                        row_divergences(expected[number], torch.stack(forced.logits)).mean()
+                    ),
                     "before": forced.before / full_bytes(shape_of(model), ends[number]),
                     "share": layer_bytes(cache, half=True)
                     / full_bytes(shape_of(model), cache.get_seq_length()),
@@ -331,7 +329,7 @@ def long_answers(
         whole = full_bytes(shape_of(model), first + part.shape[1])
         for reader in readers:
             logits = reader.logits(model, part, first, block if reader is readers[0] else None)
-            reader.kl.append(kl(expected, logits))
+            reader.kl.append(row_divergences(expected, logits))
             reader.shares.append(layer_bytes(reader.cache, half=True) / whole)
     return readers
 

@@ -15,7 +15,6 @@ All of it takes hours: the same command goes on. Other options, such as ``--meth
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 from collections import defaultdict
@@ -53,6 +52,8 @@ from kvalloc.prompts.intervals import interval
 FOLDER = Path(__file__).resolve().parent
 PYTHON = FOLDER.parent / ".venv-kvpress" / "bin" / "python"
 CELLS = ("text", "own-answer", "facts-inside", "facts-after", "facts-second-turn")
+PACKAGES = ("kvpress", "optimum-quanto", "hqq", "transformers", "torch")
+"""Of the environment in which the cells are measured."""
 DEMO = "smollm2-135m-instruct"
 TWO_THIRDS = 2 / 3
 WANTED = {
@@ -78,7 +79,9 @@ def main() -> int:
         cells = [str(FOLDER / "quality" / "cells.py"), "--model", asked.model]
         command = [str(asked.python), *cells, *shown, *measuring]
         subprocess.run(command, check=False, stdout=sys.stderr)
-        print(f"cells measured with {versions(asked.python)}")
+        code = f"from _common import where_it_ran; print(where_it_ran(*{PACKAGES})['versions'])"
+        print("cells measured with", flush=True)
+        subprocess.run([str(asked.python), "-c", code], check=True, cwd=FOLDER)
     missed = False
     for folder in sorted(CELLS_FOLDER.iterdir()):
         every = [row for cell in CELLS for row in read_rows(folder / f"{cell}.jsonl")]
@@ -105,17 +108,6 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--python", type=Path, default=PYTHON, help="an environment with kvpress")
     parser.add_argument("--tables-only", action="store_true", help="measure nothing")
     return parser.parse_known_args()
-
-
-def versions(python: Path) -> str:
-    """What is installed where the cells are measured."""
-    names = ("kvpress", "optimum-quanto", "hqq", "transformers", "torch")
-    code = (
-        "import json\nfrom importlib.metadata import distributions\n"
-        f"print(json.dumps([(d.name, d.version) for d in distributions() if d.name in {names!r}]))"
-    )
-    ran = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=True)
-    return ", ".join(f"{name} {version}" for name, version in json.loads(ran.stdout))
 
 
 def report(rows: Sequence[Row], shares: Sequence[float], model: str) -> list[Cells]:

@@ -60,17 +60,8 @@ ILP_TARGET_SECONDS, LIBRARY_TARGET = 5.0, 1.5
 GAP, LAGRANGIAN_GAP = 1e-6, 1e-5
 OVER_TARGET, SHORT_LIMIT_SECONDS = 1.2, 10.0
 LIMITED_CASES = (
-    *(
-        "greedy",
-        "flow",
-        "uniform",
-        "proportional",
-        "adaptive_head",
-        "adaptive_head:safeguard=floor",
-        "max_min",
-        "lagrangian",
-        "hull",
-    ),
+    *("greedy", "flow", "uniform", "proportional", "adaptive_head"),
+    *("adaptive_head:safeguard=floor", "max_min", "lagrangian", "hull"),
     *("max_min worst", "ilp worst crossing", "ilp crossing", "ilp few", "lagrangian crossing"),
     *("hull dents", "lagrangian dents", "ilp dents", "lagrangian crossing dents"),
 )

@@ -28,6 +28,7 @@ import kvalloc
 from kvalloc.extensions.answering import answer
 from kvalloc.extensions.blend import CHECK_LAYER, DenseLayer, Documents
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
+from kvalloc.measure.kl import row_divergences
 from kvalloc.models.loading import load_model, shape_of
 from kvalloc.online.blends import DEFAULT_SHARE
 from kvalloc.prompts.chat import DocumentForm, encode
@@ -65,16 +66,13 @@ def rows_of(name: str, arguments: argparse.Namespace) -> Iterator[Row]:
     where = f"{loaded.model_id}, {arguments.dtype}, {DOCUMENTS} documents of {TOKENS} tokens"
     yield time_row(loaded.model, prompts[0], where, arguments.repeats)
     table = np.array([losses(loaded.model, one, arguments.new_tokens) for one in prompts])
-    none, equal, ours = table.mean(axis=0)
-    of = f"{len(prompts)} prompts"
-    for title, own, column in (("nothing computed anew", none, 0), ("CacheBlend's", equal, 1)):
-        yield {"name": f"{where}: nats a token, {title}", "figure": float(own),
+    means, of = table.mean(axis=0), f"{len(prompts)} prompts"
+    for title, column in (("nothing computed anew", 0), ("CacheBlend's", 1), ("blend", 2)):
+        yield {"name": f"{where}: nats a token, {title}", "figure": float(means[column]),
                **ends([table[:, column]]), "note": f"{of}; all read is 0"}  # fmt: skip
-    yield {"name": f"{where}: nats a token, blend", "figure": float(ours),
-           **ends([table[:, 2]]), "note": f"{of}; all read is 0"}  # fmt: skip
     less = int((table[:, 2] < table[:, 1]).sum())
     yield {"name": f"{where}: loss over CacheBlend's at as many operations",
-           "figure": float(ours / equal), **ends([table], lambda means: means[:, 2] / means[:, 1]),
+           "figure": float(means[2] / means[1]), **ends([table], lambda one: one[:, 2] / one[:, 1]),
            "at_most": 0.5, "note": f"{of}, less on {less}"}  # fmt: skip
 
 
@@ -126,15 +124,13 @@ def losses(model: Any, asked: Asked, new: int) -> tuple[float, float, float]:
         with torch.no_grad():
             logits = model(answered[-1][None], past_key_values=whole).logits[0]
         expected.append(logits)
-    reference, tail = (
-        torch.cat(expected).log_softmax(dim=-1),
-        torch.cat([asked.question, *answered]),
-    )
+    reference = torch.cat(expected).float().log_softmax(dim=-1)
+    tail = torch.cat([asked.question, *answered])
 
     def loss(cache: Any) -> float:
         with torch.no_grad():
-            found = model(tail[None], past_key_values=cache).logits[0, -new:].log_softmax(dim=-1)
-        return float((reference.exp() * (reference - found)).sum(dim=-1).mean())
+            found = model(tail[None], past_key_values=cache).logits[0, -new:]
+        return float(row_divergences(reference, found).mean())
 
     n_tokens, n_layers = n_front - len(asked.before), len(full)
     share = DEFAULT_SHARE * (n_layers - 1) / n_layers - len(asked.question) / n_tokens

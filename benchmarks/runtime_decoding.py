@@ -75,12 +75,7 @@ def compared_all(
 
 
 def compared(
-    decoding: Decoding,
-    timed: InTurns,
-    other: str,
-    own: str,
-    name: str,
-    target: float,
+    decoding: Decoding, timed: InTurns, other: str, own: str, name: str, target: float
 ) -> Row:
     """Return the row of two caches that decoded in turns."""
     milliseconds = [1e3 * median_of(timed, one) / decoding.new_tokens for one in (own, other)]

@@ -21,6 +21,7 @@ from _common import Row, in_turns, parser_of, print_rows, ratio_of, spread_of
 from bench_runtime import prompt_ids
 from transformers import DynamicCache
 
+from kvalloc.measure.kl import row_divergences
 from kvalloc.models.loading import LoadedModel, load_model, shape_of
 from kvalloc.models.structure import context_limit
 from kvalloc.online.default import Default
@@ -64,10 +65,6 @@ def rows_of(loaded: LoadedModel, arguments: argparse.Namespace) -> Iterator[Row]
     yield from harm(loaded, ids, arguments)
 
 
-def full(model: Any) -> Any:
-    return DynamicCache(config=model.config)
-
-
 @torch.inference_mode()
 def written(model: Any, cache: Any, ids: torch.Tensor, new: int) -> torch.Tensor:
     """Return so many greedy tokens after a prompt, one by one."""
@@ -84,7 +81,7 @@ def default_ways(loaded: LoadedModel, ids: torch.Tensor, repeats: int) -> Iterat
     model, shape = loaded.model, shape_of(loaded.model, model_id=loaded.model_id)
     limit = context_limit(model) or ids.shape[1] + PIECE
     ids = ids[:, : limit - PIECE - NEW]  # room for the second read
-    make = {"full": lambda: full(model)}
+    make = {"full": partial(DynamicCache, config=model.config)}
     make |= {way: partial(cache_of, model, shape, ids.shape[1], way) for way in TARGETS}
     prefills: dict[str, list[float]] = {way: [] for way in make}
     runs = {way: partial(read_and_written, model, new, ids, prefills[way])
@@ -129,13 +126,8 @@ def read_and_written(model: Any, make: Any, ids: torch.Tensor, prefills: list[fl
 def predicted(model: Any, cache: Any, prompt: torch.Tensor, answer: torch.Tensor) -> torch.Tensor:
     """Return the log-probabilities after each token of an answer, (n_tokens, vocabulary)."""
     model(input_ids=prompt, past_key_values=cache, logits_to_keep=1)
-    logits = model(input_ids=answer, past_key_values=cache).logits[0]
-    return logits.double().log_softmax(-1)
-
-
-def kl_of(expected: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return KL(expected || other) of each token, nats."""
-    return (expected.exp() * (expected - other)).sum(-1)
+    logits: torch.Tensor = model(input_ids=answer, past_key_values=cache).logits[0]
+    return logits.float().log_softmax(-1)
 
 
 @torch.inference_mode()
@@ -146,12 +138,13 @@ def harm(loaded: LoadedModel, ids: torch.Tensor, arguments: argparse.Namespace) 
     for place in range(arguments.samples):
         first = place * arguments.kl_tokens
         prompt = ids[:, first : first + arguments.kl_tokens]
-        answer = written(model, full(model), prompt, NEW)
-        plain = predicted(model, full(model), prompt, answer)
+        answer = written(model, DynamicCache(config=model.config), prompt, NEW)
+        plain = predicted(model, DynamicCache(config=model.config), prompt, answer)
         for (way, measured), own in found.items():
             cache = cache_of(model, shape, prompt.shape[1], way, measured=measured)
-            other = predicted(model, cache, prompt, answer)
-            own.append(float(kl_of(plain, other).mean()))
+            own.append(
+                float(row_divergences(plain, predicted(model, cache, prompt, answer)).mean())
+            )
     for held, bounded in PAIRS:
         pair = np.array([found[held], found[bounded]])
         whole, part = pair.mean(axis=1)

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from _common import Row, parser_of, print_rows, spread_of
 from bench_runtime import prompt_ids
+from transformers import DynamicCache
 
 import kvalloc
 from kvalloc.models.loading import load_model
@@ -53,7 +54,8 @@ def rows_of(name: str, n_prompts: int, arguments: argparse.Namespace) -> Iterato
             found = answer(loaded.model, prompt, new)
             middle = time.perf_counter()
             verifier = applied.last_cache.verifier
-            expected = answer(loaded.model, prompt, new, past_key_values=plain(loaded.model))
+            plain = DynamicCache(config=loaded.model.config)
+            expected = answer(loaded.model, prompt, new, past_key_values=plain)
             seconds.append((middle - begun) / (time.perf_counter() - middle))
             differs = not torch.equal(found, expected)
             equal += not differs or bool(verifier.ties)
@@ -81,12 +83,6 @@ def rows_of(name: str, n_prompts: int, arguments: argparse.Namespace) -> Iterato
                "note": f"{int(table[:, of].sum())} of {int(table[:, by].sum())}"}  # fmt: skip
     yield {"name": f"{where}: seconds / plain, the full cache in the same memory",
            **spread_of(seconds), "note": "prompt and answer"}  # fmt: skip
-
-
-def plain(model: Any) -> Any:
-    from transformers import DynamicCache
-
-    return DynamicCache(config=model.config)
 
 
 def answer(model: Any, prompt: torch.Tensor, new: int, **options: Any) -> torch.Tensor:
