@@ -55,10 +55,7 @@ class CacheLosses:
 
     @torch.no_grad()
     def loss(self, index: int, profile: BudgetProfile) -> float:
-        """Return mean KL(full cache || reduced cache) of what follows one prompt, nats per token.
-
-        A cache that waits for tokens after the prompt reads the first ones of what follows for
-        that, and then all of it as the others do.
+        """Return mean KL(full cache || reduced cache) of one prompt's answer, nats per token.
 
         Parameters
         ----------
@@ -105,10 +102,10 @@ class CacheLosses:
         return torch.tensor([row], dtype=torch.long, device=device)
 
     def _answer(self, index: int, prompt: Tensor, question: Tensor) -> Tensor:
-        """Return the sample's answer, else what the model writes with the full cache, (1, n)."""
-        given = self._ids(index, "answer_ids")[:, : self._continuation_tokens]
-        if given.numel():
-            return given
+        """Return the sample's answer, else the model's own with the full cache, (1, n)."""
+        stated = self._ids(index, "answer_ids")[:, : self._continuation_tokens]
+        if stated.numel():
+            return stated
         ids = torch.cat([prompt, question], dim=1)
         cache = DynamicCache(config=self._model.config)
         longest = self._continuation_tokens

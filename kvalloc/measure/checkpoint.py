@@ -101,7 +101,7 @@ class Checkpoint:
         self._lock.release()
 
     def _clear(self) -> None:
-        """Delete everything of ours but the lock."""
+        """Delete all files that kvalloc made but the lock."""
         for ours in (f"*{_PIECE}", _MANIFEST):
             for file in self.folder.glob(ours):
                 delete_file(file)
@@ -157,7 +157,7 @@ class Checkpoint:
             delete_file(file)
 
     def stage(self, name: str) -> Self:
-        """Return the same for one stage of the job, whose pieces have names of their own."""
+        """Return the same for one stage of the job, with names of its own for pieces."""
         staged = copy.copy(self)
         staged._prefix = f"{name}-"
         return staged
@@ -168,7 +168,7 @@ class Checkpoint:
     def _begin(self) -> None:
         """Write the manifest, or compare pieces' manifest with it."""
         manifest = self.folder / _MANIFEST
-        with suppress(OSError):  # for whoever is refused; a full disk is no reason to stop
+        with suppress(OSError):  # for another process's message; a full disk does not matter
             (self.folder / _LOCK).write_text(str(os.getpid()), encoding="ascii")
         if not _holds_pieces(self.folder):
             self._clear()
@@ -241,13 +241,13 @@ def _check_made_here(folder: Path) -> None:
     fault = "is a link" if folder.is_symlink() else "" if folder.is_dir() else "is no folder"
     if not fault:
         before = _begun(folder)  # read twice: another process may be making or deleting it
-        others = [
+        foreign = [
             one.name
             for one in folder.glob("*")
             if one.is_symlink() or not (one.name == _LOCK or one.match(f".*{ENDING}"))
         ]
-        if others and _KIND not in (before.get("kind"), _begun(folder).get("kind")):
-            fault = f"holds {one_line(min(others), 60)}, but no manifest of kvalloc"
+        if foreign and _KIND not in (before.get("kind"), _begun(folder).get("kind")):
+            fault = f"holds {one_line(min(foreign), 60)}, but no manifest of kvalloc"
     if fault:
         raise InputError(
             f"{folder} {fault}, expected a folder that kvalloc made for finished work; move it "
@@ -256,7 +256,7 @@ def _check_made_here(folder: Path) -> None:
 
 
 def _begun(folder: Path) -> dict[str, Any]:
-    """Return what a folder's manifest says; empty where it cannot be read."""
+    """Return the content of a folder's manifest; empty if it cannot be read."""
     try:
         return dict(json.loads((folder / _MANIFEST).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, RecursionError):
@@ -264,7 +264,7 @@ def _begun(folder: Path) -> dict[str, Any]:
 
 
 def _holds_pieces(folder: Path) -> bool:
-    """Whether there is finished work: what a kill leaves beside it can be made anew."""
+    """Return whether there is finished work; all else that a kill leaves can be made anew."""
     return any(folder.glob(f"*{_PIECE}"))
 
 
@@ -288,11 +288,11 @@ def _locked(folder: Path) -> BaseFileLock:
     try:
         lock.acquire(timeout=_WAIT)
     except Timeout:
-        who = "another process"
-        with suppress(OSError, ValueError):  # it has written its id there, where it could
-            who = f"another process ({int((folder / _LOCK).read_text('ascii'))})"
+        process = "another process"
+        with suppress(OSError, ValueError):  # it has written its id there if it could
+            process += f" ({int((folder / _LOCK).read_text('ascii'))})"
         raise InputError(
-            f"{who} is at work in {folder}; wait for it, or write to another file"
+            f"{process} is at work in {folder}; wait for it, or write to another file"
         ) from None
     except FileNotFoundError:
         raise

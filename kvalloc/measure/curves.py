@@ -1,4 +1,4 @@
-"""What one layer gives: retention curves."""
+"""Retention curves of a layer, and checks of measured numbers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def retention_curves(scores: npt.NDArray[Any]) -> tuple[FloatArray, FloatArray]:
     """Share of the score mass in the best entries, for every number of entries.
 
     ``R(n) = sum of the n largest scores / sum of all scores``. A head without any mass loses
-    nothing whatever it keeps: its curve is 1 from no entry on.
+    nothing at any budget: its curve is 1 from no entry on.
 
     Parameters
     ----------
@@ -69,7 +69,7 @@ def rank_grid(evictable_tokens: int, context_tokens: int) -> IntArray:
         Largest rank.
     context_tokens : int
         Reference context: up to `EXACT_CONTEXT_TOKENS` every rank is stored. Above that, half of
-        `GRID_POINTS` are the first ranks, where a curve bends most, the rest are spaced
+        `GRID_POINTS` are the first ranks, where a curve bends most; the others are spaced
         geometrically.
 
     Returns
@@ -119,16 +119,16 @@ def on_grid(curves: FloatArray, ranks: IntArray) -> tuple[FloatArray, float]:
     return values, error
 
 
-def check_finite(what: str, *arrays: npt.NDArray[Any], least: float = -np.inf) -> None:
-    """Refuse arrays of a sample with numbers that are not finite, or below the least.
+def check_finite(what: str, *arrays: npt.NDArray[Any], low: float = -np.inf) -> None:
+    """Refuse arrays of a sample with numbers that are not finite, or below a limit.
 
     Raises
     ------
     SampleError
         With ``what`` as the subject.
     """
-    if not all(np.isfinite(array).all() and (array >= least).all() for array in arrays):
-        limit = f" >= {least:g}" if np.isfinite(least) else ""
+    if not all(np.isfinite(array).all() and (array >= low).all() for array in arrays):
+        limit = f" >= {low:g}" if np.isfinite(low) else ""
         raise SampleError(
             f"{what} are not finite numbers{limit}; load the model in float32 or bfloat16, or "
             "check its weights"

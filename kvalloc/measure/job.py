@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -11,10 +11,11 @@ import numpy as np
 
 from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.engine.contract import Advance, Engine, Failed, ModelFacts
+from kvalloc.errors import InputError
 from kvalloc.measure.checkpoint import Checkpoint
 from kvalloc.measure.curves import EXACT_CONTEXT_TOKENS, rank_grid
 from kvalloc.measure.loss_plan import LossPlan
-from kvalloc.measure.sampling import SampleSet, Shard
+from kvalloc.measure.sampling import SampleSet
 from kvalloc.scorers import Scorer
 from kvalloc.shape import ModelShape
 
@@ -120,8 +121,8 @@ class Job:
         How losses are measured, if they are.
     bits : tuple of int
         Bit widths whose losses are measured, beside 16.
-    shard : Shard or None
-        Which of the samples are measured, where not all are.
+    shard : tuple of int or None
+        Number of the measured shard, from 1, and of shards: every n-th sample; None for all.
     chunk : int or None
         Tokens of a sample that run at once; see `chunk_of`.
     """
@@ -133,7 +134,7 @@ class Job:
     samples: SampleSet
     losses: LossPlan | None = None
     bits: tuple[int, ...] = ()
-    shard: Shard | None = None
+    shard: tuple[int, int] | None = None
     chunk: int | None = None
 
     @cached_property
@@ -145,12 +146,6 @@ class Job:
     def protected_tokens(self) -> int:
         """Sinks and window, which every budget includes."""
         return self.sinks + self.scorer.window
-
-    @property
-    def loss_plan(self) -> LossPlan:
-        """Plan of the losses, of a job that measures them."""
-        assert self.losses is not None
-        return self.losses
 
     @property
     def loss_levels(self) -> IntArray:
@@ -186,19 +181,24 @@ class Job:
         InputError
             If there are fewer samples than shards.
         """
-        places = range(len(self.samples.samples))
-        return places if self.shard is None else self.shard.of_places(places)
+        n_samples, (number, of) = len(self.samples.samples), self.shard or (1, 1)
+        if n_samples < of:
+            raise InputError(
+                f"{of} shards of {n_samples} samples are not possible; use at most {n_samples} "
+                "shards, or more samples"
+            )
+        return range(number - 1, n_samples, of)
 
     def chunk_of(self, n_tokens: int) -> int:
-        """Return the tokens of a sample that run at once, at least those whose queries are scored.
+        """Return the tokens of a sample that run at once, at least as the scorer needs queries.
 
-        All of them by default, up to the context whose curves are exact.
+        By default all of them, up to the context with exact curves.
         """
         chunk = self.chunk or (n_tokens if n_tokens <= EXACT_CONTEXT_TOKENS else CHUNK_TOKENS)
         return max(chunk, self.scorer.query_rows(n_tokens), self.scorer.window)
 
     def sizes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the arrays of one sample, by name, without those not wanted.
+        """Return the shapes of the arrays of one sample, by name; losses if they are measured.
 
         Returns
         -------
@@ -229,8 +229,8 @@ class Job:
             "samples": len(self.samples.samples),
             "text_digest": self.samples.digest(),
             "answers": self.samples.answers_digest(),
-            "losses": None if self.losses is None else self.losses.record(),
+            "losses": None if self.losses is None else asdict(self.losses),
             "bits": self.bits,
             "chunk": self.chunk,
-            "shard": None if self.shard is None else [self.shard.number, self.shard.of],
+            "shard": self.shard,
         }

@@ -62,7 +62,8 @@ def sample_losses(
     UnsupportedModelError
         If the model's layers cannot be seen.
     """
-    plan = job.loss_plan
+    plan = job.losses
+    assert plan is not None  # else no losses are measured
     losses_of = measure_losses if plan.method == "measured" else estimate_losses
     try:
         probe = LossProbe(
@@ -212,7 +213,7 @@ def _variants(figures: Sequence[_Variant], job: Job) -> list[_Variant]:
     variants: dict[bytes, _Variant] = {}
     for places, keep, bits in figures:
         reduced = [(keep, bits)]
-        if job.loss_plan.level == "head":
+        if job.losses is not None and job.losses.level == "head":
             reduced = []
             for head in range(len(keep)):
                 one, width = torch.ones_like(keep), np.full_like(bits, 16)

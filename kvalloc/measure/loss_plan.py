@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -26,7 +26,7 @@ class LossPlan:
     method : {"measured", "fast"}
         A forward for every unit and level, or the second-order estimate from one backward pass.
     level : {"layer", "head"}
-        What is reduced alone.
+        The unit that is reduced alone.
     shares : tuple of float
         Shares of the evictable entries that each unit is reduced to.
     continuation_tokens : int
@@ -73,7 +73,3 @@ class LossPlan:
         evictable = context_tokens - protected_tokens
         tokens = [protected_tokens + round(share * evictable) for share in self.shares]
         return np.unique([*tokens, context_tokens]).astype(np.int64)
-
-    def record(self) -> dict[str, Any]:
-        """Return what decides the numbers, as plain values."""
-        return asdict(self)

@@ -1,4 +1,4 @@
-"""What a model would have predicted with a smaller cache in one place, for many places at once.
+"""Predictions of a model with a smaller cache in one layer, for many variants at once.
 
 One prompt is run once with the full cache. Its continuation is then run again and again with
 entries of one layer hidden: from that layer on only, since everything before it is the same, and
@@ -37,15 +37,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Reduced:
-    """What variants see of a prompt in one layer.
+    """Entries and numbers of a prompt that variants see in one layer.
 
     Attributes
     ----------
     keep : Tensor of bool, (n_variants, n_kv_heads, n_tokens)
         Which entries.
     keys, values : Tensor, (n_kv_heads, n_variants, n_tokens, head_dim), or None
-        The prompt's, where they are kept as they come back from storage at fewer bits; None where
-        all variants see them as the model made them.
+        The prompt's, as they come back from storage at fewer bits; None if all variants see them as
+        the model made them.
     """
 
     keep: Tensor
@@ -80,8 +80,8 @@ class LossProbe:
     scores : dict of int to Tensor, (n_kv_heads, n_tokens)
         The scorer's scores of each full-attention layer.
     continuation_ids : Tensor of int64, (n_continuation,)
-        What is read after the prompt, the question first. Losses are measured on the predictions
-        after each of these tokens, or after the last of the question's and those that follow:
+        Tokens read after the prompt, the question first. Losses are measured on the predictions
+        after each of these tokens, or after the question's last one and the later ones:
         ``n_measured`` of them.
 
     Raises
@@ -138,7 +138,7 @@ class LossProbe:
 
     @torch.no_grad()
     def kept(self, layer: int, budgets: Sequence[int]) -> list[Tensor]:
-        """Return what is kept of a layer at some budgets, all from the same prefill.
+        """Return the kept entries of a layer at some budgets, all from the same prefill.
 
         Parameters
         ----------
@@ -205,7 +205,7 @@ class LossProbe:
         return row_divergences(self._log_probabilities, self._measured(logits))
 
     def _reduced(self, layer: int, keep: Tensor, bits: IntArray | None) -> Reduced:
-        """Return what variants see where they keep these entries at these widths."""
+        """Return the view of variants that keep these entries at these widths."""
         if bits is None or bool((bits == 16).all()):
             return Reduced(keep=keep)
         keys, values = (
@@ -219,8 +219,8 @@ class LossProbe:
         ]
         keys = keys.clone(memory_format=torch.contiguous_format)
         for (variant, head), width in np.ndenumerate(np.broadcast_to(bits, keep.shape[:2])):
-            own, kept = keys[head, variant], keep[variant, head]
-            own[kept] = quantised_keys(own[kept][None, None], int(width))[0, 0]
+            of_head, kept = keys[head, variant], keep[variant, head]
+            of_head[kept] = quantised_keys(of_head[kept][None, None], int(width))[0, 0]
         return Reduced(keep=keep, keys=keys, values=torch.stack(rounded))
 
     @torch.no_grad()
@@ -284,10 +284,10 @@ class LossProbe:
         with torch.enable_grad():
             logits = self._run(attend, input_ids=self.continuation_ids[None])
             likely = self._measured(logits)[0].float().log_softmax(dim=-1)
-            # One forward serves all draws; each has a way back of its own.
+            # One forward serves all draws; each has its own backward pass.
             sums = [likely.gather(-1, tokens[:, None]).sum() for tokens in at]
-            wanted = list(offsets.values())
-            rows = [torch.autograd.grad(one, wanted, retain_graph=True) for one in sums]
+            inputs = list(offsets.values())
+            rows = [torch.autograd.grad(one, inputs, retain_graph=True) for one in sums]
         gradients = [torch.cat(of_layer) for of_layer in zip(*rows, strict=True)]
         return dict(zip(offsets, gradients, strict=True))
 
@@ -336,9 +336,9 @@ class LossProbe:
         return torch.stack(written)
 
     def _watched(self) -> tuple[dict[int, Tensor], Tensor]:
-        """Run the continuation with the full cache; keep what each layer's attention sees.
+        """Run the continuation with the full cache; store the states of each layer's attention.
 
-        Returns what enters each layer, and the logits.
+        Returns the hidden states that enter each layer, and the logits.
         """
         entering: dict[int, Tensor] = {}
 
@@ -370,7 +370,7 @@ class LossProbe:
         return logits
 
     def _attend(self, states: AttentionStates, reduced: Reduced | None) -> Tensor:
-        """Return attention of new tokens over what is stored and over each other.
+        """Return attention of new tokens over stored ones and over each other.
 
         Variants that see the same keys are folded into the rows of one product with them, so that
         they are never copied.
@@ -380,7 +380,7 @@ class LossProbe:
         states : AttentionStates
             Of the new tokens, (n_variants, n_heads, n_new, head_dim).
         reduced : Reduced or None
-            What each variant sees of what is stored; all by default.
+            The stored entries that each variant sees; all if None.
 
         Returns
         -------

@@ -36,8 +36,8 @@ def mini_prefill(
 ) -> None:
     """Run a model's decoder up to the last layer that is wanted.
 
-    In chunks, all of them run through one layer before any runs through the next, so that the keys
-    and values of one layer are held at a time, beside what enters it.
+    In chunks, all of them run through one layer before any runs through the next. So only the keys
+    and values of one layer are stored at a time, beside its hidden states.
 
     Parameters
     ----------
@@ -140,7 +140,7 @@ def _one_layer(
 
 
 def check_seen(model: Any, layers: Iterable[int], seen: Container[int]) -> None:
-    """Refuse a model with a layer whose attention was not seen.
+    """Refuse a model with a layer of unseen attention.
 
     Raises
     ------
@@ -186,7 +186,7 @@ def layers_of(model: Any) -> Any:
 
 @contextmanager
 def begun_at(layers: Any, begin: int, hidden: Tensor) -> Iterator[None]:
-    """Let the decoder begin at one layer, with what is known to enter it."""
+    """Let the decoder begin at one layer, with known hidden states."""
 
     def enter(
         module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -20,7 +20,7 @@ from kvalloc.measure.curves import check_finite, checked_widths, on_grid, retent
 from kvalloc.measure.job import Job, Measured, Steps, measured_samples
 from kvalloc.measure.loss_plan import LossLevel, LossMethod, LossPlan
 from kvalloc.measure.mini_prefill import mini_prefill
-from kvalloc.measure.sampling import Sample, SampleSet, Shard, choose_samples
+from kvalloc.measure.sampling import Sample, SampleSet, choose_samples, read_shard
 from kvalloc.models.loading import require_run_packages
 from kvalloc.models.structure import input_device
 from kvalloc.prompts.texts import Document, Prompt
@@ -174,7 +174,7 @@ def prompt_scores(
     token_ids : ndarray of int64, (n_tokens,)
         The prompt, without padding.
     scorer : Scorer
-        Whose scores count.
+        Ranks the entries.
     sinks : int
         First tokens, never evicted.
     shape : ModelShape
@@ -221,7 +221,7 @@ def read_options(options: ProfileOptions) -> dict[str, Any]:
     Raises
     ------
     InputError
-        If an option cannot be used, or some contradict each other, whatever the model.
+        If an option cannot be used with any model, or some contradict each other.
     """
     scorer, losses = options.get("scorer", "xkv"), options.get("loss")
     if not isinstance(scorer, Scorer):
@@ -231,7 +231,7 @@ def read_options(options: ProfileOptions) -> dict[str, Any]:
     scorer.check_prompt_only()
     if (chunk := options.get("chunk")) is not None and chunk < 1:
         raise InputError(f"the chunk is {chunk} tokens, expected at least 1")
-    shard = None if (text := options.get("shard")) is None else Shard.read(text)
+    shard = None if (text := options.get("shard")) is None else read_shard(text)
     if (bits := checked_widths(options.get("bits"))) and losses is None:
         raise InputError(
             f"{option('bits')} is about what is lost: add {option('loss', 'fast')} or "
@@ -291,7 +291,7 @@ def measure_job(
     if not measured:
         raise failed[min(failed)].of_every_sample(job.shape.model_id)
     if failed:
-        steps.advance(steps.total)  # what those had left
+        steps.advance(steps.total)  # the steps that the failed samples had left
     profile = _assemble(job, measured)
     return profile.replace(set_aside=job.samples.set_aside(failed))
 
@@ -317,7 +317,7 @@ def _measure_sample(job: Job, model: Any, index: int, advance: Advance) -> Measu
         observed = None
         scores = job.scorer.score(states, sinks=job.sinks)[0, :, first:end].float().cpu().numpy()
         what = f"the scores of {job.shape.model_id} in layer {layer}, sample {index}"
-        check_finite(what, scores, least=0)
+        check_finite(what, scores, low=0)
         curves, masses[layer] = retention_curves(scores)
         arrays["curves"][layer], off = on_grid(curves, job.ranks)
         error[0] = max(error[0], off)
@@ -358,7 +358,7 @@ def _assemble(job: Job, samples: Mapping[int, Measured]) -> ScoreProfile:
         sinks=job.sinks,
         window=job.scorer.window,
         ranks=job.ranks,
-        shard=None if job.shard is None else (job.shard.number, job.shard.of),
+        shard=job.shard,
         text_digest=job.samples.digest(),
         text_description=job.samples.description,
         **provenance(*MEASURED_WITH),

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -23,19 +23,19 @@ from kvalloc.prompts.texts import Document, Prompt
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """What is measured as one, and what follows it.
+    """A prompt that is measured as one, with its question and answer.
 
     Attributes
     ----------
     token_ids : ndarray of int64, (n_tokens,)
     answer_ids : ndarray of int64, (n_answer,), or None
-        What follows, where the data says so.
+        The answer, if the data has one.
     question_ids : ndarray of int64, (n_question,), or None
-        What is read between the two, after the compression, where the data says so.
+        The question, read after the compression and before the answer, if the data has one.
     name : str
-        Where it came from, for messages.
+        Origin, for messages.
     task : str
-        What it asks for, where the data says so; else whether an answer is given.
+        Task, if the data names one; else whether there is an answer.
     """
 
     token_ids: IntArray
@@ -45,52 +45,21 @@ class Sample:
     task: str = "text"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shard:
-    """One of the equal parts of a measurement: every n-th of its samples.
+def read_shard(text: str) -> tuple[int, int]:
+    """Read a shard as it is written, such as ``2/8``: its number, from 1, and that of the shards.
 
-    Attributes
-    ----------
-    number : int
-        1 to `of`.
-    of : int
-        Shards in all.
+    Raises
+    ------
+    InputError
     """
-
-    number: int
-    of: int
-
-    @classmethod
-    def read(cls, text: str) -> Self:
-        """Read a shard as it is written, such as ``2/8``.
-
-        Raises
-        ------
-        InputError
-        """
-        match = re.fullmatch(r"\s*(\d{1,4})\s*/\s*(\d{1,4})\s*", text)
-        number, of = map(int, match.groups()) if match else (0, 0)
-        if not 1 <= number <= of or of < 2:
-            raise InputError(
-                f"the shard is {text!r}, expected its number and how many there are, such as "
-                f"{option('shard', '1/8')} up to 8/8"
-            )
-        return cls(number=number, of=of)
-
-    def of_places(self, places: Sequence[int]) -> Sequence[int]:
-        """Return the places of the samples that belong to the shard.
-
-        Raises
-        ------
-        InputError
-            If there are fewer samples than shards.
-        """
-        if len(places) < self.of:
-            raise InputError(
-                f"{self.of} shards of {len(places)} samples are not possible; use at most "
-                f"{len(places)} shards, or more samples"
-            )
-        return places[self.number - 1 :: self.of]
+    match = re.fullmatch(r"\s*(\d{1,4})\s*/\s*(\d{1,4})\s*", text)
+    number, of = map(int, match.groups()) if match else (0, 0)
+    if not 1 <= number <= of or of < 2:
+        raise InputError(
+            f"the shard is {text!r}, expected its number and the number of shards, such as "
+            f"{option('shard', '1/8')} up to 8/8"
+        )
+    return number, of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,8 +166,8 @@ def choose_samples(
     pieces = [index for index in chosen if index < n_pieces]
     picked = [prompts[index - n_pieces] for index in chosen[len(pieces) :]]
     parts = [
-        f"{taken} of {count} {kind}{_names(text.name for text in given)}"
-        for taken, count, kind, given in (
+        f"{taken} of {count} {kind}{_names(text.name for text in sources)}"
+        for taken, count, kind, sources in (
             (len(pieces), n_pieces, f"pieces of {context_tokens} tokens", documents),
             (len(picked), len(prompts), "prompts", prompts),
         )
@@ -218,13 +187,13 @@ def choose_samples(
 def _sort_out(
     texts: Iterable[str | Document | Prompt],
 ) -> tuple[list[Document], list[Prompt]]:
-    given = [texts] if isinstance(texts, str) else list(texts)
-    for text in given:
+    sources = [texts] if isinstance(texts, str) else list(texts)
+    for text in sources:
         if not isinstance(text, str | Document | Prompt):
             raise InputError(
                 f"a text is a {type(text).__name__}; give strings, Documents or Prompts"
             )
-    running = [Document(text=text) if isinstance(text, str) else text for text in given]
+    running = [Document(text=text) if isinstance(text, str) else text for text in sources]
     prompts = [text for text in running if isinstance(text, Prompt)]
     documents = [text for text in running if isinstance(text, Document) and text.text.strip()]
     if not documents and not prompts:
@@ -243,13 +212,13 @@ def _of_prompt(prompt: Prompt, tokenizer: Any, context_tokens: int, least_tokens
     before = prompt.question or prompt.text
     space = " " if before and not before[-1].isspace() else ""
     spoken = f"{space}{prompt.answer}" if prompt.answer else ""
-    answer = _given(prompt.answer_ids, spoken, tokenizer)
+    answer = _ids(prompt.answer_ids, spoken, tokenizer)
     if answer is not None and answer.size == 0:
         raise InputError(
             f"{prompt.where}: the answer has no token, so no loss can be measured on it; write "
             "another one, or leave it out"
         )
-    question = _given(prompt.question_ids, prompt.question, tokenizer)
+    question = _ids(prompt.question_ids, prompt.question, tokenizer)
     return Sample(
         token_ids=ids,
         answer_ids=answer,
@@ -259,8 +228,8 @@ def _of_prompt(prompt: Prompt, tokenizer: Any, context_tokens: int, least_tokens
     )
 
 
-def _given(ids: tuple[int, ...], text: str, tokenizer: Any) -> IntArray | None:
-    """Return the given tokens, else those of the text; None where there is neither."""
+def _ids(ids: tuple[int, ...], text: str, tokenizer: Any) -> IntArray | None:
+    """Return tokens, those of the text by default; None if there is neither."""
     if ids:
         return np.asarray(ids, dtype=np.int64)
     return _encode(tokenizer, text) if text else None
@@ -278,7 +247,7 @@ def _start_tokens(tokenizer: Any) -> IntArray:
 
 
 def cut_middle(ids: IntArray, context_tokens: int) -> IntArray:
-    """Drop the middle of what is too long: the question stands at one of the ends."""
+    """Drop the middle of a text that is too long: the question stands at its beginning or end."""
     if ids.size <= context_tokens:
         return ids
     head = (context_tokens + 1) // 2

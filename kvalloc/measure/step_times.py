@@ -31,8 +31,8 @@ ROWS = (1, 2, 4, 8, 16, 32)
 """Rows at which a step of the model is measured, and those of the caches that are."""
 
 CACHE_ROWS, ROUNDS, FEW_TOKENS, FOLLOWED = 8, 6, 8, 32
-"""Rows of the caches that are measured, how often each step is, tokens of a cache that takes no
-time, and tokens that have followed a prompt where what followed it is measured."""
+"""Rows of the measured caches, rounds of each step, tokens of a cache that takes no time, and new
+tokens behind a prompt whose time is measured."""
 
 
 class Line(NamedTuple):
@@ -53,14 +53,14 @@ class Line(NamedTuple):
     @classmethod
     def through(cls, low: tuple[float, float], high: tuple[float, float]) -> Line:
         """Return the rising line through two points, never below 0."""
-        (few, fast), (many, slow) = low, high
-        slope = min(max(slow - fast, 0.0) / (many - few), slow / many) if many > few else 0.0
-        return cls(max(slow - slope * many, 0.0), slope)
+        (first, fast), (last, slow) = low, high
+        slope = min(max(slow - fast, 0.0) / (last - first), slow / last) if last > first else 0.0
+        return cls(max(slow - slope * last, 0.0), slope)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimes:
-    """What a decoding step takes: the model once for all rows, and the cache of each row.
+    """Seconds of a decoding step: the model's once for all rows, and each row's of its cache.
 
     Attributes
     ----------
@@ -69,13 +69,13 @@ class StepTimes:
     model_seconds : tuple of float
         Seconds of a step of this many rows with an empty cache.
     plain, kept, followed : Line
-        A step's part for a plain cache, for what a reduced one keeps, and for what has followed
-        since, over their bytes.
-    settled, entered : Line
-        What it takes that what followed competes with what is kept: over the tokens that had been
-        seen before, and what each token that followed adds.
+        A step's part for a plain cache, for a reduced one's kept entries, and for the new ones
+        behind them, over their bytes.
+    evicting, entered : Line
+        Time of an eviction that ranks kept entries and new ones together: over the tokens seen
+        before, and the part that each new token adds.
     source : str
-        Where the figures are from, for people.
+        Origin of the figures, for people.
     """
 
     rows: tuple[int, ...]
@@ -83,7 +83,7 @@ class StepTimes:
     plain: Line
     kept: Line
     followed: Line
-    settled: Line
+    evicting: Line
     entered: Line
     source: str
 
@@ -91,38 +91,38 @@ class StepTimes:
         """Return the seconds of a step of some rows with an empty cache."""
         if rows <= self.rows[-1]:
             return float(np.interp(rows, self.rows, self.model_seconds))
-        (few, many), (fast, slow) = self.rows[-2:], self.model_seconds[-2:]
-        return slow + max(slow - fast, 0.0) / (many - few) * (rows - many)
+        (first, last), (fast, slow) = self.rows[-2:], self.model_seconds[-2:]
+        return slow + max(slow - fast, 0.0) / (last - first) * (rows - last)
 
 
 def device_steps(model: Any, name: str) -> StepTimes:
-    """Return the times of a device by its published figures: the bound that nothing is below.
+    """Return the times of a device by its published figures: a lower bound of any run.
 
-    The weights are read once a step, and each row's cache; products take their time where that is
-    more. What competes takes none.
+    The weights are read once a step, and each row's cache; products take their time if that is
+    more. Evictions take none.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel
     name : str
-        Of `DEVICES`.
+        One of `DEVICES`.
     """
     bandwidth, products = DEVICES[name]
     table = model.get_input_embeddings().weight
     read = [weight for weight in model.parameters() if weight is not table]
     if model.get_output_embeddings().weight is table:
         read.append(table)  # else one row of it is read
-    numbers, weights = sum(one.numel() for one in read), sum(one.nbytes for one in read)
-    balanced = max(round(weights / bandwidth * products / (2 * numbers)), 1)
+    n_weights, n_bytes = sum(one.numel() for one in read), sum(one.nbytes for one in read)
+    balanced = max(round(n_bytes / bandwidth * products / (2 * n_weights)), 1)
     rows = (1, balanced + 1, 2 * (balanced + 1))
     once = Line(0.0, 1 / bandwidth)
     return StepTimes(
         rows=rows,
-        model_seconds=tuple(max(weights / bandwidth, 2 * numbers * n / products) for n in rows),
+        model_seconds=tuple(max(n_bytes / bandwidth, 2 * n_weights * n / products) for n in rows),
         plain=once,
         kept=once,
         followed=once,
-        settled=Line(0.0, 0.0),
+        evicting=Line(0.0, 0.0),
         entered=Line(0.0, 0.0),
         source=f"published figures of {name.upper()}, which no run reaches",
     )
@@ -132,19 +132,19 @@ def device_steps(model: Any, name: str) -> StepTimes:
 def measure_steps(
     model: Any, profiles: tuple[BudgetProfile, BudgetProfile], plain_tokens: int
 ) -> StepTimes:
-    """Measure what the steps of a model take where it is.
+    """Measure the steps of a model on its own device.
 
     One prompt is read for each reduced cache, and its row repeated. A plain cache has one row of
-    the length that it is asked about, since its time for a byte is another for many short rows.
-    All that is compared runs in turns.
+    the full length, since its time for a byte is another for many short rows. All compared steps
+    run alternately.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel
     profiles : tuple of BudgetProfile
-        Two whose prompts and shares differ.
+        Two with different prompts and shares.
     plain_tokens : int
-        Of the row of a plain cache.
+        Length of the row of a plain cache.
 
     Returns
     -------
@@ -184,7 +184,7 @@ def measure_steps(
     def of_row(name: str, step: Mapping[Any, float]) -> float:
         return max(step[name] - step[CACHE_ROWS], 0.0) / CACHE_ROWS
 
-    def settling(place: int, followed: int) -> float:
+    def eviction(place: int, followed: int) -> float:
         taken = []
         for _ in range(2):
             adding[f"reduced {place}"](followed)
@@ -195,8 +195,8 @@ def measure_steps(
         (cache.retained_bytes / CACHE_ROWS, of_row(f"reduced {place}", seconds))
         for place, cache in enumerate(reduced)
     ]
-    settled = [(tokens, settling(place, 1)) for place, tokens in enumerate(lengths)]
-    longer = settling(1, FOLLOWED) - settled[1][1]
+    evicting = [(tokens, eviction(place, 1)) for place, tokens in enumerate(lengths)]
+    added = eviction(1, FOLLOWED) - evicting[1][1]
     adding["reduced 1"](FOLLOWED)
     followed = _in_turns({name: steps[name] for name in (CACHE_ROWS, "reduced 1")})
     slower = of_row("reduced 1", followed) - kept[1][1]
@@ -206,20 +206,20 @@ def measure_steps(
         plain=Line(0.0, max(seconds["plain"] - seconds[1], 0.0) / plain_bytes(shape, plain_tokens)),
         kept=Line.through(*kept),
         followed=Line(0.0, max(slower, 0.0) / plain_bytes(shape, FOLLOWED)),
-        settled=Line.through(*settled),
-        entered=Line(0.0, max(longer, 0.0) / FOLLOWED),
+        evicting=Line.through(*evicting),
+        entered=Line(0.0, max(added, 0.0) / FOLLOWED),
         source=f"measured on this {model.device.type} in {duration(time.perf_counter() - begun)}",
     )
 
 
 def _in_turns(calls: Mapping[Any, Callable[[], object]]) -> dict[Any, float]:
-    """Return the least seconds of each call: others on the machine can only add to them."""
+    """Return the lowest seconds of each call: other work on the machine can only add to them."""
     rounds = [{name: _seconds(call) for name, call in calls.items()} for _ in range(ROUNDS)]
     return {name: min(one[name] for one in rounds) for name in calls}
 
 
 def _seconds(call: Callable[[], object]) -> float:
-    """Return how long a call takes, what a device still computes included."""
+    """Return the seconds of a call, with the work that is still queued on a device."""
     _wait()
     begun = time.perf_counter()
     call()

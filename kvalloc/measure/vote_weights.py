@@ -1,4 +1,4 @@
-"""Whether votes of a prompt's last queries help beside a second read, and at which weight."""
+"""The weight of a prompt's last queries beside a second read, if their attention helps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvalloc.shape import ModelShape
 
 WEIGHTS = (0.0, 1.0, 2.0, 5.0, 10.0, 20.0)
-"""Candidates, 0 for no votes."""
+"""Candidates, 0 for no use of the last queries."""
 
 WINDOW = 8
 """Last tokens of the prompt, which are never evicted."""
@@ -33,10 +33,10 @@ LEAST_LOSS = 1e-4
 def vote_losses(
     model: Any, shape: ModelShape, sample: Sample, logs: FloatArray, sinks: int
 ) -> FloatArray:
-    """Return the loss of a sample's reduced cache at each weight of the votes.
+    """Return the loss of a sample's reduced cache at each weight of the last queries.
 
-    The entries with the largest scores of all heads stay, where the score is the larger of what a
-    second read looks up and of the weighted votes.
+    The entries with the largest scores of all heads stay. A score is the larger of a second read's
+    attention and of the weighted attention of the last queries.
 
     Parameters
     ----------
@@ -82,10 +82,10 @@ def vote_losses(
 
 
 def best_weight(losses: FloatArray) -> tuple[float, float]:
-    """Return the weight at which the votes count, and the ratio of its loss to that without.
+    """Return the weight of the last queries, and the ratio of its loss to the loss without them.
 
-    It is the smallest weight whose loss is not surely larger than that of the best one, if it is
-    surely smaller than without votes. Surely is by more than the standard error of the mean log
+    It is the smallest weight with a loss that is not surely larger than the best one's, if it is
+    surely smaller than without them. Surely is by more than the standard error of the mean log
     ratio over the samples.
 
     Parameters
@@ -96,7 +96,7 @@ def best_weight(losses: FloatArray) -> tuple[float, float]:
     Returns
     -------
     tuple of float
-        0 and 1 without votes.
+        0 and 1 if they do not help.
     """
     logs = np.log(np.maximum(losses, LEAST_LOSS))
     excess = logs - logs[:, [int(logs.mean(axis=0).argmin())]]

@@ -296,6 +296,6 @@ class Load:
                 seconds += rows * tokens * times.plain.at(kept)
             else:
                 step = times.kept.at(kept) + times.followed.at(followed)
-                competing = times.settled.at(seen) + times.entered.at(tokens)
+                competing = times.evicting.at(seen) + times.entered.at(tokens)
                 seconds += rows * (tokens * step + competing)
         return rows * self.answer / seconds

@@ -28,7 +28,7 @@ TIMES = StepTimes(
     plain=Line(0.0, 2e-5),
     kept=Line(0.02, 1e-5),
     followed=Line(0.0, 1e-5),
-    settled=Line(0.5, 1e-3),
+    evicting=Line(0.5, 1e-3),
     entered=Line(0.0, 1e-3),
     source="made up",
 )
@@ -162,9 +162,9 @@ def test_the_least_memory_that_is_named_is_enough(plan):
 def test_steps_are_measured_where_the_model_is(plan):
     times = plan(times=None).times
     assert min(times.model_seconds) > 0
-    for line in (times.plain, times.kept, times.followed, times.settled, times.entered):
+    for line in (times.plain, times.kept, times.followed, times.evicting, times.entered):
         assert min(line) >= 0
-    assert times.settled.at(1000) > 0
+    assert times.evicting.at(1000) > 0
     assert times.source.startswith("measured on this cpu in ")
 
 
