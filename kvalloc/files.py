@@ -111,10 +111,10 @@ def temporary_beside(parent: Path, prefix: str) -> Iterator[Path]:
     Path
     """
     size = len(prefix) + _RANDOM + len(ENDING)
-    beside: list[str] = []
+    names: list[str] = []
     with suppress(OSError):  # a folder that may be written to and not read
-        beside = os.listdir(parent)
-    for name in beside:
+        names = os.listdir(parent)
+    for name in names:
         ours = len(name) == size and name.startswith(prefix) and name.endswith(ENDING)
         if ours and _mode(parent / name, follow_links=False) == stat.S_IFDIR:
             with _lock(parent / name, wait=False) as locked:
@@ -234,12 +234,12 @@ def near_file(path: str | Path) -> str:
     if os.path.islink(path) and not os.path.exists(path):
         return f"it is a link to {os.readlink(path)}, which leads nowhere; "
     if os.path.isdir(unfinished := checkpoint_folder(path)):
-        again = f"the same command and {option('resume', True)}"
-        return f"its job is not finished ({unfinished.name}), go on with {again}; "
-    beside: list[str] = []
-    with suppress(OSError, ValueError):  # no folder, or no name that could be one's
-        beside = [str(one) for one in Path(path).parent.glob("*")]
-    return nearest(str(path), beside)
+        way_out = f"the same command and {option('resume', True)}"
+        return f"its job is not finished ({unfinished.name}), go on with {way_out}; "
+    paths: list[str] = []
+    with suppress(OSError, ValueError):  # no folder, or a name that no folder can have
+        paths = [str(one) for one in Path(path).parent.glob("*")]
+    return nearest(str(path), paths)
 
 
 def checkpoint_folder(output: str | Path) -> Path:

@@ -1,4 +1,4 @@
-"""What kvalloc needs to know of a model: how many entries there are and what one costs."""
+"""The shape of a model: numbers of layers, heads and tokens, and bytes of an entry."""
 
 from __future__ import annotations
 
@@ -152,11 +152,11 @@ class ModelShape:
         heads = ("n_query_heads", "n_kv_heads", "head_dim")
         sizes = ("n_layers", *heads, "layer_types", "sliding_window")
         for name in (*sizes, "vocab_size", "rotary"):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if mine != theirs and (name in sizes or None not in (mine, theirs)):
+            mine, value = getattr(self, name), getattr(other, name)
+            if mine != value and (name in sizes or None not in (mine, value)):
                 raise ModelMismatchError(
                     f"the {file} is for {self.model_id} with {name} {_brief(mine)}, but the model "
-                    f"is {other.model_id} with {name} {_brief(theirs)}; make a {file} for this "
+                    f"is {other.model_id} with {name} {_brief(value)}; make a {file} for this "
                     f"model with '{made_by}'"
                 )
         if allow_other_model or self.has_weights_of(other) is True:
@@ -182,10 +182,10 @@ class ModelShape:
         side does not know its weights, or if one of two is a quantized form: rounded weights do
         not tell from which they were rounded.
         """
-        mine, theirs = self.weights_digests, other.weights_digests
-        if mine is None or theirs is None or len(mine) != len(theirs):
+        mine, digests = self.weights_digests, other.weights_digests
+        if mine is None or digests is None or len(mine) != len(digests):
             return None
-        return any(one == another for one, another in zip(mine, theirs, strict=True))
+        return any(one == another for one, another in zip(mine, digests, strict=True))
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for a file header."""

@@ -82,13 +82,13 @@ def keywords_of(*options: type, without: Collection[str] = ()) -> Callable[[F], 
         known = {*named, *(name for one in options for name in one.__annotations__)}
 
         @wraps(function)
-        def checked(*args: Any, **given: Any) -> Any:
-            for name in given.keys() - known:
-                near = in_our_words(name, known, given[name]) or nearest(name, known)
+        def checked(*args: Any, **keywords: Any) -> Any:
+            for name in keywords.keys() - known:
+                near = in_our_words(name, known, keywords[name]) or nearest(name, known)
                 raise InputError(
                     f"there is no option {name!r}; {near}see help({function.__name__})"
                 )
-            return function(*args, **given)
+            return function(*args, **keywords)
 
         lines = [inspect.getdoc(function) or "", "", "Other Parameters", "----------------"]
         for name in (one for one in texts if one not in without):
@@ -235,9 +235,9 @@ def share_text(stored_bytes: int, full_bytes: int, target: str = "") -> str:
     >>> share_text(2015, 10240, "20.0%")
     'asked for 20.0%, 19.7% of a cache at 16 bits, 1.97 KiB of 10.00 KiB'
     """
-    asked, share = f"asked for {target}, " if target else "", stored_bytes / max(full_bytes, 1)
+    goal, share = f"asked for {target}, " if target else "", stored_bytes / max(full_bytes, 1)
     stored = f"{size(stored_bytes)} of {size(full_bytes)}"
-    return f"{asked}{share:.1%} of a cache at 16 bits, {stored}"
+    return f"{goal}{share:.1%} of a cache at 16 bits, {stored}"
 
 
 def gap_text(gap: float | None) -> str:

@@ -199,7 +199,7 @@ def _measured(row: Mapping[str, Any], source: str) -> Row:
 class UnitCurves:
     """Curves of every unit of a score profile, and the marks of budget profiles on them.
 
-    Units are whole layers, first, and their KV heads. NaN is what was not measured.
+    Units are whole layers, first, and their KV heads. NaN stands for a unit that was not measured.
 
     Attributes
     ----------

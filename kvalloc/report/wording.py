@@ -66,7 +66,7 @@ def decision_fields(decided: BudgetProfile) -> dict[str, str]:
 
 
 def _peak_text(decided: BudgetProfile) -> str:
-    """Return what the rest of a memory is for; empty if none was asked for."""
+    """Return the use of a memory beyond the kept bytes; empty if none was requested."""
     if not decided.fits_a_peak:
         return ""
     peak = decided.peak_bytes_at(decided.context_tokens, decided.batch)
@@ -184,7 +184,7 @@ def solver_text(decided: BudgetProfile) -> str:
 
 
 def ended_text(decided: BudgetProfile, *, brief: bool = False) -> str:
-    """Return the solver's reason for stopping, for people: of what it is optimal, by whose word."""
+    """Return the solver's reason for stopping, for people; if optimal, with goal and proof."""
     text, word = decided.termination.replace("_", " "), decided.optimal_by_word
     if text == "optimal" and not brief:
         text += _optimal_for(decided)
@@ -272,8 +272,8 @@ def _price_text(decided: BudgetProfile) -> str:
         amount = small_amount(decided.retained_bytes)
         worth = f"{'save' if is_loss else 'buy'} {_worth_text(price, amount, decided)}"
         return f"{size(amount)} more {worth}{' of' if is_loss else ''} {what}{source}"
-    step, wanted = (0.001, "0.001 nats less") if is_loss else (0.01, f"0.01 more {what}")
-    return f"{wanted} costs {size(step * 2**20 / price)}{source}"
+    step, gained = (0.001, "0.001 nats less") if is_loss else (0.01, f"0.01 more {what}")
+    return f"{gained} costs {size(step * 2**20 / price)}{source}"
 
 
 def small_amount(kept_bytes: int) -> int:
@@ -506,14 +506,14 @@ def saved_fields(file: str, facts: dict[str, Any], profile: BudgetProfile) -> di
     followed = facts["seen_tokens"] - facts["prompt_tokens"]
     after = f", {followed:,} of them after the prompt" if followed else ""
     rows = f" in each of {facts['rows']} rows" if facts["rows"] != 1 else ""
-    full, took, policy = facts["full_bytes"], facts["read_seconds"], profile.policy
-    beside = "" if full is None else f"; a full cache takes {size(full)}"
+    full_bytes, took, policy = facts["full_bytes"], facts["read_seconds"], profile.policy
+    full = "" if full_bytes is None else f"; a full cache takes {size(full_bytes)}"
     return {
         "model": model_text(profile.shape),
         "document": str(facts["document"] or ""),
         "tokens": f"{facts['seen_tokens']:,}{rows}{after}, {facts['dtype']}",
         "reading took": "" if took is None else duration(took),
-        "bytes": f"{size(facts['file_bytes'])} on disk{beside}",
+        "bytes": f"{size(facts['file_bytes'])} on disk{full}",
         "bits": bits_text(profile),
         "policy": f"{policy.name} by {policy.scorer}, {policy.sinks} sinks, window {policy.window}",
         "ask": f"kvalloc chat MODEL --cache {file} --question TEXT",
@@ -521,7 +521,7 @@ def saved_fields(file: str, facts: dict[str, Any], profile: BudgetProfile) -> di
 
 
 def kept_text(cache: Any) -> str:
-    """Return the target, what is kept of all that was read, and its bytes, in words."""
+    """Return the target, the kept share of all tokens read, and its bytes, in words."""
     profile: BudgetProfile = cache.profile
     target, is_decided = profile.target_text, cache.decision_seconds is not None
     if is_decided and profile.retention is not None:
@@ -534,13 +534,13 @@ def kept_text(cache: Any) -> str:
 
 
 def verified_text(facts: Mapping[str, Any]) -> str:
-    """Return what verifying answers with the full cache took, in words."""
-    beside = f"lossless, with {size(facts['full_bytes'])} of full cache beside it"
+    """Return the cost of verifying answers with the full cache, in words."""
+    bytes_text = f"lossless, with {size(facts['full_bytes'])} of full cache beside it"
     if not facts["rounds"]:
-        return beside
+        return bytes_text
     ties = facts["ties"]
     return (
-        f"{beside}, read once in {facts['tokens'] / facts['rounds']:.1f} tokens "
+        f"{bytes_text}, read once in {facts['tokens'] / facts['rounds']:.1f} tokens "
         f"({facts['accepted']} of {facts['tried']} drafts accepted"
         f"{f', {ties} ties' if ties else ''})"
     )
@@ -561,17 +561,17 @@ def proof_text(profile: BudgetProfile) -> str:
     best, gap = objective_text(profile.bound, profile), profile.gap or 0.0
     ratio = f"{profile.objective / profile.bound:.3g}" if profile.bound else ""
     if profile.sense == "min_cost":
-        others, best = "that reach this target take less", size(profile.bound)
+        better, best = "that reach this target take less", size(profile.bound)
         these = f"take at most {ratio} times the least possible"
     elif profile.requested.get("objective") == "loss":
-        others, these = "in these bytes lose less", f"lose at most {ratio} times the least possible"
+        better, these = "in these bytes lose less", f"lose at most {ratio} times the least possible"
     else:
-        others = "in these bytes retain more"
+        better = "in these bytes retain more"
         these = f"retain at most {gap_text(gap)} less than the most possible"
     if gap < 1e-9:
         word, what = profile.optimal_by_word, _optimal_for(profile)
         by = f" by {word}'s word, not proven again" if word else ""
-        return f"{'Optimal' if word else 'Proven optimal'}{what}{by}: no budgets {others}."
+        return f"{'Optimal' if word else 'Proven optimal'}{what}{by}: no budgets {better}."
     if not ratio:
-        return f"No budgets {others} than {best}, which says little of these."
-    return f"No budgets {others} than {best}; these {these}."
+        return f"No budgets {better} than {best}, which says little of these."
+    return f"No budgets {better} than {best}; these {these}."
