@@ -46,8 +46,7 @@ from kvalloc.allocation.decision import solve
 from kvalloc.allocation.formulation import formulate
 from kvalloc.allocation.frontier import trace_frontier
 from kvalloc.allocation.request import Request
-from kvalloc.allocation.sensitivity import limits_of, price_at
-from kvalloc.allocation.verification import solve_problem
+from kvalloc.allocation.verification import limits_of, price_at, solve_problem
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.measure.curves import rank_grid
 from kvalloc.problem import Aggregate, AllocationProblem, GroupCap, Sense

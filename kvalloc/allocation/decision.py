@@ -16,14 +16,15 @@ import numpy as np
 from kvalloc.accounting import IntArray
 from kvalloc.accounting.costs import sliding_entries
 from kvalloc.accounting.rounding import apportion
-from kvalloc.allocation.formulation import PosedRequest, choose_objective, pose, problem_of
+from kvalloc.allocation.formulation import PosedRequest, choose_objective
 from kvalloc.allocation.infeasibility import advise
 from kvalloc.allocation.request import Request, RequestOptions
-from kvalloc.allocation.sensitivity import limits_of, price_at
 from kvalloc.allocation.verification import (
     CheckedSolution,
     check_time_limit,
     checked,
+    limits_of,
+    price_at,
     solve_problem,
 )
 from kvalloc.errors import InfeasibleError, InputError, KVAllocError, SolverError, option
@@ -31,9 +32,8 @@ from kvalloc.files import provenance
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.formats.shipped_profiles import load_scores
-from kvalloc.problem import AllocationProblem, Solution, Solver, Termination
+from kvalloc.problem import Solution, Solver, Termination
 from kvalloc.problem.registry import get_solver, options_of, solver_names
-from kvalloc.shape import ModelShape
 from kvalloc.units import keywords_of
 
 Average = Literal["curves", "allocations"]
@@ -96,7 +96,7 @@ def solve(
     request = Request.parse(**keywords) if request is None else request
     request, note = choose_objective(scores, request, chosen)
     try:
-        posed = pose(scores, request)
+        posed = PosedRequest(scores=scores, request=request)
         decided = decide(posed, chosen, time_limit=time_limit, average=average)
     except InfeasibleError as error:
         left = None
@@ -136,8 +136,7 @@ def decide(
     InputError, InfeasibleError, SolverError
         As `solve`.
     """
-    curves, problem = posed.curves, posed.problem
-    scores, request = curves.scores, curves.request
+    scores, request, problem = posed.scores, posed.request, posed.problem
     options = options_of(solver)
     if average == "curves":
         answer = solve_problem(problem, solver, time_limit_seconds=time_limit)
@@ -151,8 +150,8 @@ def decide(
         prices["value_per_mib"], prices["price_source"] = price
         prices["limits"] = limits_of(problem, answer.choice, answer.prices or (answer.multiplier,))
     requested = request.record()
-    if (granted := request.target.granted(curves.costs)) is not None:
-        requested["bytes"] = granted + curves.costs.sliding_bytes
+    if (granted := request.target.granted(posed.costs)) is not None:
+        requested["bytes"] = granted + posed.costs.sliding_bytes
     return BudgetProfile(
         shape=scores.shape,
         level=request.level,
@@ -240,8 +239,7 @@ def compare(
     Returns
     -------
     list of Attempt
-        The best first, those that cannot solve this problem last; at least
-        one decided.
+        The best first, solvers that cannot solve this problem last; at least one decided.
 
     Raises
     ------
@@ -265,7 +263,7 @@ def compare(
     check_time_limit(time_limit)  # once, not as every solver's reason
     request, note = choose_objective(scores, request, get_solver("auto"))
     try:
-        posed = pose(scores, request)
+        posed = PosedRequest(scores=scores, request=request)
         posed.problem.check_feasible()  # only the user can change what no solver can do
     except InfeasibleError as error:
         raise advise(scores, request, error) from None
@@ -310,49 +308,40 @@ def outcome(posed: PosedRequest, choice: IntArray, value: float) -> dict[str, An
         Fields of a `BudgetProfile`: budgets and bits, retention and predicted loss, and the error
         of the latter.
     """
-    curves, problem = posed.curves, posed.problem
-    shape, chosen = curves.scores.shape, (problem.units, choice)
-    sliding = sliding_entries(shape, problem.context_tokens)
-    budgets = _head_table(shape, problem, problem.tokens[chosen], sliding)
-    fields: dict[str, Any] = {"budgets": budgets}
-    bits = None
+    problem, scores, bits = posed.problem, posed.scores, None
+    shape, full = scores.shape, list(scores.shape.full_layers)
+    elsewhere = sliding_entries(shape, problem.context_tokens)
+    budgets = np.full((shape.n_layers, shape.n_kv_heads), elsewhere, dtype=np.int64)
+    budgets[full] = problem.chosen_tokens(choice).reshape(len(full), -1)
     if problem.bits is not None:
-        fields["bits"] = bits = _head_table(shape, problem, problem.bits[chosen], 16)
-    plain = curves.request.is_plain_mean
-    fields["retention"] = value if plain else curves.retention(budgets)
-    if curves.scores.has_losses:
-        fields["predicted_loss"] = loss = curves.predicted_loss(budgets, bits)
-        share = problem.cost(choice) / curves.costs.full
-        fields["model_error"] = None if loss is None else curves.model_error(bits, share)
+        bits = np.full_like(budgets, 16)
+        bits[full] = problem.bits[problem.units, choice].reshape(len(full), -1)
+    fields: dict[str, Any] = {"budgets": budgets, "bits": bits}
+    is_mean = posed.request.objective in (None, "mean")
+    fields["retention"] = value if is_mean else posed.retention(budgets)
+    if scores.has_losses:
+        fields["predicted_loss"] = loss = posed.predicted_loss(budgets, bits)
+        share = problem.cost(choice) / posed.costs.full
+        fields["model_error"] = None if loss is None else posed.model_error(bits, share)
     return fields
-
-
-def _head_table(
-    shape: ModelShape, problem: AllocationProblem, numbers: IntArray, elsewhere: int
-) -> IntArray:
-    """Return each unit's number in the places of its heads, ``(n_layers, n_kv_heads)``."""
-    table = np.full((shape.n_layers, shape.n_kv_heads), elsewhere, dtype=np.int64)
-    if np.any(problem.heads < 0):
-        table[problem.layers] = numbers[:, None]
-    else:
-        table[problem.layers, problem.heads] = numbers
-    return table
 
 
 def _check_average(posed: PosedRequest, average: str) -> None:
     """Raise an `InputError` if the allocations of a request cannot be averaged over samples."""
     problem, counts = posed.problem, posed.problem.option_counts
     way_out = option("average", "curves")
-    refusals = {
-        f"average is {average!r}, expected 'curves' or 'allocations'": average != "allocations",
-        "the mean of several allocations need not keep caps or few distinct budgets; use "
-        f"{way_out} with them": bool(problem.constraints),
-        "the mean of several allocations is one of tokens, and here options differ in more; use "
-        f"{way_out}": problem.bits is not None or bool(np.any(counts != counts[0])),
-    }
-    for refusal, holds in refusals.items():
-        if holds:
-            raise InputError(refusal)
+    if average != "allocations":
+        raise InputError(f"average is {average!r}, expected 'curves' or 'allocations'")
+    if problem.constraints:
+        raise InputError(
+            "the mean of several allocations need not keep caps or few distinct budgets; use "
+            f"{way_out} with them"
+        )
+    if problem.bits is not None or np.any(counts != counts[0]):
+        raise InputError(
+            "the mean of several allocations is one of tokens, and here options differ in more; "
+            f"use {way_out}"
+        )
 
 
 def _average_allocations(
@@ -363,13 +352,12 @@ def _average_allocations(
 ) -> CheckedSolution:
     """Solve every sample, average the budgets, and repair the sum with the one rounding rule."""
     _check_average(posed, average)
-    curves, problem = posed.curves, posed.problem
+    problem, n_samples = posed.problem, posed.scores.n_samples
     problem.check_feasible()
     start = time.perf_counter()
     mean_choice = np.zeros(problem.n_units)
-    n_samples = curves.scores.n_samples
     for sample in range(n_samples):
-        single = problem_of(replace(curves, sample=sample))
+        single = replace(posed, sample=sample).problem
         if single.target is not None:  # one sample may reach less than the mean of all has to
             single = single.with_target(min(single.target, single.max_value))
         answer = solve_problem(single, solver, time_limit_seconds=time_limit)

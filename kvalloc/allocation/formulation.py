@@ -1,21 +1,28 @@
-"""From a score profile and a request to an allocation problem."""
+"""From a score profile and a request to an allocation problem, and to predictions for its answer.
+
+Values of options and predictions of budgets are read from the same curves, so that a budget
+profile states what its problem promised.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from kvalloc.accounting import IntArray
-from kvalloc.allocation.curves import RequestCurves, check_losses
-from kvalloc.allocation.request import LayerCap, Request
-from kvalloc.errors import InfeasibleError, InputError, option
-from kvalloc.formats.score_profile import ScoreProfile
+from kvalloc.accounting import FloatArray, IntArray
+from kvalloc.accounting.costs import CacheCosts
+from kvalloc.allocation.request import Request
+from kvalloc.errors import InfeasibleError, InputError, command, option
+from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.formats.score_profile import ScoreProfile, interpolate_curves
 from kvalloc.problem import Aggregate, AllocationProblem, GroupCap, SideConstraint, Solver
 from kvalloc.problem.constraints import MaxDistinct
 from kvalloc.problem.dominance import undominated
-from kvalloc.shape import ModelShape
+from kvalloc.prompts.intervals import interval
 
 EVEN_OPTIONS = 256
 """Largest number of budgets on offer to a unit whose values are not concave (a loss, or several bit
@@ -26,24 +33,257 @@ MAX_OPTIONS = 2**22
 """Largest number of options of a unit: thirty times a context of 131,072 tokens, one by one."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class PosedRequest:
-    """A request with everything that the scores decide about it, and its problem.
+    """A score profile as one request reads it: at its context and level.
 
     Attributes
     ----------
-    curves : RequestCurves
-        The scores, and the request with its objective.
-    problem : AllocationProblem
+    scores : ScoreProfile
+        Measured curves.
+    request : Request
+        Target and limits.
+    sample : int or None
+        One sample, or the mean of all.
+    columns : int or None
+        Length of the longest prompt of a batch; None where all are as long as the context.
     """
 
-    curves: RequestCurves
-    problem: AllocationProblem
+    scores: ScoreProfile
+    request: Request
+    sample: int | None = None
+    columns: int | None = None
+
+    @cached_property
+    def context_tokens(self) -> int:
+        """Prompt length of the budgets."""
+        return self.request.context or self.scores.context_tokens
+
+    @cached_property
+    def costs(self) -> CacheCosts:
+        """Return what the whole cache of the request costs.
+
+        Raises
+        ------
+        InputError
+            If that is more bytes than can be counted.
+        """
+        return CacheCosts(
+            shape=self.scores.shape,
+            context_tokens=self.context_tokens,
+            batch=self.request.batch,
+            page_tokens=self.request.page,
+            columns=self.columns,
+        )
+
+    @cached_property
+    def problem(self) -> AllocationProblem:
+        """Return the multiple-choice problem of the request.
+
+        Every number of tokens from the floor to the context is an option (every page with
+        ``page``). Its value is the retention it adds, its cost the bytes it stores. At layer level
+        an option keeps that many entries in each KV head of the layer, each head its own best.
+
+        With several bit widths every budget is an option at each of them, worth less the loss that
+        was measured at both together. Options that cost no less than another one for no more value
+        are left out, unit by unit.
+
+        With the objective ``"loss"`` an option's value is less the loss measured there, linear
+        between the measured levels, and the value of a choice is the sum over units. Options are
+        the pages down from the context, every n-th one where there are more than `EVEN_OPTIONS`,
+        down to the floor or the lowest measured level, whichever is higher.
+
+        Raises
+        ------
+        InputError
+            If the context is beyond the model's limit or too short for sinks and window, or loss is
+            the objective and was not measured for such units.
+        InfeasibleError
+            If memory is below what floors and sliding layers alone store.
+        """
+        request, shape = self.request, self.scores.shape
+        _check_context(self)
+        options = _options(self)
+        layers = np.asarray(shape.full_layers, dtype=np.int64)
+        heads = np.full(layers.size, -1)
+        if request.level == "head":
+            heads = np.tile(np.arange(shape.n_kv_heads, dtype=np.int64), layers.size)
+            layers = np.repeat(layers, shape.n_kv_heads)
+        floors = int(options["costs"][:, 0].sum())
+        return AllocationProblem(
+            **options,
+            layers=layers,
+            heads=heads,
+            aggregate=Aggregate.WORST if request.objective == "worst" else Aggregate.SUM,
+            capacity_bytes=request.target.capacity(self.costs, floors),
+            target=request.target.needed_value,
+            context_tokens=self.context_tokens,
+            protected_tokens=self.scores.protected_tokens,
+            constraints=_constraints(self, layers),
+        )
+
+    def values(self, tokens: IntArray, bits: int) -> tuple[FloatArray, FloatArray]:
+        """Return the value of budgets to each unit at a bit width, and the units' weights.
+
+        Parameters
+        ----------
+        tokens : ndarray of int64, (n_options,)
+            Budgets.
+        bits : int
+            Width of the entries.
+
+        Returns
+        -------
+        values : ndarray of float64, (n_units, n_options)
+            Retention that the unit adds to its layer; its own retention for the worst unit; less
+            its loss for the objective ``"loss"``.
+        weights : ndarray of float64, (n_units,)
+
+        Raises
+        ------
+        InputError
+            If losses or bits are needed and were not measured for such units.
+        """
+        scores, request = self.scores, self.request
+        full, is_worst = list(scores.shape.full_layers), request.objective == "worst"
+        if request.objective == "loss":
+            curves = loss_curves(scores, self.sample, bits=bits)[full]
+            if request.level == "layer":
+                curves = curves.sum(axis=1)
+            elif curves.shape[1] != scores.shape.n_kv_heads:
+                raise InputError(
+                    "the loss curves of this score profile were measured on whole layers, so they "
+                    f"cannot tell KV heads apart; ask for {option('level', 'layer')}, or measure "
+                    "every head"
+                )
+            curves = curves.reshape(-1, curves.shape[-1])
+            return -self._curves_at(curves, self._loss_ranks, tokens), np.ones(len(curves))
+        measured = slice(None) if len(full) == scores.shape.n_layers else full  # of all, a view
+        single = 0 if scores.n_samples == 1 else self.sample
+        if request.level == "head" and single is not None:
+            # The measured curves with the heads' shares as weights: their product, what a head adds
+            # to its layer, would be a second copy, which is gigabytes with a long context.
+            shares = scores.head_shares[single, full].ravel()
+            curves = scores.curves[single][measured].reshape(-1, scores.ranks.size)
+            weights = np.ones_like(shares) if is_worst else shares / len(full)
+            return self._curves_at(curves, scores.ranks, tokens), weights
+        curves = scores.contributions(self.sample)[measured]
+        if request.level == "layer":
+            curves = curves.sum(axis=1)
+        curves = curves.reshape(-1, scores.ranks.size)
+        values = self._curves_at(curves, scores.ranks, tokens)
+        if is_worst:  # a unit's own retention, not what it adds to its layer's
+            return values / curves[:, -1:], np.ones(len(values))
+        return values, np.full(len(values), 1.0 / len(full))
+
+    def _curves_at(self, curves: FloatArray, ranks: IntArray, tokens: IntArray) -> FloatArray:
+        """Return curves at budgets, linear between the measured ranks."""
+        places = evictable_rank(self.scores, tokens, self.context_tokens)
+        return interpolate_curves(curves, ranks, places)
 
     @property
-    def request(self) -> Request:
-        """The request with its objective."""
-        return self.curves.request
+    def _loss_ranks(self) -> IntArray:
+        """Evictable entries that are kept at each measured level of the loss curves."""
+        assert self.scores.loss_tokens is not None  # loss_curves has returned the curves
+        return self.scores.loss_tokens - self.scores.protected_tokens
+
+    @property
+    def min_loss_tokens(self) -> int:
+        """Smallest budget whose loss is known: the lowest measured level, at this context."""
+        protected = self.scores.protected_tokens
+        stretch = (self.context_tokens - protected) / self.scores.evictable_tokens
+        return protected + math.ceil(int(self._loss_ranks[0]) * stretch - 1e-9)
+
+    def retention(self, budgets: IntArray) -> float:
+        """Return the mean over full-attention layers of the kept share of score mass, 0..1.
+
+        Parameters
+        ----------
+        budgets : ndarray of int64, (n_layers, n_kv_heads)
+            Entries that each head keeps, sinks and window included.
+        """
+        kept = self._sum_at(self.scores.contributions(self.sample), self.scores.ranks, budgets)
+        return kept / len(self.scores.shape.full_layers)
+
+    def predicted_loss(self, budgets: IntArray, bits: IntArray | None = None) -> float | None:
+        """Return the sum of the units' measured losses at their budgets, nats per token.
+
+        Parameters
+        ----------
+        budgets, bits : ndarray of int64, (n_layers, n_kv_heads)
+            Entries that each head keeps, sinks and window included, and their width; 16 everywhere
+            by default.
+
+        Returns
+        -------
+        float or None
+            None where it is not known: no loss curves, a budget below the lowest measured level,
+            bits that were not measured, or different heads where only whole layers were measured.
+        """
+        scores, full = self.scores, list(self.scores.shape.full_layers)
+        widths = np.full_like(budgets, 16) if bits is None else bits
+        used = np.unique(widths[full]).tolist()
+        if not {*used} <= {*scores.loss_widths} or budgets[full].min() < self.min_loss_tokens:
+            return None
+        curves = np.zeros(())
+        for width in used:
+            measured = loss_curves(scores, self.sample, bits=width)
+            columns = measured.shape[1]
+            curves = np.where((widths == width)[:, :columns, None], measured, curves)
+        decided = np.stack([budgets, widths])[:, full]
+        if columns == 1 and np.any(decided != decided[..., :1]):
+            return None
+        return self._sum_at(curves, self._loss_ranks, budgets)
+
+    def _sum_at(self, curves: FloatArray, ranks: IntArray, budgets: IntArray) -> float:
+        """Return the sum of the curves of the full-attention layers, each at its own budget.
+
+        Parameters
+        ----------
+        curves : ndarray of float64, (n_layers, n_kv_heads or 1, n_points)
+        ranks : ndarray of int64, (n_points,)
+        budgets : ndarray of int64, (n_layers, n_kv_heads)
+        """
+        at_budgets = [
+            self._curves_at(curves[layer, head], ranks, budgets[layer, [head]])
+            for layer in self.scores.shape.full_layers
+            for head in range(curves.shape[1])
+        ]
+        return math.fsum(np.concatenate(at_budgets))
+
+    def model_error(self, bits: IntArray | None, share: float) -> float | None:
+        """Return what whole caches of a share lost over the sum of single losses.
+
+        None where it was not measured: it is of entries and bits of each head.
+        """
+        by_head = bits is not None and self.request.level == "head"
+        return self.scores.error_at(share) if by_head else None
+
+    def predicted_loss_interval(self, profile: BudgetProfile) -> tuple[float, float] | None:
+        """Return the 95% bootstrap interval of a predicted loss over the measured samples.
+
+        It covers what other samples of such text would change. It does not cover the difference
+        between the sum of single losses and the loss of all units together.
+
+        Parameters
+        ----------
+        profile : BudgetProfile
+            Decided from these curves.
+
+        Returns
+        -------
+        low, high : float
+            Nats per token; None where no loss is known, or of one sample only.
+        """
+        samples = (replace(self, sample=one) for one in range(self.scores.n_samples))
+        each = [one.predicted_loss(profile.budgets, profile.bits) for one in samples]
+        ends = interval([np.array([loss for loss in each if loss is not None])], seed=0)
+        return None if ends is None else (ends[0], ends[1])
+
+
+def formulate(scores: ScoreProfile, request: Request) -> AllocationProblem:
+    """Return the multiple-choice problem of a request on the mean of measured curves."""
+    return PosedRequest(scores=scores, request=request).problem
 
 
 def choose_objective(scores: ScoreProfile, request: Request, solver: Solver) -> tuple[Request, str]:
@@ -85,205 +325,43 @@ def choose_objective(scores: ScoreProfile, request: Request, solver: Solver) -> 
     return by_loss, f"{note}{option('objective', 'mean')} asks for retention"
 
 
-def pose(
-    scores: ScoreProfile,
-    request: Request,
-    *,
-    columns: int | None = None,
-) -> PosedRequest:
-    """Formulate the problem of a request.
-
-    Parameters
-    ----------
-    scores : ScoreProfile
-    request : Request
-    columns : int, optional
-        Length of the longest prompt of the batch, where it is not the context.
-
-    Returns
-    -------
-    PosedRequest
-
-    Raises
-    ------
-    InputError, InfeasibleError
-        As `formulate`.
-    """
-    curves = RequestCurves(scores=scores, request=request, columns=columns)
-    return PosedRequest(curves=curves, problem=problem_of(curves))
-
-
-def formulate(scores: ScoreProfile, request: Request) -> AllocationProblem:
-    """Return the multiple-choice problem of a request on measured curves; see `problem_of`."""
-    return problem_of(RequestCurves(scores=scores, request=request))
-
-
-def problem_of(curves: RequestCurves) -> AllocationProblem:
-    """Return the multiple-choice problem of a request.
-
-    Every number of tokens from the floor to the context is an option (every page with
-    ``page_tokens``). Its value is the retention it adds, its cost the bytes it stores. At layer
-    level an option keeps that many entries in each KV head of the layer, each head its own best.
-
-    With several bit widths every budget is an option at each of them, worth less the loss that was
-    measured at both together. Options that cost no less than another one for no more value are left
-    out, unit by unit.
-
-    With the objective ``"loss"`` an option's value is less the loss measured there, linear between
-    the measured levels, and the value of a choice is the sum over units. Options are the pages
-    down from the context, every n-th one where there are more than `EVEN_OPTIONS`, down to the
-    floor or the lowest measured level, whichever is higher.
-
-    Parameters
-    ----------
-    curves : RequestCurves
-        Measured curves, target and limits; of one sample or the mean of all.
-
-    Returns
-    -------
-    AllocationProblem
-
-    Raises
-    ------
-    InputError
-        If the context is beyond the model's limit or too short for sinks and window, or loss is
-        the objective and was not measured for such units.
-    InfeasibleError
-        If memory is below what floors and sliding layers alone store.
-    """
-    request, shape = curves.request, curves.scores.shape
-    _check_context(curves)
-    costs = curves.costs
-    tokens = _option_tokens(curves)
-    options = _options(curves, tokens)
-    heads_per_unit = shape.n_kv_heads if request.level == "layer" else 1
-    full_layers = np.asarray(shape.full_layers, dtype=np.int64)
-    layers = np.repeat(full_layers, shape.n_kv_heads // heads_per_unit)
-    heads = np.tile(np.arange(shape.n_kv_heads), len(shape.full_layers))
-    capacity = request.target.capacity(costs, floor_cost=int(options["costs"][:, 0].sum()))
-    return AllocationProblem(
-        **options,
-        layers=layers,
-        heads=heads.astype(np.int64) if request.level == "head" else np.full(layers.size, -1),
-        aggregate=Aggregate.WORST if request.objective == "worst" else Aggregate.SUM,
-        capacity_bytes=capacity,
-        target=request.target.needed_value,
-        context_tokens=curves.context_tokens,
-        protected_tokens=curves.scores.protected_tokens,
-        constraints=_constraints(request, shape, layers, costs.sliding_layer_bytes),
-    )
-
-
-def _constraints(
-    request: Request, shape: ModelShape, layers: IntArray, sliding_layer_bytes: int
-) -> tuple[SideConstraint, ...]:
-    """Return caps in the order given, then distinct budgets.
-
-    Parameters
-    ----------
-    request : Request
-    shape : ModelShape
-    layers : ndarray of int64, (n_units,)
-        Layer of each unit.
-    sliding_layer_bytes : int
-        Bytes of one sliding layer, which no budget changes; they count towards its caps.
-    """
-    constraints: list[SideConstraint] = []
-    for cap in request.cap:
-        constraints.append(_group_cap(cap, shape, layers, sliding_layer_bytes))
-    if request.max_distinct is not None:
-        constraints.append(MaxDistinct(most=request.max_distinct))
-    return tuple(constraints)
-
-
-def _group_cap(
-    cap: LayerCap, shape: ModelShape, layers: IntArray, sliding_layer_bytes: int
-) -> GroupCap:
-    unknown = [layer for layer in cap.layers if layer >= shape.n_layers]
-    if unknown:
-        raise InputError(
-            f"{option('cap', cap.text)} names layer {unknown[0]}, and {shape.model_id} has layers "
-            f"0-{shape.n_layers - 1}; name some of those"
-        )
-    sliding = sum(shape.layer_types[layer] == "sliding" for layer in cap.layers)
-    if sliding == len(cap.layers):
-        raise InputError(
-            f"{option('cap', cap.text)} names only sliding-window layers, which store "
-            f"{sliding * sliding_layer_bytes:,} bytes whatever is decided; leave it out"
-        )
-    return GroupCap(
-        name=cap.name,
-        units=tuple(np.flatnonzero(np.isin(layers, cap.layers)).tolist()),
-        capacity_bytes=cap.capacity_bytes - sliding * sliding_layer_bytes,
-    )
-
-
-def _options(curves: RequestCurves, tokens: IntArray) -> dict[str, Any]:
-    """Return the fields of the problem that describe the options of all units."""
-    shape, request = curves.scores.shape, curves.request
-    widths = request.bits or (16,)
-    valued = [curves.values(tokens, width) for width in widths]
-    values, weights = valued[0]
-    heads = (shape.n_kv_heads if request.level == "layer" else 1) * request.batch
-    costs = heads * np.concatenate(
-        [curves.costs.of_head(tokens, width, request.page) for width in widths]
-    )
-    of_all = {
-        "tokens": np.tile(tokens, len(widths)),
-        "bits": np.repeat(np.asarray(widths), tokens.size),
-        "costs": costs,
-    }
-    if len(widths) > 1:
-        values = np.concatenate([values for values, _ in valued], axis=1)
-        kept, counts = undominated(values, costs)
-        values = np.take_along_axis(values, kept, axis=1)
-        options = {name: array[kept] for name, array in of_all.items()}
-    else:
-        counts = np.full(len(values), tokens.size, dtype=np.int64)
-        options = {name: np.broadcast_to(array, values.shape) for name, array in of_all.items()}
-    if request.bits is None:
-        del options["bits"]
-    return {**options, "values": values, "option_counts": counts, "weights": weights}
-
-
-def _check_context(curves: RequestCurves) -> None:
+def _check_context(posed: PosedRequest) -> None:
     """Raise an `InputError` for a context, or limits of budgets, that leave no options."""
-    scores, request, context = curves.scores, curves.request, curves.context_tokens
-    limit = scores.shape.max_context_tokens
+    scores, request, context = posed.scores, posed.request, posed.context_tokens
+    limit, protected = scores.shape.max_context_tokens, scores.protected_tokens
     if limit is not None and context > limit:
         raise InputError(
             f"a context of {context} tokens is beyond the {limit} tokens of "
             f"{scores.shape.model_id}; ask for a shorter one"
         )
-    if context <= scores.protected_tokens:
+    if context <= protected:
         raise InputError(
             f"a context of {context} tokens leaves nothing to decide: sinks and window alone are "
-            f"{scores.protected_tokens} tokens; ask for a longer one"
+            f"{protected} tokens; ask for a longer one"
         )
     if request.min_tokens is not None and request.min_tokens > context:
         raise InputError(
             f"a least budget of {request.min_tokens} tokens is above the context of {context}"
         )
-    if request.max_tokens is not None and request.max_tokens < scores.protected_tokens:
+    if request.max_tokens is not None and request.max_tokens < protected:
         raise InputError(
-            f"a largest budget of {request.max_tokens} tokens is below the "
-            f"{scores.protected_tokens} of sinks and window, which are never evicted; give "
-            f"{option('max_tokens', scores.protected_tokens)} or more"
+            f"a largest budget of {request.max_tokens} tokens is below the {protected} of sinks "
+            f"and window, which are never evicted; give {option('max_tokens', protected)} or more"
         )
 
 
-def _option_tokens(curves: RequestCurves) -> IntArray:
+def _option_tokens(posed: PosedRequest) -> IntArray:
     """Return the budgets on offer, rising: whole pages, or all of the context.
 
     Where values are not concave there are at most `EVEN_OPTIONS`, in equal steps down from the
     largest. That keeps the grain of the costs coarse, which exact solvers need.
     """
-    scores, request, context = curves.scores, curves.request, curves.context_tokens
+    scores, request, context = posed.scores, posed.request, posed.context_tokens
     page, floor = request.page, max(scores.protected_tokens, request.min_tokens or 0)
     if request.objective == "loss":
         check_losses(scores, request.bits or (16,))
-        floor = max(floor, curves.min_loss_tokens)
-    largest = context if request.max_tokens is None else min(context, request.max_tokens)
+        floor = max(floor, posed.min_loss_tokens)
+    largest = min(context, request.max_tokens or context)
     # The last page may be a partial one: it costs a whole page but holds the rest of the context.
     first, last = -(-floor // page), -(-context // page) if largest == context else largest // page
     if last < first:
@@ -303,3 +381,139 @@ def _option_tokens(curves: RequestCurves) -> IntArray:
         )
     pages = np.arange(last, first - 1, -stride, dtype=np.int64)[::-1]
     return np.minimum(pages * page, context)
+
+
+def _options(posed: PosedRequest) -> dict[str, Any]:
+    """Return the fields of the problem that describe the options of all units."""
+    request, tokens = posed.request, _option_tokens(posed)
+    widths = request.bits or (16,)
+    valued = [posed.values(tokens, width) for width in widths]
+    values, weights = valued[0]
+    costs = np.concatenate([posed.costs.of_head(tokens, width, request.page) for width in widths])
+    heads = posed.scores.shape.n_kv_heads if request.level == "layer" else 1
+    columns = {
+        "tokens": np.tile(tokens, len(widths)),
+        "bits": np.repeat(np.asarray(widths), tokens.size),
+        "costs": costs * heads * request.batch,
+    }
+    if len(widths) > 1:
+        values = np.concatenate([values for values, _ in valued], axis=1)
+        kept, counts = undominated(values, columns["costs"])
+        values = np.take_along_axis(values, kept, axis=1)
+        options = {name: column[kept] for name, column in columns.items()}
+    else:
+        counts = np.full(len(values), tokens.size, dtype=np.int64)
+        options = {name: np.broadcast_to(one, values.shape) for name, one in columns.items()}
+    if request.bits is None:
+        del options["bits"]
+    return {**options, "values": values, "option_counts": counts, "weights": weights}
+
+
+def _constraints(posed: PosedRequest, layers: IntArray) -> tuple[SideConstraint, ...]:
+    """Return caps in the order given, then distinct budgets.
+
+    Parameters
+    ----------
+    posed : PosedRequest
+    layers : ndarray of int64, (n_units,)
+        Layer of each unit.
+    """
+    request, shape = posed.request, posed.scores.shape
+    constraints: list[SideConstraint] = []
+    for cap in request.cap:
+        if max(cap.layers) >= shape.n_layers:
+            unknown = next(layer for layer in cap.layers if layer >= shape.n_layers)
+            raise InputError(
+                f"{option('cap', cap.text)} names layer {unknown}, and {shape.model_id} has layers "
+                f"0-{shape.n_layers - 1}; name some of those"
+            )
+        # No budget changes the bytes of sliding layers, which count towards the cap.
+        sliding = len({*cap.layers} & {*shape.sliding_layers})
+        sliding_bytes = sliding * posed.costs.sliding_layer_bytes
+        if sliding == len(cap.layers):
+            raise InputError(
+                f"{option('cap', cap.text)} names only sliding-window layers, which store "
+                f"{sliding_bytes:,} bytes whatever is decided; leave it out"
+            )
+        units = tuple(np.flatnonzero(np.isin(layers, cap.layers)).tolist())
+        size = cap.capacity_bytes - sliding_bytes
+        constraints.append(GroupCap(name=cap.name, units=units, capacity_bytes=size))
+    if request.max_distinct is not None:
+        constraints.append(MaxDistinct(most=request.max_distinct))
+    return tuple(constraints)
+
+
+def evictable_rank(scores: ScoreProfile, tokens: IntArray, context_tokens: int) -> FloatArray:
+    """Return the place on a curve of budgets: evictable entries kept of the reference context.
+
+    Parameters
+    ----------
+    scores : ScoreProfile
+    tokens : ndarray of int64
+        Budgets, sinks and window included.
+    context_tokens : int
+        Prompt length of the budgets; they stand at the same share of the evictable entries.
+
+    Returns
+    -------
+    ndarray of float64, as ``tokens``
+    """
+    stretch = scores.evictable_tokens / (context_tokens - scores.protected_tokens)
+    ranks = (tokens - scores.protected_tokens) * stretch
+    within: FloatArray = np.clip(ranks, 0.0, float(scores.evictable_tokens)).astype(np.float64)
+    return within
+
+
+def check_losses(scores: ScoreProfile, bits: tuple[int, ...] = (16,)) -> None:
+    """Refuse losses at bit widths that were not measured.
+
+    Raises
+    ------
+    InputError
+        If there are no loss curves, or none at one of the widths; names what to measure.
+    """
+    missing = [width for width in bits if width not in scores.loss_widths]
+    if not missing:
+        return
+    known = scores.loss_widths
+    to_measure = tuple(sorted({16, *known, *bits}, reverse=True))
+    widths = {} if to_measure == (16,) else {"bits": to_measure}
+    way_out = command("profile", loss=scores.loss_method or "measured", **widths)
+    if scores.losses is None:
+        raise InputError(
+            "this score profile holds no loss curves, so no loss can be predicted; measure them "
+            f"with {way_out}, or ask for retention"
+        )
+    raise InputError(
+        f"what {' and '.join(map(str, missing))} bits lose was not measured in this score profile "
+        f"(of {' and '.join(map(str, known))} bits it was); measure it with {way_out}, or leave it "
+        f"out of {option('bits')}"
+    )
+
+
+def loss_curves(scores: ScoreProfile, sample: int | None = None, *, bits: int = 16) -> FloatArray:
+    """Return the loss curves, the mean over samples or those of one.
+
+    Parameters
+    ----------
+    scores : ScoreProfile
+    sample : int, optional
+        One sample; the mean over all by default.
+    bits : int
+        Width at which the kept entries are stored.
+
+    Returns
+    -------
+    ndarray of float64, (n_layers, n_kv_heads or 1, n_levels)
+        Nats per token.
+
+    Raises
+    ------
+    InputError
+        As `check_losses`.
+    """
+    check_losses(scores, (bits,))
+    assert scores.losses is not None  # checked above
+    at_width = scores.losses[:, :, :, scores.loss_widths.index(bits)]
+    chosen: FloatArray = at_width.mean(axis=0) if sample is None else at_width[sample]
+    return chosen

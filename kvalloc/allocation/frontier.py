@@ -10,11 +10,10 @@ from typing import Unpack
 import numpy as np
 
 from kvalloc.allocation.decision import outcome
-from kvalloc.allocation.formulation import PosedRequest, choose_objective, pose
+from kvalloc.allocation.formulation import PosedRequest, choose_objective
 from kvalloc.allocation.infeasibility import advise
 from kvalloc.allocation.request import TARGETS, Request, RequestOptions
-from kvalloc.allocation.sensitivity import price_at
-from kvalloc.allocation.verification import CheckedSolution, solve_problem
+from kvalloc.allocation.verification import CheckedSolution, price_at, solve_problem
 from kvalloc.errors import InfeasibleError, InputError
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.formats.shipped_profiles import load_scores
@@ -63,7 +62,7 @@ class Frontier(list[FrontierPoint]):
         self.request = request
 
 
-@keywords_of(RequestOptions, without=[kind.keyword for kind in TARGETS])
+@keywords_of(RequestOptions, without=TARGETS)
 def frontier(
     scores: ScoreProfile | str | Path,
     *,
@@ -112,13 +111,13 @@ def frontier(
         keywords["budget"] = 1.0
         request = Request.parse(**keywords)
     request, note = choose_objective(scores, request, chosen)
-    posed = pose(scores, request)
+    posed = PosedRequest(scores=scores, request=request)
     try:
         traced = trace_frontier(
             posed.problem,
             chosen,
             _capacities(posed, points),
-            whole_bytes=posed.curves.costs.full,
+            whole_bytes=posed.costs.full,
             time_limit_seconds=time_limit,
             progress=progress,
         )
@@ -138,7 +137,7 @@ def frontier(
 
 def _capacities(posed: PosedRequest, points: int) -> list[int]:
     """Return the bytes of each size, rising, up to what shares are of."""
-    problem, costs = posed.problem, posed.curves.costs
+    problem, costs = posed.problem, posed.costs
     if not 2 <= points <= MOST_POINTS:
         raise InputError(f"a frontier of {points} points is no line; ask for 2 to {MOST_POINTS:,}")
     smallest, grain = problem.min_cost_bytes, problem.lattice_bytes

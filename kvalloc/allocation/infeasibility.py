@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import math
 import time
-from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 
-from kvalloc.allocation.curves import RequestCurves
-from kvalloc.allocation.formulation import formulate
+from kvalloc.allocation.formulation import PosedRequest, formulate
 from kvalloc.allocation.request import Request, Target
 from kvalloc.allocation.verification import CheckedSolution, solve_problem
 from kvalloc.errors import InfeasibleError, SolverError, option
@@ -76,31 +74,30 @@ def attempt(
 
 
 def smallest_that_works(
-    low: int, high: int, works: Callable[[int], int | None]
+    low: int, high: int, attempted: Callable[[int], CheckedSolution | Literal[False] | None]
 ) -> tuple[int, bool] | None:
     """Find the smallest whole number that works, by bisection.
 
     Parameters
     ----------
     low, high : int
-        One known not to work, 0 or more, and the last to look at.
-    works : callable
-        ``works(n)`` is the smallest number that a solution for n needs, False where there is
-        none, None where neither was shown.
+        One known not to work, and the last to look at.
+    attempted : callable
+        ``attempted(n)`` is what `attempt` returns for n.
 
     Returns
     -------
     (int, bool) or None
         It, and whether everything below was ruled out; None where ``high`` does not work.
     """
-    if high <= low or not (needed := works(high)):
+    if high <= low or not attempted(high):
         return None
-    high, exact = min(high, needed), True
+    exact = True
     while high - low > 1:
         middle = (low + high) // 2
-        needed = works(middle)
-        exact = exact and needed is not None
-        low, high = (low, max(low + 1, min(middle, needed))) if needed else (middle, high)
+        answer = attempted(middle)
+        exact = exact and answer is not None
+        low, high = (low, middle) if answer else (middle, high)
     return high, exact
 
 
@@ -110,25 +107,17 @@ def relax(problem: AllocationProblem, index: int, *, deadline: float) -> tuple[S
     Returns
     -------
     (SideConstraint, bool) or None
-        The tightest one of its kind with which there is one, and whether anything tighter was
-        proven not to work. None where that alone does not help.
+        The tightest constraint of the kind that leaves a solution, and whether anything tighter
+        was proven not to work. None if relaxing this constraint alone does not help.
     """
     before, after = problem.constraints[:index], problem.constraints[index + 1 :]
     low, loosest, at = _scale(problem, problem.constraints[index])
 
-    def works(number: int) -> int | None:
+    def attempted(number: int) -> CheckedSolution | Literal[False] | None:
         changed = (*before, at(number), *after)
-        answer = attempt(lambda: problem.replace(constraints=changed), deadline)
-        if not isinstance(answer, CheckedSolution):
-            return answer
-        choice = answer.choice
+        return attempt(lambda: problem.replace(constraints=changed), deadline)
 
-        def keeps(tighter: int) -> bool:
-            return at(tighter).fault(problem, choice) is None
-
-        return bisect_left(range(number), True, lo=low + 1, key=keeps)
-
-    nearest = smallest_that_works(low, loosest, works)
+    nearest = smallest_that_works(low, loosest, attempted)
     return None if nearest is None else (at(nearest[0]), nearest[1])
 
 
@@ -188,30 +177,31 @@ def advise(
             text = f"{too_small}, or use {lower}" if lower else str(too_small)
             return InfeasibleError(text, nearest=too_small.nearest)
         problem = problem.with_capacity(problem.min_cost_bytes - 1)
-    goal, costs = request.target, RequestCurves(scores=scores, request=request).costs
+    goal, costs = request.target, PosedRequest(scores=scores, request=request).costs
+    limit_is = "the most is" if goal.kind == "retention" else "the least is"
     if (diagnosis := diagnose(problem, deadline=deadline)) is None:
         if error.nearest is None or problem.target is None or time.monotonic() > deadline:
             return error
         number, target = goal.nearest(error.nearest, costs)  # of one solver: others can
-        return InfeasibleError(f"{error}; {goal.limit} {target} with it", nearest=number)
+        return InfeasibleError(f"{error}; {limit_is} {target} with it", nearest=number)
     possible, is_exact = diagnosis
     ways: dict[str, str] = {}
-    every: list[str] = []
+    limits: list[str] = []
     for index, side in enumerate(problem.constraints):
-        every.append(_option(request, index, side, side))
+        limits.append(_option(request, index, side, side))
         if (relaxed := relax(problem, index, deadline=deadline)) is not None:
-            ways[every[-1]] = _option(request, index, side, relaxed[0]) + SURE[relaxed[1]]
+            ways[limits[-1]] = _option(request, index, side, relaxed[0]) + SURE[relaxed[1]]
     if request.max_tokens is not None:
-        every.append(option("max_tokens", request.max_tokens))
+        limits.append(option("max_tokens", request.max_tokens))
     for name in ("max_tokens", "min_tokens"):
         if way := _other_limit(scores, request, name, deadline):
             ways[option(name, getattr(request, name))] = way
     text, nearest = f"{goal} is not possible", None
-    text += f" with {' and '.join(ways or every)}" if ways or every else ""
-    text += " together; to change one of them is not enough" if every[1:] and not ways else ""
+    text += f" with {' and '.join(ways or limits)}" if ways or limits else ""
+    text += " together; to change one of them is not enough" if limits[1:] and not ways else ""
     if possible is not None and (problem.target is None or goal.kind == "loss" or possible > 0):
         nearest, target = goal.nearest(possible, costs)
-        text += f"; {goal.limit} {target}"
+        text += f"; {limit_is} {target}"
         text += "" if is_exact else f" as far as {limit:.3g} s of search can tell"
     elif is_exact:
         text += ", and neither is any other target"
@@ -245,12 +235,11 @@ def _other_limit(scores: ScoreProfile, request: Request, name: str, deadline: fl
     limit = getattr(request, name) or 0
     step, last = -1, scores.protected_tokens
     if name == "max_tokens":
-        step, last = 1, RequestCurves(scores=scores, request=request).context_tokens
+        step, last = 1, PosedRequest(scores=scores, request=request).context_tokens
 
-    def works(moved: int) -> int | None:
+    def attempted(moved: int) -> CheckedSolution | Literal[False] | None:
         changed: dict[str, Any] = {name: limit + step * moved}
-        answer = attempt(lambda: formulate(scores, replace(request, **changed)), deadline)
-        return moved if isinstance(answer, CheckedSolution) else answer
+        return attempt(lambda: formulate(scores, replace(request, **changed)), deadline)
 
-    nearest = smallest_that_works(0, step * (last - limit) if limit else 0, works)
+    nearest = smallest_that_works(0, step * (last - limit) if limit else 0, attempted)
     return option(name, limit + step * nearest[0]) + SURE[nearest[1]] if nearest else ""

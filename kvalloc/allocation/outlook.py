@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from kvalloc.accounting.costs import WIDTHS
-from kvalloc.allocation.curves import RequestCurves
 from kvalloc.allocation.decision import decide
-from kvalloc.allocation.formulation import pose
+from kvalloc.allocation.formulation import PosedRequest
 from kvalloc.allocation.request import Request
 from kvalloc.errors import KVAllocError, option
 from kvalloc.formats.budget_profile import BudgetProfile
@@ -40,9 +39,9 @@ def loss_outlook(profile: BudgetProfile) -> str:
         request = Request.parse(
             budget=share, context=context, level="head", objective="loss", bits=widths
         )
-        curves = RequestCurves(scores=scores, request=request)
-        lost = curves.predicted_loss(profile.budgets, profile.bits)
-        best = decide(pose(scores, request), get_solver("lagrangian"), priced=False)
+        posed = PosedRequest(scores=scores, request=request)
+        lost = posed.predicted_loss(profile.budgets, profile.bits)
+        best = decide(posed, get_solver("lagrangian"), priced=False)
     except KVAllocError as error:  # a length or a share that its curves do not cover
         return f"{unknown}, nor does {file}: {error}"
     if lost is None or best.expected_loss is None:

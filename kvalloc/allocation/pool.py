@@ -1,6 +1,6 @@
 """One memory for several score profiles: the same problem with more units.
 
-The members' problems become one problem, whose units are those of all members. Its value is the
+The members' problems become one problem with the units of all members. Its value is the
 weighted sum of the members' values. A floor of a member is a limit on its value. Its price raises
 the member's weight, and any prices mu >= 0 prove
 
@@ -18,8 +18,9 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import combinations
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
@@ -30,7 +31,7 @@ from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.accounting.costs import MOST_BYTES
 from kvalloc.allocation.audit import BOUND, TOLERANCE, Check, choice_of
 from kvalloc.allocation.decision import decide
-from kvalloc.allocation.formulation import PosedRequest, choose_objective, pose
+from kvalloc.allocation.formulation import PosedRequest, choose_objective
 from kvalloc.allocation.infeasibility import advise
 from kvalloc.allocation.request import Request, RequestOptions, Target
 from kvalloc.allocation.verification import DUAL, CheckedSolution, prove, solve_problem
@@ -206,7 +207,7 @@ def solve_pool(
     named = {_objective(keywords) for _, keywords, _ in members} - {None}
     common = named.pop() if len(named) == 1 else None
     read = [
-        _Member.of(place, scores, {"objective": common, **keywords}, weight, memory_bytes, chosen)
+        _Member.of(place, scores, {"objective": common, **keywords}, weight, chosen)
         for place, (scores, keywords, weight) in enumerate(members, 1)
     ]
     if len({one.posed.request.objective for one in read}) > 1:
@@ -218,7 +219,8 @@ def solve_pool(
         raise InputError(
             "the worst member is the worst whatever it weighs; leave weights and floors out"
         )
-    search = _Search(read, memory_bytes, chosen, deadline_after(time_limit))
+    deadline = deadline_after(time_limit)
+    search = _Search(members=read, memory=memory_bytes, solver=chosen, deadline=deadline)
     best = _best if fairness == "sum" else _fairest
     try:
         choice, bound = best(search)
@@ -226,10 +228,9 @@ def solve_pool(
             choice = search.split(best, fairness)
     except InfeasibleError as error:
         raise search.too_small(error) from None
-    ends = np.cumsum([one.posed.problem.n_units for one in read])[:-1]
-    parts = zip(read, np.split(choice, ends), strict=True)
     profiles = [
-        one.profile(one.posed.problem.cost(part), chosen, time_limit) for one, part in parts
+        one.profile(one.posed.problem.cost(part), chosen, time_limit)
+        for one, part in search.parts(choice)
     ]
     values = [one.weight * profile.objective for one, profile in zip(read, profiles, strict=True)]
     objective = _combined(values, fairness)
@@ -276,15 +277,15 @@ def verify_pool(
     """
     loaded = [load_profile(one) for one in profiles]
     try:
-        every = [PoolStatement(**one.requested.get("pool", {})) for one in loaded]
-        order = sorted(range(len(loaded)), key=lambda at: every[at].member)
-        stated = every[order[0]]
+        statements = [PoolStatement(**one.requested.get("pool", {})) for one in loaded]
+        order = sorted(range(len(loaded)), key=lambda at: statements[at].member)
+        stated = statements[order[0]]
         memory, fairness, scales = stated.memory, stated.fairness, stated.scales
         members = [
-            _Member.of_profile(loaded[at], load_scores(scores[at]), memory, weight, floor)
+            _Member.of_profile(loaded[at], load_scores(scores[at]), weight, floor)
             for at, weight, floor in zip(order, stated.weights, stated.floors, strict=True)
         ]
-        places = [every[at].member for at in order]
+        places = [statements[at].member for at in order]
         if places != [*range(1, len(places) + 1)] or len(scales) != len(members):
             raise ValueError(f"members {places}")
         if not _can_prove(scales, members, fairness):
@@ -294,7 +295,7 @@ def verify_pool(
             f"these {len(loaded)} profiles are not one pool: {one_line(error, 80)}; give the "
             "folder that 'kvalloc solve' wrote, and the score profile of each member"
         ) from error
-    same = all(one.replace(member=stated.member) == stated for one in every)
+    same = all(one.replace(member=stated.member) == stated for one in statements)
     checks = [Check("pool", f"of {len(members)} members", "all say so" if same else "others", same)]
     parts = [at.requested["value"] for at in loaded]
     fits = sum(parts) <= memory
@@ -315,8 +316,8 @@ def verify_pool(
     slack = TOLERANCE * max(1.0, abs(reached))
     close = abs(reached - stated.objective) <= slack
     checks.append(Check("objective", repr(stated.objective), repr(reached), close))
-    joint = _scaled(_joint(members, memory), members, np.array(scales))
-    paid = _paid(members, scales)
+    pooled = _Search(members=members, memory=memory, solver=get_solver("auto"))
+    joint, paid = pooled.scaled(scales), pooled.paid(scales)
     proof = prove(joint, np.concatenate(choices), tuple(stated.prices))
     bound, source = stated.bound, stated.bound_source
     dual = max(proof.bound - paid, reached)
@@ -341,23 +342,6 @@ def _can_prove(scales: Sequence[float], members: Sequence[_Member], fairness: Fa
     return all(scale == 1 or (scale > 1 and one.floor is not None) for scale, one in pairs)
 
 
-def _scaled(
-    joint: AllocationProblem, members: Sequence[_Member], scales: FloatArray
-) -> AllocationProblem:
-    """Return the problem of all members with other weights of each."""
-    units = [one.posed.problem.n_units for one in members]
-    return joint.replace(weights=joint.weights * np.repeat(scales, units))
-
-
-def _paid(members: Sequence[_Member], scales: Sequence[float]) -> float:
-    """Return what raised weights make of the floors, by which the bound is lower."""
-    return math.fsum(
-        (scale - 1) * one.weight * one.floor
-        for one, scale in zip(members, scales, strict=True)
-        if one.floor is not None
-    )
-
-
 def _objective(keywords: Mapping[str, Any]) -> str | None:
     """Return the objective that a request names, or that its floor is about."""
     by_floor = {"target_retention": "mean", "target_loss": "loss"}
@@ -372,12 +356,12 @@ class _Member:
     name: str
     posed: PosedRequest
     weight: float
-    target: Target | None
+    floor: float | None
+    target: Target | None = None
+    """What the user wrote of the floor."""
 
     @classmethod
-    def of(
-        cls, place: int, scores: Any, keywords: Any, weight: Any, memory: int, solver: Solver
-    ) -> _Member:
+    def of(cls, place: int, scores: Any, keywords: Any, weight: Any, solver: Solver) -> _Member:
         """Return a member, checked."""
         name = f"member {place} of the pool"
         if not isinstance(weight, int | float) or not 0 < weight < math.inf:
@@ -393,69 +377,48 @@ class _Member:
             )
         target = Target.of(options) if options.keys() & _FLOORS else None
         options = {key: value for key, value in options.items() if key not in _FLOORS}
-        request = Request.parse(**options, memory=memory)
+        request = Request.parse(**options, memory=MOST_BYTES)  # the pool's is limited together
         if request.objective == "worst":
             raise InputError(f"{name} asks for its worst unit, and {_ADDED}; leave it out")
         scores = load_scores(scores)
         request, _ = choose_objective(scores, request, solver)
-        try:
-            posed = pose(scores, request)
-        except InfeasibleError:  # what all take together is said of all
-            posed = pose(scores, replace(request, target=Target.of({"memory": MOST_BYTES})))
-        return cls(name=name, posed=posed, weight=float(weight), target=target)
+        posed = PosedRequest(scores=scores, request=request)
+        floor = None if target is None else target.needed_value
+        return cls(name=name, posed=posed, weight=float(weight), floor=floor, target=target)
 
     @classmethod
     def of_profile(
-        cls,
-        profile: BudgetProfile,
-        scores: ScoreProfile,
-        memory: int,
-        weight: float,
-        floor: float | None,
+        cls, profile: BudgetProfile, scores: ScoreProfile, weight: float, floor: float | None
     ) -> _Member:
         """Return the member of a profile of the pool."""
         profile.shape.require_same_model(scores.shape)
         request = Request.read(profile, "a profile of the pool")
-        request = replace(request, target=Target.of({"memory": memory}))
-        target = None
-        if floor is not None:
-            by_loss = request.objective == "loss"
-            target = Target.of({"target_loss": -floor} if by_loss else {"target_retention": floor})
+        request = replace(request, target=Target.of({"memory": MOST_BYTES}))
         return cls(
             name=f"member {profile.requested['pool']['member']} of the pool",
-            posed=pose(scores, request),
+            posed=PosedRequest(scores=scores, request=request),
             weight=weight,
-            target=target,
+            floor=floor,
         )
-
-    @property
-    def floor(self) -> float | None:
-        """The least value that it gets."""
-        return None if self.target is None else self.target.needed_value
-
-    @property
-    def beside_bytes(self) -> int:
-        """Bytes of its peak beside the kept entries."""
-        return self.peak_bytes(0)
 
     @property
     def extra_bytes(self) -> int:
         """Bytes by which a cache that keeps everything, as the model made it, takes more."""
-        costs = self.posed.curves.costs
+        costs = self.posed.costs
         if self.posed.problem.max_cost_bytes < costs.everything:
             return 0
-        return max(0, costs.plain_bytes - costs.everything - self.beside_bytes)
+        return max(0, costs.plain_bytes - costs.everything - self.peak_bytes(0))
 
     def peak_bytes(self, cost: int) -> int:
         """Return what its cache takes at its peak with a choice of some cost."""
-        return int(self.posed.request.target.nearest(cost, self.posed.curves.costs)[0])
+        return int(self.posed.request.target.nearest(cost, self.posed.costs)[0])
 
     def problem(self, whole: bool) -> AllocationProblem:
         """Return its problem, with or without the choice that keeps everything."""
         problem = self.posed.problem
         if whole or not self.extra_bytes:
             return problem
-        less, units = self.posed.curves.costs.everything - 1, tuple(range(problem.n_units))
+        less, units = self.posed.costs.everything - 1, tuple(range(problem.n_units))
         cap = GroupCap(name="all layers", units=units, capacity_bytes=less)
         return problem.replace(constraints=(*problem.constraints, cap))
 
@@ -481,14 +444,14 @@ class _Member:
         if self.target is None:
             raise InfeasibleError(f"{self.name}: {never}")
         request = replace(self.posed.request, target=self.target)
-        never = advise(self.posed.curves.scores, request, never, time_limit_seconds=seconds)
+        never = advise(self.posed.scores, request, never, time_limit_seconds=seconds)
         raise InfeasibleError(f"the floor of {self.name}: {never}", nearest=never.nearest)
 
     def profile(self, cost: int, solver: Solver, time_limit: float | None) -> BudgetProfile:
         """Return the decision for its part of the memory, which a choice of a cost takes."""
         request = self.posed.request
-        _, target = request.target.nearest(cost, self.posed.curves.costs)
-        part = pose(self.posed.curves.scores, replace(request, target=target))
+        _, target = request.target.nearest(cost, self.posed.costs)
+        part = replace(self.posed, request=replace(request, target=target))
         return decide(part, solver, time_limit=time_limit)
 
 
@@ -500,71 +463,9 @@ _REFUSED = {
 }
 
 
-def _able(members: Sequence[_Member], memory: int) -> list[int]:
-    """Return the members that can be whole where the others have their smallest budgets."""
-    smallest = [one.peak_bytes(one.posed.problem.min_cost_bytes) for one in members]
-    whole = [one.peak_bytes(one.posed.problem.max_cost_bytes) for one in members]
-    room = memory - sum(smallest)
-    return [at for at in range(len(members)) if whole[at] - smallest[at] <= room]
-
-
-def _joint(
-    members: Sequence[_Member], memory: int, whole: Collection[int] | None = None
-) -> AllocationProblem:
-    """Return the problem of all members, within what their peaks leave of the memory.
-
-    What a cache that keeps everything takes beside its entries is taken off for the members that
-    are ``whole``; by default for nobody, which is for a bound. Others cannot keep everything.
-    """
-    able = _able(members, memory) if whole is None else whole
-    problems = [one.problem(at in able) for at, one in enumerate(members)]
-    extra = sum(members[at].extra_bytes for at in whole or ())
-    width = max(one.n_options for one in problems)
-    units, layers = (
-        np.cumsum([0, *sizes])[:-1].tolist()
-        for sizes in (
-            [one.n_units for one in problems],
-            [int(one.layers.max()) + 1 for one in problems],
-        )
-    )
-
-    def stacked(arrays: Iterable[Any]) -> Any:
-        # Padding repeats the last option; it is never selected.
-        return np.vstack([np.pad(a, ((0, 0), (0, width - a.shape[1])), "edge") for a in arrays])
-
-    bits = [one.bits for one in problems]
-    widths = [
-        np.full_like(p.tokens, 16) if b is None else b for p, b in zip(problems, bits, strict=True)
-    ]
-    values = stacked(one.values for one in problems)
-    weights = np.concatenate([m.weight * m.posed.problem.weights for m in members])
-    return AllocationProblem(
-        tokens=stacked(one.tokens for one in problems),
-        values=values,
-        costs=stacked(one.costs for one in problems),
-        bits=None if all(one is None for one in bits) else stacked(widths),
-        option_counts=np.concatenate([one.option_counts for one in problems]),
-        weights=weights,
-        layers=np.concatenate([p.layers + at for p, at in zip(problems, layers, strict=True)]),
-        heads=np.concatenate([one.heads for one in problems]),
-        capacity_bytes=memory - extra - sum(one.beside_bytes for one in members),
-        context_tokens=max(one.context_tokens for one in problems),
-        protected_tokens=min(one.protected_tokens for one in problems),
-        constraints=tuple(
-            replace(
-                limit,
-                name=f"{limit.name} of {one.name}",
-                units=tuple(at + unit for unit in limit.units),
-            )
-            for one, problem, at in zip(members, problems, units, strict=True)
-            for limit in problem.caps
-        ),
-    )
-
-
 def _best(search: _Search) -> tuple[IntArray, Bound]:
     """Return the best choice that keeps all floors, and a bound on what keeps them."""
-    joint, members, deadline = search.joint, search.members, search.deadline
+    members = search.members
     floors = {at: one.floor for at, one in enumerate(members) if one.floor is not None}
 
     def keeps(choice: IntArray, at: int) -> bool:
@@ -575,7 +476,7 @@ def _best(search: _Search) -> tuple[IntArray, Bound]:
     if all(keeps(choice, at) for at in floors):
         return choice, bound
     cheapest = search.cheapest(floors)
-    choices = [cheapest, search.solved(_above(joint, cheapest)).choice + cheapest]
+    choices = [cheapest, search.extended(cheapest)]
     for at in [*floors] * SWEEPS:
         low, high = 0.0, MAX_POWER
         for _ in range(HALVINGS):
@@ -585,22 +486,22 @@ def _best(search: _Search) -> tuple[IntArray, Bound]:
             choices.append(choice)
             bound = min(bound, proven)
             low, high = (low, middle) if keeps(choice, at) else (middle, high)
-            if time.monotonic() > deadline:
+            if time.monotonic() > search.deadline:
                 break
         scales[at] = 2.0**high
     able = [one for one in choices if all(keeps(one, at) for at in floors)]
-    return max(able, key=joint.objective_value), bound
+    return max(able, key=search.joint.objective_value), bound
 
 
 def _fairest(search: _Search) -> tuple[IntArray, Bound]:
     """Return the choice with the best worst member, and a bound on the value of that member."""
-    joint, members, deadline = search.joint, search.members, search.deadline
+    members = search.members
     weights = np.full(len(members), 1.0 / len(members))
     choice, bound = search.weighted(weights)
     choices = [choice]
     for _ in range(WEIGHINGS):  # cutting planes (Kelley, 1960)
         weights, value = _least_weights(np.array([search.values(one) for one in choices]))
-        if bound.value <= value + VALUE_TOLERANCE or time.monotonic() > deadline:
+        if bound.value <= value + VALUE_TOLERANCE or time.monotonic() > search.deadline:
             break
         choice, proven = search.weighted(weights)
         choices.append(choice)
@@ -608,7 +509,7 @@ def _fairest(search: _Search) -> tuple[IntArray, Bound]:
     best = max(choices, key=lambda one: search.values(one).min())
     low, high = search.values(best).min(), bound.value
     for _ in range(FLOOR_HALVINGS):
-        if high - low <= VALUE_TOLERANCE or time.monotonic() > deadline:
+        if high - low <= VALUE_TOLERANCE or time.monotonic() > search.deadline:
             break
         middle = 0.5 * (low + high)
         try:
@@ -616,7 +517,7 @@ def _fairest(search: _Search) -> tuple[IntArray, Bound]:
             low = search.values(best).min()
         except InfeasibleError:
             high = middle
-    more = search.solved(_above(joint, best)).choice + best  # the rest goes to all
+    more = search.extended(best)  # the rest goes to all
     return (more if search.values(more).min() >= low else best), bound
 
 
@@ -649,34 +550,103 @@ def _least_weights(values: FloatArray) -> tuple[FloatArray, float]:
     return weights / weights.sum(), float(answer.x[-1])
 
 
+@dataclass(frozen=True, kw_only=True)
 class _Search:
     """A search for the best split of a memory among the choices of all members.
 
-    Parameters
+    Attributes
     ----------
-    members, memory, solver, deadline
-        Of the pool.
+    members : sequence of _Member
+    memory : int
+        Bytes of all peaks together.
+    solver : Solver
+    deadline : float
+        ``time.monotonic()`` at which the search ends.
     whole : collection of int, optional
-        Members that may keep everything, and are charged for it; see `_joint`.
+        Members that may keep everything, and are charged for what a cache that keeps everything
+        takes beside its entries. By default all for which there is room, and nobody is charged,
+        which is right for a bound alone.
     """
 
-    def __init__(
-        self,
-        members: Sequence[_Member],
-        memory: int,
-        solver: Solver,
-        deadline: float,
-        whole: Collection[int] | None = None,
-    ) -> None:
-        self.members, self.memory, self.solver, self.deadline = members, memory, solver, deadline
-        self.able = _able(members, memory) if whole is None else whole
-        self.joint = _joint(members, memory, whole)
-        self.ends = np.cumsum([one.posed.problem.n_units for one in members])[:-1]
+    members: Sequence[_Member]
+    memory: int
+    solver: Solver
+    deadline: float = math.inf
+    whole: Collection[int] | None = None
+
+    @cached_property
+    def able(self) -> Collection[int]:
+        """Return the members that may keep everything."""
+        if self.whole is not None:
+            return self.whole
+        smallest = [one.peak_bytes(one.posed.problem.min_cost_bytes) for one in self.members]
+        largest = [one.peak_bytes(one.posed.problem.max_cost_bytes) for one in self.members]
+        room = self.memory - sum(smallest)
+        return [at for at, size in enumerate(largest) if size - smallest[at] <= room]
+
+    @cached_property
+    def joint(self) -> AllocationProblem:
+        """Return the problem of all members, within what their peaks leave of the memory."""
+        problems = [one.problem(at in self.able) for at, one in enumerate(self.members)]
+        extra = sum(self.members[at].extra_bytes for at in self.whole or ())
+        n_options = max(one.n_options for one in problems)
+        units = np.cumsum([0, *(one.n_units for one in problems)]).tolist()
+        layers = np.cumsum([0, *(int(one.layers.max()) + 1 for one in problems)]).tolist()
+        bits = [one.bits for one in problems]
+        if any(one is not None for one in bits):
+            bits = [np.full_like(p.tokens, 16) if p.bits is None else p.bits for p in problems]
+
+        def stacked(arrays: Sequence[Any]) -> Any:
+            # Padding repeats the last option; it is never selected.
+            padded = (np.pad(a, ((0, 0), (0, n_options - a.shape[1])), "edge") for a in arrays)
+            return np.vstack([*padded])
+
+        return AllocationProblem(
+            tokens=stacked([one.tokens for one in problems]),
+            values=stacked([one.values for one in problems]),
+            costs=stacked([one.costs for one in problems]),
+            bits=None if bits[0] is None else stacked(bits),
+            option_counts=np.concatenate([one.option_counts for one in problems]),
+            weights=np.concatenate([m.weight * m.posed.problem.weights for m in self.members]),
+            layers=np.concatenate(
+                [first + one.layers for one, first in zip(problems, layers[:-1], strict=True)]
+            ),
+            heads=np.concatenate([one.heads for one in problems]),
+            capacity_bytes=self.memory - extra - sum(one.peak_bytes(0) for one in self.members),
+            context_tokens=max(one.context_tokens for one in problems),
+            protected_tokens=min(one.protected_tokens for one in problems),
+            constraints=tuple(
+                replace(
+                    limit,
+                    name=f"{limit.name} of {one.name}",
+                    units=tuple(first + unit for unit in limit.units),
+                )
+                for one, problem, first in zip(self.members, problems, units[:-1], strict=True)
+                for limit in problem.caps
+            ),
+        )
+
+    def scaled(self, scales: Sequence[float] | FloatArray) -> AllocationProblem:
+        """Return the problem of all members with other weights of each."""
+        units = [one.posed.problem.n_units for one in self.members]
+        return self.joint.replace(weights=self.joint.weights * np.repeat(scales, units))
+
+    def paid(self, scales: Sequence[float] | FloatArray) -> float:
+        """Return what raised weights make of the floors, by which the bound is lower."""
+        return math.fsum(
+            (float(scale) - 1) * one.weight * one.floor
+            for one, scale in zip(self.members, scales, strict=True)
+            if one.floor is not None
+        )
+
+    def parts(self, choice: IntArray) -> Iterator[tuple[_Member, IntArray]]:
+        """Return each member and its part of a choice."""
+        ends = np.cumsum([one.posed.problem.n_units for one in self.members])[:-1]
+        return zip(self.members, np.split(choice, ends), strict=True)
 
     def peak(self, choice: IntArray) -> int:
         """Return what all caches take at their peaks."""
-        parts = zip(self.members, np.split(choice, self.ends), strict=True)
-        return sum(one.peak_bytes(one.posed.problem.cost(part)) for one, part in parts)
+        return sum(one.peak_bytes(one.posed.problem.cost(part)) for one, part in self.parts(choice))
 
     def split(
         self, best: Callable[[_Search], tuple[IntArray, Bound]], fairness: Fairness
@@ -689,9 +659,8 @@ class _Search:
         for count in range(len(able) + 1):
             few = len(able) <= MOST_SPLIT
             for whole in combinations(able, count) if few else [able[:count]]:
-                one = _Search(self.members, self.memory, self.solver, self.deadline, whole)
                 with contextlib.suppress(InfeasibleError):
-                    choices.append(best(one)[0])
+                    choices.append(best(replace(self, whole=whole))[0])
         if not choices:
             raise InfeasibleError("no choice was found that fits with what is kept whole")
         weights = np.array([one.weight for one in self.members])
@@ -717,14 +686,14 @@ class _Search:
 
     def weighted(self, scales: FloatArray) -> tuple[IntArray, Bound]:
         """Return the best choice with scaled weights of the members, and the bound it proves."""
-        answer = self.solved(_scaled(self.joint, self.members, scales))
-        value = answer.bound - _paid(self.members, scales.tolist())
+        answer = self.solved(self.scaled(scales))
+        value = answer.bound - self.paid(scales)
         used = tuple(scales.tolist())
         return answer.choice, Bound(value, answer.bound_source, used, answer.prices)
 
     def values(self, choice: IntArray) -> FloatArray:
         """Return what a choice gives each member, (n_members,)."""
-        parts = zip(self.members, np.split(choice, self.ends), strict=True)
+        parts = self.parts(choice)
         return np.array([one.posed.problem.objective_value(part) for one, part in parts])
 
     def cheapest(self, floors: Mapping[int, float]) -> IntArray:
@@ -740,8 +709,11 @@ class _Search:
             raise InfeasibleError(f"no choice was found that keeps {len(floors)} floors")
         return cheapest
 
-
-def _above(joint: AllocationProblem, floors: IntArray) -> AllocationProblem:
-    """Return the problem without the options below a choice."""
-    columns = np.minimum(floors[:, None] + np.arange(joint.n_options), joint.last_options[:, None])
-    return joint.with_options(columns, joint.option_counts - floors)
+    def extended(self, floors: IntArray) -> IntArray:
+        """Return the best choice that gives no unit less than its floor."""
+        joint = self.joint
+        columns = np.minimum(
+            floors[:, None] + np.arange(joint.n_options), joint.last_options[:, None]
+        )
+        above = joint.with_options(columns, joint.option_counts - floors)
+        return self.solved(above).choice + floors

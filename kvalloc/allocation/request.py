@@ -7,27 +7,14 @@ with ``Unpack``, and the command line derives its flags from it. `Request` holds
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Integral
 from pathlib import Path
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Any,
-    ClassVar,
-    Literal,
-    TypedDict,
-    Unpack,
-    get_args,
-    get_type_hints,
-)
-
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, Unpack, get_args
 
 from kvalloc.accounting.costs import BIT_WIDTHS, bytes_in_share
-from kvalloc.errors import InfeasibleError, InputError, OptionNames, one_line, option
+from kvalloc.errors import InfeasibleError, InputError, OptionNames, one_line, one_of, option
 from kvalloc.units import (
     Option,
     bytes_text,
@@ -45,80 +32,114 @@ if TYPE_CHECKING:
 MOST_TOKENS = 2**40
 """Largest whole number of a request: with as many tokens bytes can still be counted."""
 
+TARGETS = ("target_retention", "target_loss", "budget", "budget_tokens", "memory")
+"""The keywords of targets, in the order in which messages name them."""
+
 Level = Literal["layer", "head"]
 Objective = Literal["mean", "worst", "loss"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target(ABC):
-    """What to reach: the one place that knows the kinds of targets.
-
-    A kind parses, checks, prints and stores itself, and turns itself into what a problem needs: a
-    value to reach in the fewest bytes, or a capacity. `TARGETS` holds all kinds.
+class Target:
+    """What to reach: a value in the fewest bytes, or the best value in a size.
 
     Attributes
     ----------
+    kind : str
+        One of ``"retention"``, ``"loss"``, ``"budget"``, ``"budget_tokens"`` and ``"memory"``.
     value : float or int
-        In the kind's own unit.
+        Share of the score mass, nats per token, share of the bytes, entries a KV head, or bytes.
     typed : object
         What the user wrote, which messages repeat; None where nobody wrote it.
-
-    Raises
-    ------
-    InputError
-        If there can be no such target.
     """
 
-    kind: ClassVar[str]
-    keyword: ClassVar[str]
-    read_value: ClassVar[Any] = staticmethod(lambda given: given)
-    """Reads the value from what the user wrote."""
-    refusal: ClassVar[str] = ""
-    """Message for an impossible value."""
-    limit: ClassVar[str] = "the least is"
-    """What messages say before the nearest target that can be met."""
-    is_fixed: ClassVar[bool] = False
-    """Whether budgets stay as they are at another prompt length, instead of growing with it."""
-    at_peak: ClassVar[bool] = False
-    """Whether it is about all that the cache takes, while the prompts are read, too."""
-
+    kind: str
     value: float
     typed: object = field(default=None, compare=False, repr=False)
 
-    def __post_init__(self) -> None:
-        if not self.is_possible():
-            raise InputError(self.refusal.format(self.value))
+    @classmethod
+    def of(cls, keywords: Mapping[str, Any]) -> Target:
+        """Return the one target among keywords.
 
-    def is_possible(self) -> bool:
-        """Return whether there can be such a target."""
-        return True
+        Raises
+        ------
+        InputError
+            If there is none, or several, or it cannot be.
 
-    def shown(self) -> object:
-        """Return the value as `kvalloc.errors.option` writes it."""
-        return self.value
+        Examples
+        --------
+        >>> Target.of({"budget": "20%", "level": "head"})
+        Target(kind='budget', value=0.2)
+        """
+        names = [name for name in TARGETS if keywords.get(name) is not None]
+        if len(names) == 1:
+            typed = keywords[names[0]]
+            value = _READ[names[0]](typed)
+            return cls(kind=names[0].removeprefix("target_"), value=value, typed=typed)
+        options = ", ".join(map(option, TARGETS))
+        if not names:
+            raise InputError(f"no target: say what to reach with one of {options}")
+        both = " and ".join(map(option, names))
+        raise InputError(f"{both} are two targets at once; give one of {options}")
 
-    @abstractmethod
+    @property
+    def needed_value(self) -> float | None:
+        """Value that the problem has to reach; None if the target is a size."""
+        return {"retention": self.value, "loss": -self.value}.get(self.kind)
+
+    @property
+    def max_loss(self) -> float | None:
+        """Largest loss, nats per token; None if the target is another one."""
+        return self.value if self.kind == "loss" else None
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether budgets stay as they are at another prompt length, instead of growing with it."""
+        return self.kind in ("budget_tokens", "memory")
+
+    def steering(self) -> dict[str, Any]:
+        """Return the fields of a budget profile by which the target goes on steering its cache."""
+        return {
+            "plain_if_full": self.value == 1,
+            "fits_a_peak": self.kind == "memory",
+            "target_share": self.value if self.kind == "budget" else None,
+        }
+
     def describe(self, what: str) -> str:
         """Return the target as half a sentence for people.
 
         Parameters
         ----------
         what : str
-            What is optimised, such as "retention" or "predicted loss".
+            The optimised value, such as "retention" or "predicted loss".
         """
+        best = "least" if what.endswith("loss") else "most"
+        match self.kind:
+            case "retention":
+                return f"{what} of {self.value:g} or more in the fewest bytes"
+            case "loss":
+                return (
+                    f"predicted loss of {self.value:g} nats per token or less in the fewest bytes"
+                )
+            case "budget":
+                return f"{best} {what} in {100 * self.value:g}% of the bytes of a cache at 16 bits"
+            case "budget_tokens":
+                return f"{best} {what} in {self.value:,} tokens per KV head on average"
+        return f"{best} {what} in {bytes_text(int(self.value))}"
 
-    @property
-    def needed_value(self) -> float | None:
-        """Value that the problem has to reach; None where the target is a capacity."""
-        return None
-
-    @property
-    def max_loss(self) -> float | None:
-        """Largest loss, nats per token; None where the target is another one."""
+    def granted(self, costs: CacheCosts) -> int | None:
+        """Return what the layers with budgets may store; None if the target is no size."""
+        match self.kind:
+            case "budget":
+                return bytes_in_share(self.value, costs.full)
+            case "budget_tokens":
+                return costs.of_budget(int(self.value))
+            case "memory":
+                return int(self.value) - costs.sliding_bytes - costs.reading_bytes
         return None
 
     def capacity(self, costs: CacheCosts, floor_cost: int) -> int | None:
-        """Return what the layers with budgets may cost together; None where a value is needed.
+        """Return what the layers with budgets may cost together; None if the target is no size.
 
         Parameters
         ----------
@@ -132,271 +153,59 @@ class Target(ABC):
         InfeasibleError
             If the smallest choice costs more; with the smallest target that can be met.
         """
-        return None
+        whole = {"budget": 1, "budget_tokens": costs.context_tokens}.get(self.kind, math.inf)
+        if self.value >= whole:  # nothing has to go, though a last page that is not full takes more
+            return costs.everything
+        granted = self.granted(costs)
+        if granted is not None and granted < floor_cost:
+            number, smallest = self.nearest(floor_cost, costs)
+            extra = ""
+            if self.kind == "memory":
+                if costs.sliding_bytes:
+                    extra = f", and the sliding layers {costs.sliding_bytes:,}"
+                reading = costs.reading_bytes
+                extra += f", and one layer in full while the prompt is read {reading:,}"
+            raise InfeasibleError(
+                f"{self} is below the floors: sinks, window and minimum budgets take "
+                f"{floor_cost:,} bytes{extra}; ask for at least {smallest}",
+                nearest=number,
+            )
+        if granted is not None and self.kind == "memory" and self.value < costs.plain_bytes:
+            # What nothing was evicted from stays as the model made it, maybe wider than 16 bits.
+            return min(granted, costs.everything - 1)
+        return granted
 
-    def granted(self, costs: CacheCosts) -> int | None:
-        """Return what the layers with budgets may store; None where the target is no size."""
-        return None
-
-    @abstractmethod
-    def nearest(self, reached: float, costs: CacheCosts) -> tuple[float | int, Target]:
+    def nearest(self, reached: float, costs: CacheCosts) -> tuple[float, Target]:
         """Return the target that a value or a cost reaches, exact and rounded to the safe side."""
+        number: float
+        match self.kind:
+            case "retention":
+                number, value = reached, math.floor(reached * 1e4 + 1e-9) / 1e4 or reached
+            case "loss":
+                number, value = -reached, max(0.0, math.ceil(-reached * 1e6 - 1e-7) / 1e6)
+            case "budget":
+                parts = -(-int(1e4) * int(reached) // costs.full)
+                # as it is read
+                parts += bytes_in_share(parts / 1e4 * (1 - 1e-15), costs.full) < reached
+                number = value = min(parts / 1e4, 1.0)
+            case "budget_tokens":
+                number = value = costs.fewest_tokens(int(reached))
+            case _:
+                number = int(reached) + costs.sliding_bytes + costs.reading_bytes
+                if reached >= costs.everything:  # less than a plain cache never holds everything
+                    number = max(number, costs.plain_bytes)
+                value = number
+        return number, Target(kind=self.kind, value=value)
 
     def __str__(self) -> str:
         """Return the option of this target."""
-        return option(self.keyword, self.shown() if self.typed is None else self.typed)
-
-    def record(self) -> dict[str, Any]:
-        """Return plain values for a budget profile, which `read` reads."""
-        return {"target": self.kind, "value": self.value}
-
-    def steering(self) -> dict[str, Any]:
-        """Return the fields of a budget profile by which the target goes on steering its cache."""
-        return {"plain_if_full": self.value == 1, "fits_a_peak": self.at_peak}
-
-    @staticmethod
-    def read(record: Mapping[str, Any]) -> Target:
-        """Return the target that `record` stored among other fields of a request.
-
-        Raises
-        ------
-        InputError
-            If there is none, or it cannot be.
-        """
-        name, value = record.get("target"), record.get("value")
-        for kind in TARGETS:
-            if kind.kind == name:
-                return kind(value=kind.read_value(value))
-        known = ", ".join(kind.kind for kind in TARGETS)
-        raise InputError(f"the target is {one_line(name, 60)}, expected one of {known}")
-
-    @staticmethod
-    def of(keywords: Mapping[str, Any]) -> Target:
-        """Return the one target among keywords.
-
-        Raises
-        ------
-        InputError
-            If there is none, or several, or it cannot be.
-
-        Examples
-        --------
-        >>> Target.of({"budget": "20%", "level": "head"})
-        _Share(value=0.2)
-        """
-        given = [kind for kind in TARGETS if keywords.get(kind.keyword) is not None]
-        if len(given) == 1:
-            (kind,) = given
-            typed = keywords[kind.keyword]
-            return kind(value=kind.read_value(typed), typed=typed)
-        options = ", ".join(option(kind.keyword) for kind in TARGETS)
-        if not given:
-            raise InputError(f"no target: say what to reach with one of {options}")
-        both = " and ".join(option(kind.keyword) for kind in given)
-        raise InputError(f"{both} are two targets at once; give one of {options}")
-
-
-class _Retention(Target):
-    """Fewest bytes that keep a share of the score mass (XKV, Eq. 18)."""
-
-    kind = "retention"
-    keyword = "target_retention"
-    read_value = staticmethod(parse_fraction)
-    refusal = (
-        "a target retention of {:g} is not a share of the score mass; give a number above 0 and "
-        "up to 1, such as 0.9"
-    )
-    limit = "the most is"
-
-    def is_possible(self) -> bool:
-        return 0 < self.value <= 1
-
-    def describe(self, what: str) -> str:
-        return f"{what} of {self.value:g} or more in the fewest bytes"
-
-    @property
-    def needed_value(self) -> float:
-        return self.value
-
-    def nearest(self, reached: float, costs: CacheCosts) -> tuple[float, Target]:
-        rounded = math.floor(reached * 1e4 + 1e-9) / 1e4
-        return reached, _Retention(value=rounded if rounded > 0 else reached)
-
-
-class _Loss(Target):
-    """Fewest bytes whose predicted loss is at most this, nats per token."""
-
-    kind = "loss"
-    keyword = "target_loss"
-    read_value = float
-    refusal = (
-        "a target loss of {:g} nats per token cannot be asked for; give a number from 0 up, such "
-        "as 0.02"
-    )
-
-    def is_possible(self) -> bool:
-        return 0 <= self.value < math.inf
-
-    def describe(self, what: str) -> str:
-        return f"predicted loss of {self.value:g} nats per token or less in the fewest bytes"
-
-    @property
-    def needed_value(self) -> float:
-        return -self.value
-
-    @property
-    def max_loss(self) -> float:
-        return self.value
-
-    def nearest(self, reached: float, costs: CacheCosts) -> tuple[float, Target]:
-        return -reached, _Loss(value=max(0.0, math.ceil(-reached * 1e6 - 1e-7) / 1e6))
-
-
-class _Size(Target):
-    """A size that the kept entries fit in, with the largest value there is (XKV, Eq. 17)."""
-
-    def describe(self, what: str) -> str:
-        best = "least" if what.endswith("loss") else "most"
-        return f"{best} {what} in {self.amount()}"
-
-    @abstractmethod
-    def amount(self) -> str:
-        """Return the size for people."""
-
-    @abstractmethod
-    def cost(self, costs: CacheCosts) -> int:
-        """Return the size in the unit of the costs."""
-
-    def granted(self, costs: CacheCosts) -> int:
-        return self.cost(costs) - sum(self.beside(costs).values())
-
-    def capacity(self, costs: CacheCosts, floor_cost: int) -> int:
-        capacity, beside = self.granted(costs), self.beside(costs)
-        if capacity < floor_cost:
-            number, smallest = self.nearest(floor_cost, costs)
-            others = "".join(f", and {name} {cost:,}" for name, cost in beside.items() if cost)
-            raise InfeasibleError(
-                f"{self} is below the floors: sinks, window and minimum budgets take "
-                f"{floor_cost:,} bytes{others}; ask for at least {smallest}",
-                nearest=number,
-            )
-        return capacity
-
-    def beside(self, costs: CacheCosts) -> dict[str, int]:
-        """Return what the size holds beside the layers with budgets, by name."""
-        return {}
-
-
-class _Share(_Size):
-    """A share of what keeping everything costs."""
-
-    kind = "budget"
-    keyword = "budget"
-    read_value = staticmethod(parse_share)
-
-    def shown(self) -> str:
-        return f"{100 * self.value:g}%"
-
-    def steering(self) -> dict[str, Any]:
-        return {**super().steering(), "target_share": self.value}
-
-    def amount(self) -> str:
-        return f"{self.shown()} of the bytes of a cache at 16 bits"
-
-    def cost(self, costs: CacheCosts) -> int:
-        return bytes_in_share(self.value, costs.full)
-
-    def capacity(self, costs: CacheCosts, floor_cost: int) -> int:
-        # Of everything nothing has to go or be rounded, in whatever type it is stored.
-        return costs.everything if self.value == 1 else super().capacity(costs, floor_cost)
-
-    def nearest(self, reached: float, costs: CacheCosts) -> tuple[float, Target]:
-        parts = -(-int(1e4) * int(reached) // costs.full)
-        parts += bytes_in_share(parts / 1e4 * (1 - 1e-15), costs.full) < reached  # as it is read
-        share = min(parts / 1e4, 1.0)
-        return share, _Share(value=share)
-
-
-def _whole(given: object) -> int:
-    """Read a number of tokens."""
-    if not isinstance(given, Integral):
-        raise InputError(f"a budget of {given!r} tokens is no whole number; give one such as 512")
-    return int(given)
-
-
-class _TokensPerHead(_Size):
-    """Entries that a KV head keeps on average."""
-
-    kind = "budget_tokens"
-    keyword = "budget_tokens"
-    read_value = staticmethod(_whole)
-    is_fixed = True
-
-    refusal = f"a budget of {{}} tokens is not possible; give 1 to {MOST_TOKENS}"
-
-    value: int
-
-    def is_possible(self) -> bool:
-        return 1 <= self.value <= MOST_TOKENS
-
-    def amount(self) -> str:
-        return f"{self.value:,} tokens per KV head on average"
-
-    def cost(self, costs: CacheCosts) -> int:
-        return costs.of_budget(self.value)
-
-    def capacity(self, costs: CacheCosts, floor_cost: int) -> int:
-        # Of all tokens nothing has to go, whatever a last page that is not full takes.
-        if self.value >= costs.context_tokens:
-            return costs.everything
-        return super().capacity(costs, floor_cost)
-
-    def nearest(self, reached: float, costs: CacheCosts) -> tuple[int, Target]:
-        tokens = costs.fewest_tokens(int(reached))
-        return tokens, _TokensPerHead(value=tokens)
-
-
-class _Memory(_Size):
-    """Bytes that the cache may take at its peak, while the prompts are read."""
-
-    kind = "memory"
-    keyword = "memory"
-    read_value = staticmethod(parse_bytes)
-    is_fixed = True
-    at_peak = True
-
-    value: int
-
-    def shown(self) -> str | int:
-        text = bytes_text(self.value)
-        return self.value if text.isdigit() else text
-
-    def beside(self, costs: CacheCosts) -> dict[str, int]:
-        return {
-            "the sliding layers": costs.sliding_bytes,
-            "one layer in full while the prompt is read": costs.reading_bytes,
-        }
-
-    def amount(self) -> str:
-        return bytes_text(self.value)
-
-    def cost(self, costs: CacheCosts) -> int:
-        return self.value
-
-    def capacity(self, costs: CacheCosts, floor_cost: int) -> int:
-        capacity = super().capacity(costs, floor_cost)
-        # What nothing was evicted from stays as the model made it, which may be wider than 16 bits.
-        return capacity if self.value >= costs.plain_bytes else min(capacity, costs.everything - 1)
-
-    def nearest(self, reached: float, costs: CacheCosts) -> tuple[int, Target]:
-        needed = int(reached) + sum(self.beside(costs).values())
-        if reached >= costs.everything:  # less than a plain cache never holds everything
-            needed = max(needed, costs.plain_bytes)
-        return needed, _Memory(value=needed)
-
-
-TARGETS: tuple[type[Target], ...] = (_Retention, _Loss, _Share, _TokensPerHead, _Memory)
-"""The kinds of targets, in the order in which messages name them."""
+        name = self.kind if self.kind in TARGETS else f"target_{self.kind}"
+        shown: object = self.value
+        if self.kind == "budget":
+            shown = f"{100 * self.value:g}%"
+        elif self.kind == "memory" and not (text := bytes_text(int(self.value))).isdigit():
+            shown = text
+        return option(name, shown if self.typed is None else self.typed)
 
 
 class RequestOptions(TypedDict, total=False):
@@ -476,7 +285,7 @@ class LayerCap:
 
     @property
     def name(self) -> str:
-        """How messages call it, such as ``"layers 0-15"``."""
+        """Name of it in messages, such as ``"layers 0-15"``."""
         which = self.text.partition("=")[0]
         return f"layer{'s' if len(self.layers) > 1 else ''} {which}"
 
@@ -574,12 +383,11 @@ class Request:
         Defaults are left out, and so are level, context, batch and page, which are fields of the
         profile itself.
         """
-        stored = self.target.record()
-        for one in fields(self):
-            value = getattr(self, one.name)
-            if value != one.default and one.name not in _OF_THE_PROFILE:
-                stored[one.name] = _plain(value)
-        return stored
+        stored: dict[str, Any] = {name: getattr(self, name) for name in _LIMITS}
+        stored["bits"] = None if self.bits is None else [*self.bits]
+        stored["cap"] = [cap.text for cap in self.cap] or None
+        stored = {name: value for name, value in stored.items() if value is not None}
+        return {"target": self.target.kind, "value": self.target.value, **stored}
 
     @classmethod
     def read(cls, profile: BudgetProfile, name: str | Path = "the budget profile") -> Request:
@@ -598,35 +406,31 @@ class Request:
         InputError
             If it does not say what was requested, or what 'kvalloc solve' does not write.
         """
-        stored, hints = profile.requested, get_type_hints(cls)
-        known = {one.name for one in fields(cls)} - {*_OF_THE_PROFILE}
+        stored, targets = (
+            profile.requested,
+            {name.removeprefix("target_"): name for name in TARGETS},
+        )
+        keywords: Any = {name: stored[name] for name in _LIMITS if name in stored}
         try:
-            values = {}
-            for one in sorted(known & stored.keys()):
-                value = stored[one]
-                if one in _READ:
-                    if isinstance(value, str):  # a list in every file
-                        raise TypeError(f"{one} is {one_line(value, 60)}, expected a list")
-                    value = _READ[one](value)
-                strict = ConfigDict(strict=True, arbitrary_types_allowed=True)
-                values[one] = TypeAdapter(hints[one], config=strict).validate_python(value)
-            return cls(
-                target=Target.read(stored),
+            keywords[one_of("target", str(stored["target"]), targets)] = stored["value"]
+            for limit in ("bits", "cap"):
+                if isinstance(keywords.get(limit), str):
+                    raise TypeError(f"{limit} is {one_line(keywords[limit], 60)}, expected a list")
+            return cls.parse(
                 level=profile.level,
                 context=profile.context_tokens,
                 batch=profile.batch,
                 page=profile.page_tokens,
-                **values,
+                **keywords,
             )
-        except (InputError, TypeError, ValueError, OverflowError) as error:
+        except KeyError:
             fault = "does not say what was requested"
-            if {"target", "value"} <= stored.keys():
-                typed = isinstance(error, ValidationError)
-                reason = f"{one} is {one_line(value, 60)}" if typed else one_line(error, 120)
-                fault = f"states a request that is not what 'kvalloc solve' writes ({reason})"
-            raise InputError(
-                f"{name} {fault}, so it cannot be verified; make it again with 'kvalloc solve'"
-            ) from error
+        except (InputError, TypeError, ValueError, OverflowError) as error:
+            reason = one_line(error, 120)
+            fault = f"states a request that is not what 'kvalloc solve' writes ({reason})"
+        raise InputError(
+            f"{name} {fault}, so it cannot be verified; make it again with 'kvalloc solve'"
+        )
 
     @classmethod
     def stated(cls, profile: BudgetProfile) -> Request | None:
@@ -636,17 +440,12 @@ class Request:
         except InputError:
             return None
 
-    @property
-    def is_plain_mean(self) -> bool:
-        """Whether the value of the problem is the mean retention over layers."""
-        return self.objective in (None, "mean")
-
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if value not in choices and not (name == "objective" and value is None):
-                *others, last = map(repr, choices)
-                raise InputError(f"the {name} is {value!r}, expected {', '.join(others)} or {last}")
+                *first, last = map(repr, choices)
+                raise InputError(f"the {name} is {value!r}, expected {', '.join(first)} or {last}")
         for name, minimum in _MINIMA.items():
             value = getattr(self, name)
             number = int(value) if isinstance(value, Integral) else -1
@@ -673,15 +472,41 @@ class Request:
                 raise InputError(message.format(r=self, option=OptionNames()))
 
 
-def _read_caps(given: str | Sequence[str]) -> tuple[LayerCap, ...]:
-    return tuple(LayerCap.parse(one) for one in ([given] if isinstance(given, str) else given))
+def _retention(typed: str | float) -> float:
+    """Read a target retention."""
+    value = parse_fraction(typed)
+    if not 0 < value <= 1:
+        raise InputError(
+            f"a target retention of {value:g} is not a share of the score mass; give a number "
+            "above 0 and up to 1, such as 0.9"
+        )
+    return value
 
 
-def _plain(value: Any) -> Any:
-    """Return a value of a field as plain JSON values."""
-    if isinstance(value, LayerCap):
-        return value.text
-    return [_plain(one) for one in value] if isinstance(value, tuple) else value
+def _loss(typed: float) -> float:
+    """Read a target loss."""
+    value = float(typed)
+    if not 0 <= value < math.inf:
+        raise InputError(
+            f"a target loss of {value:g} nats per token cannot be asked for; give a number from 0 "
+            "up, such as 0.02"
+        )
+    return value
+
+
+def _tokens(typed: object) -> int:
+    """Read a number of tokens."""
+    if not isinstance(typed, Integral):
+        raise InputError(f"a budget of {typed!r} tokens is no whole number; give one such as 512")
+    tokens = int(typed)
+    if not 1 <= tokens <= MOST_TOKENS:
+        raise InputError(f"a budget of {tokens} tokens is not possible; give 1 to {MOST_TOKENS}")
+    return tokens
+
+
+def _caps(typed: str | Sequence[str]) -> tuple[LayerCap, ...]:
+    """Read capacities of some layers."""
+    return tuple(LayerCap.parse(one) for one in ([typed] if isinstance(typed, str) else typed))
 
 
 _CHOICES: dict[str, tuple[str, ...]] = {
@@ -710,8 +535,15 @@ _CONFLICTS: dict[str, Callable[[Request], object]] = {
 """The line that refuses options of a request, `r`, that exclude each other, and when it does."""
 
 _READ: dict[str, Callable[[Any], Any]] = {
+    "target_retention": _retention,
+    "target_loss": _loss,
+    "budget": parse_share,
+    "budget_tokens": _tokens,
+    "memory": parse_bytes,
     "bits": parse_numbers,
-    "cap": _read_caps,
+    "cap": _caps,
 }
-_OF_THE_PROFILE = ("target", "level", "context", "batch", "page")
-"""Fields that a record leaves out, because a budget profile has them."""
+"""What reads the values of keywords that are written in several ways."""
+
+_LIMITS = ("min_tokens", "max_tokens", "bits", "max_distinct", "cap", "objective")
+"""Fields that a record holds beside the target; the others are fields of a budget profile."""

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
-from kvalloc.allocation.request import Request, RequestOptions
+from kvalloc.allocation.request import TARGETS, Request, RequestOptions
 from kvalloc.cli.options import ScoresArgument, SolverOptions, takes
 from kvalloc.cli.output import note, print_result
-from kvalloc.online.conflicts import TARGET
 from kvalloc.report.terminal import number_text, table_text
 from kvalloc.report.wording import LOSS_NOTE, small_amount, value_heading
 from kvalloc.units import Option, duration, gap_text, size
@@ -18,7 +17,7 @@ from kvalloc.units import Option, duration, gap_text, size
 if TYPE_CHECKING:
     from kvalloc.allocation.frontier import Frontier, FrontierPoint
 
-BESIDE_TARGET = [name for name in RequestOptions.__annotations__ if name not in TARGET]
+BESIDE_TARGET = [name for name in RequestOptions.__annotations__ if name not in TARGETS]
 
 
 @dataclass(frozen=True, kw_only=True)

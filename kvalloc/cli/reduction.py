@@ -6,12 +6,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from kvalloc.allocation.request import RequestOptions
+from kvalloc.allocation.request import TARGETS, RequestOptions
 from kvalloc.cli.options import FittedOptions, LoadOptions, ModelArgument
 from kvalloc.cli.output import is_verbose, note
 from kvalloc.cli.progress import load
 from kvalloc.errors import InputError
-from kvalloc.online.conflicts import TARGET, check_conflicts, given_names
+from kvalloc.online.conflicts import check_conflicts, given_names
 from kvalloc.units import Option
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 BUDGETS, KEPT = "Budgets", "Which entries stay"
 """Headings in the help."""
 
-OF_A_PROMPT: dict[type, Collection[str]] = {RequestOptions: (*TARGET, "level")}
+OF_A_PROMPT: dict[type, Collection[str]] = {RequestOptions: (*TARGETS, "level")}
 """What of a request can be decided from one prompt."""
 
 
@@ -55,7 +55,7 @@ class Reduction(FittedOptions, LoadOptions, ModelArgument):
         """
         names = given_names({**vars(self), **target})
         check_conflicts(names)
-        if not {*TARGET, "profile", "cache", "document"} & names:
+        if not {*TARGETS, "profile", "cache", "document"} & names:
             raise InputError(
                 "say how much to keep with --budget 20%, of which 100% is the full cache, or which "
                 "budgets to use with --profile P.json"

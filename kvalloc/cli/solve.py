@@ -77,8 +77,8 @@ def solve(
     kvalloc solve a.safetensors b.safetensors --memory 2GiB --fairness worst -o folder
     kvalloc solve s.safetensors --target-loss 0.02 --level head --measure demo -o p.json
     """
-    from kvalloc.allocation.curves import RequestCurves
     from kvalloc.allocation.decision import solve as decide
+    from kvalloc.allocation.formulation import PosedRequest
     from kvalloc.files import check_writable
     from kvalloc.formats.shipped_profiles import load_scores
     from kvalloc.problem.registry import get_solver
@@ -109,8 +109,8 @@ def solve(
     seconds = time.perf_counter() - start
     interval = None  # of a predicted loss: how sure it is on such text
     if decided.predicted_loss is not None:
-        curves = RequestCurves(scores=profile, request=Request.read(decided))
-        interval = curves.predicted_loss_interval(decided)
+        posed = PosedRequest(scores=profile, request=Request.read(decided))
+        interval = posed.predicted_loss_interval(decided)
     facts = {**decision_facts(decided, seconds), "predicted_loss_interval": interval}
     summary = {**_summary(decided, seconds, interval), "written": str(output or "")}
     print_result({**facts, "output": output}, summary, lines=wording.cap_lines(decided))

@@ -10,8 +10,6 @@ from typing import NamedTuple
 from kvalloc.allocation.request import TARGETS
 from kvalloc.errors import InputError, OptionNames, option
 
-TARGET = tuple(kind.keyword for kind in TARGETS)
-
 
 class Conflict(NamedTuple):
     """Options that do not go with others, or say nothing without them.
@@ -37,7 +35,7 @@ class Conflict(NamedTuple):
 def _conflicts() -> Iterator[Conflict]:
     """Read the table in ``conflicts.toml``."""
     table = tomllib.loads((resources.files(__package__) / "conflicts.toml").read_text("utf-8"))
-    groups = {f"@{name}": names for name, names in table["groups"].items()} | {"@target": TARGET}
+    groups = {f"@{name}": names for name, names in table["groups"].items()} | {"@target": TARGETS}
 
     def names(row: Mapping[str, list[str]], field: str) -> tuple[str, ...]:
         return tuple(name for one in row.get(field, ()) for name in groups.get(one, [one]))

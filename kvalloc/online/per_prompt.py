@@ -16,7 +16,7 @@ from torch import nn
 from kvalloc.accounting import IntArray
 from kvalloc.accounting.costs import full_bytes
 from kvalloc.allocation.decision import decide
-from kvalloc.allocation.formulation import pose
+from kvalloc.allocation.formulation import PosedRequest
 from kvalloc.allocation.request import Request, RequestOptions
 from kvalloc.errors import InfeasibleError, InputError, UnsupportedRequestError, option
 from kvalloc.formats.budget_profile import BudgetProfile
@@ -171,15 +171,15 @@ class PromptTarget:
 
     def _undecided(self, shape: ModelShape) -> BudgetProfile:
         """Return the profile until a prompt has come: sinks and window, and everything is kept."""
-        context = self.sinks + self.scorer.window
+        context, target = self.sinks + self.scorer.window, self.request.target
         return BudgetProfile(
             shape=shape,
             level=self.request.level,
             context_tokens=context,
             budgets=np.full((shape.n_layers, shape.n_kv_heads), context, dtype=np.int64),
             policy=self.scorer.policy(self.sinks),
-            requested=self.request.target.record(),
-            **self.request.target.steering(),
+            requested={"target": target.kind, "value": target.value},
+            **target.steering(),
             detail="everything, until a prompt has come",
         )
 
@@ -197,23 +197,24 @@ class PromptTarget:
             detail="keeps the prompt whole, which is too short to leave any out"
         )
         # later tokens make it longer, until the requested size leaves some out
-        if target.keyword == "budget":
+        if target.kind == "budget":
             whole = whole.replace(share_of_16_bits=target.value)
-        elif target.keyword == "budget_tokens":
+        elif target.kind == "budget_tokens":
             tokens = max(int(target.value), whole.context_tokens)
             budgets = np.full_like(whole.budgets, tokens)
             whole = whole.replace(length_rule="fixed", context_tokens=tokens, budgets=budgets)
         if row.size <= whole.context_tokens:
             everything = full_bytes(shape, row.size, request.batch)
-            if target.at_peak and everything > target.value:
+            if target.kind == "memory" and everything > target.value:
                 raise InfeasibleError(
                     f"{target} is below the {everything:,} bytes of a prompt that leaves nothing "
                     "to evict"
                 )
             return whole
         scores = prompt_scores(decoder, row, scorer=self.scorer, sinks=self.sinks, shape=shape)
+        posed = PosedRequest(scores=scores, request=request, columns=columns)
         try:
-            posed = pose(scores, request, columns=columns)
+            posed.problem.check_feasible()
         except InfeasibleError:
             if target.is_fixed:
                 raise

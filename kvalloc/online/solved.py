@@ -6,7 +6,7 @@ import numpy as np
 
 from kvalloc.accounting.costs import CacheCosts, bytes_in_share
 from kvalloc.allocation.decision import decide
-from kvalloc.allocation.formulation import pose
+from kvalloc.allocation.formulation import PosedRequest
 from kvalloc.allocation.pool import solve_pool
 from kvalloc.allocation.request import Request
 from kvalloc.errors import InfeasibleError
@@ -88,7 +88,7 @@ def solve_share(file: str, share: float, tokens: int) -> BudgetProfile | None:
         budget=share, level="head", objective="loss", bits=WIDTHS, context=tokens
     )
     try:
-        posed = pose(fitted.scores, request)
+        posed = PosedRequest(scores=fitted.scores, request=request)
         # whose bound is a dual one, which `kvalloc verify` proves again
         decided = decide(posed, get_solver("lagrangian"), priced=False)
         exact = get_solver("dp")  # on whose word it is the optimum

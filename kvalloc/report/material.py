@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from kvalloc.accounting import FloatArray
-from kvalloc.allocation.curves import evictable_rank, loss_curves
+from kvalloc.allocation.formulation import evictable_rank, loss_curves
 from kvalloc.allocation.frontier import FrontierPoint, frontier
 from kvalloc.errors import InputError, KVAllocError, ModelMismatchError, plain
 from kvalloc.formats.budget_profile import BudgetProfile

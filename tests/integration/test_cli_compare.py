@@ -95,7 +95,7 @@ def test_a_broken_solver_is_one_line_and_the_others_go_on(files, monkeypatch):
 def test_every_keyword_of_a_request_is_a_flag_in_its_group(command):
     shown = run(command, "--help-all").out
     flags = {name: f"--{name.replace('_', '-')} " for name in RequestOptions.__annotations__}
-    targets = {kind.keyword for kind in TARGETS} if command == "frontier" else set()
+    targets = {*TARGETS} if command == "frontier" else set()
     assert {name for name, flag in flags.items() if flag not in shown} == targets
     headings = [line for line in shown.splitlines() if line.endswith(":") and line[0] != " "]
     assert ("Target:" in headings) == (command != "frontier")

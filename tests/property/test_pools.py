@@ -9,8 +9,7 @@ from factories import make_losses, make_scores, make_shape
 
 from kvalloc import solve, solve_pool
 from kvalloc.allocation.audit import verify
-from kvalloc.allocation.curves import RequestCurves
-from kvalloc.allocation.formulation import formulate
+from kvalloc.allocation.formulation import PosedRequest, formulate
 from kvalloc.allocation.pool import verify_pool
 from kvalloc.allocation.request import Request
 from kvalloc.errors import InfeasibleError, InputError
@@ -33,7 +32,7 @@ def members_of(random, count, **shape):
 
 
 def costs_of(scores, request):
-    return RequestCurves(scores=scores, request=request).costs
+    return PosedRequest(scores=scores, request=request).costs
 
 
 def every_choice(problem):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvalloc.allocation.curves import RequestCurves
+from kvalloc.allocation.formulation import PosedRequest
 from kvalloc.allocation.request import Request
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.formats.evaluation import Evaluation
@@ -85,10 +85,10 @@ def make_scores(
     return ScoreProfile(**{**values, **changes})
 
 
-def make_curves(scores: ScoreProfile, sample: int | None = None, **request: Any) -> RequestCurves:
-    """The curves of a score profile as a request reads them; of everything by default."""
+def make_posed(scores: ScoreProfile, sample: int | None = None, **request: Any) -> PosedRequest:
+    """A score profile as a request reads it; of everything by default."""
     parsed = Request.parse(**(request or {"budget": 1.0}))
-    return RequestCurves(scores=scores, request=parsed, sample=sample)
+    return PosedRequest(scores=scores, request=parsed, sample=sample)
 
 
 def make_losses(

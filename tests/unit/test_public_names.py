@@ -13,13 +13,13 @@ from factories import make_scores
 from runtime_oracle import prompt, tiny_model
 
 import kvalloc
+from kvalloc.allocation.request import TARGETS
 from kvalloc.errors import InputError
 from kvalloc.models.loading import LoadedModel
-from kvalloc.online.conflicts import TARGET
 from kvalloc.online.per_prompt import NOT_OF_A_PROMPT
 
 FUNCTIONS = [name for name in kvalloc.__all__ if inspect.isfunction(getattr(kvalloc, name))]
-NOT_SHOWN = {"apply": NOT_OF_A_PROMPT, "frontier": TARGET}
+NOT_SHOWN = {"apply": NOT_OF_A_PROMPT, "frontier": TARGETS}
 DOCS = Path(__file__).parents[2] / "docs"
 
 

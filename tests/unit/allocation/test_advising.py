@@ -4,7 +4,7 @@ import ast
 import re
 
 import pytest
-from factories import make_bits, make_curves, make_losses, make_scores, make_shape
+from factories import make_bits, make_losses, make_posed, make_scores, make_shape
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from scripted_solver import Scripted
@@ -125,8 +125,8 @@ def test_the_least_loss_is_rounded_up(seed):
 
 def test_a_share_of_a_large_cache_is_enough_as_it_is_printed():
     shape = make_shape(n_layers=64, n_query_heads=8, n_kv_heads=8, head_dim=128)
-    costs = make_curves(make_scores(0, shape=shape), budget=1.0, context=10**6, batch=64).costs
+    costs = make_posed(make_scores(0, shape=shape), budget=1.0, context=10**6, batch=64).costs
     for part in range(7, 10**4, 7):
         floor = part * costs.full // 10**4
         _, share = Target.of({"budget": 1.0}).nearest(floor, costs)
-        assert Target.of({"budget": share.shown()}).capacity(costs, floor) >= floor
+        assert Target.of({"budget": f"{100 * share.value:g}%"}).capacity(costs, floor) >= floor

@@ -8,8 +8,8 @@ import pytest
 from factories import (
     make_bits,
     make_budget_profile,
-    make_curves,
     make_losses,
+    make_posed,
     make_problem,
     make_scores,
     make_shape,
@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from kvalloc.accounting.costs import POSITION_BYTES, head_bytes, stored_bytes
 from kvalloc.allocation.decision import solve
-from kvalloc.allocation.formulation import EVEN_OPTIONS, formulate, problem_of
+from kvalloc.allocation.formulation import EVEN_OPTIONS, formulate
 from kvalloc.allocation.request import LayerCap, Request
 from kvalloc.allocation.verification import solve_problem
 from kvalloc.errors import InputError, SolverError
@@ -43,7 +43,7 @@ def test_the_problem_is_less_the_measured_loss():
         np.testing.assert_allclose(problem.values[unit], -expected, atol=1e-15)
     assert problem.target == -0.05
     assert problem.weights.tolist() == [1.0] * problem.n_units
-    single = problem_of(make_curves(scores, 1, target_loss=0.05, level="head"))
+    single = make_posed(scores, 1, target_loss=0.05, level="head").problem
     at_first = -scores.losses[1].reshape(problem.n_units, -1)[:, 0]
     np.testing.assert_allclose(single.values[:, 0], at_first, atol=1e-15)
 
@@ -55,8 +55,8 @@ def test_options_start_where_a_loss_was_measured():
     longer = formulate(scores, Request.parse(budget=0.6, objective="loss", context=75))
     # The same share of the evictable entries: 5 + 6 * 70 / 35.
     assert int(longer.tokens.min()) == 17
-    assert make_curves(scores).predicted_loss(np.full((3, 2), 10)) is None
-    assert make_curves(scores).predicted_loss(np.full((3, 2), 11)) is not None
+    assert make_posed(scores).predicted_loss(np.full((3, 2), 10)) is None
+    assert make_posed(scores).predicted_loss(np.full((3, 2), 11)) is not None
 
 
 @pytest.mark.parametrize(("context", "page"), [(40, 1), (2000, 1), (4096, 16), (5000, 7)])
@@ -78,9 +78,9 @@ def test_whole_layers_only_where_whole_layers_were_measured():
     scores = make_losses(per="layer")
     assert formulate(scores, Request.parse(target_loss=0.1)).n_units == 3
     different = np.full((3, 2), 20)
-    assert make_curves(scores).predicted_loss(different) is not None
+    assert make_posed(scores).predicted_loss(different) is not None
     different[1, 0] = 19
-    assert make_curves(scores).predicted_loss(different) is None
+    assert make_posed(scores).predicted_loss(different) is None
 
 
 def test_a_loss_of_nothing_keeps_everything_that_does_harm():
@@ -109,15 +109,15 @@ def test_the_interval_of_a_predicted_loss_is_over_samples():
     scores = make_losses(n_samples=40)
     decided = solve(scores, budget="40%", objective="loss")
     each = np.array(
-        [make_curves(scores, s).predicted_loss(decided.budgets) for s in range(40)], dtype=float
+        [make_posed(scores, s).predicted_loss(decided.budgets) for s in range(40)], dtype=float
     )
-    found = make_curves(scores).predicted_loss_interval(decided)
+    found = make_posed(scores).predicted_loss_interval(decided)
     assert found is not None
     half = 1.96 * each.std() / 40**0.5
     assert decided.predicted_loss == pytest.approx(each.mean())
     assert found == pytest.approx((each.mean() - half, each.mean() + half), abs=0.25 * half)
     one = make_losses(n_samples=1)
-    assert make_curves(one).predicted_loss_interval(solve(one, budget="40%")) is None
+    assert make_posed(one).predicted_loss_interval(solve(one, budget="40%")) is None
 
 
 # Caps and few budgets: from a user's words to constraints that hold
@@ -243,7 +243,7 @@ def test_a_decision_with_bits():
     plain = solve(scores, budget="25%", level="head")
     assert plain.bits is None
     assert decided.objective >= plain.objective
-    expected = make_curves(scores).retention(decided.budgets)
+    expected = make_posed(scores).retention(decided.budgets)
     assert decided.retention == pytest.approx(expected)
     assert decided.requested["bits"] == [16, 8, 4]
 

@@ -12,8 +12,7 @@ from kvalloc.allocation.decision import solve
 from kvalloc.allocation.formulation import formulate
 from kvalloc.allocation.frontier import frontier
 from kvalloc.allocation.request import Request
-from kvalloc.allocation.sensitivity import MIB, limits_of, price_at
-from kvalloc.allocation.verification import solve_problem
+from kvalloc.allocation.verification import MIB, limits_of, price_at, solve_problem
 from kvalloc.errors import InputError, KVAllocError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.problem import GroupCap, Sense, dual_bound

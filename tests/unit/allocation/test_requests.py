@@ -9,16 +9,15 @@ import numpy as np
 import pytest
 from factories import (
     make_bits,
-    make_curves,
     make_losses,
+    make_posed,
     make_scores,
     make_shape,
 )
 
 from kvalloc.accounting.costs import POSITION_BYTES, full_bytes
-from kvalloc.allocation.curves import RequestCurves
 from kvalloc.allocation.decision import solve
-from kvalloc.allocation.formulation import formulate, problem_of
+from kvalloc.allocation.formulation import PosedRequest, formulate
 from kvalloc.allocation.request import Request
 from kvalloc.errors import InfeasibleError, InputError
 from kvalloc.problem import Aggregate, Sense
@@ -159,7 +158,7 @@ SLIDING = make_shape(
 def test_sliding_layers_are_paid_for_but_not_decided():
     scores = make_scores(1, shape=SLIDING, context_tokens=100)
     for context, batch, entries in ((100, 1, 19), (10, 5, 10)):
-        costs = make_curves(scores, budget=0.5, context=context, batch=batch).costs
+        costs = make_posed(scores, budget=0.5, context=context, batch=batch).costs
         assert costs.sliding_bytes == 2 * 2 * entries * SLIDING.bytes_per_entry * batch
     problem = formulate(scores, Request.parse(memory=full_bytes(SLIDING, 100)))
     assert problem.layers.tolist() == [0, 3]
@@ -265,5 +264,5 @@ def test_one_sample_and_the_mean_of_equal_ones_pose_the_same_problem():
         single, mean = formulate(one, request), formulate(three, request)
         expected = mean.weights[:, None] * mean.values
         assert single.weights[:, None] * single.values == pytest.approx(expected, abs=1e-14)
-        sample = problem_of(RequestCurves(scores=three, request=request, sample=1))
+        sample = PosedRequest(scores=three, request=request, sample=1).problem
         assert sample.weights[:, None] * sample.values == pytest.approx(expected, abs=1e-14)

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 from factories import make_bits
 
-from kvalloc.allocation.curves import RequestCurves
-from kvalloc.allocation.formulation import problem_of
+from kvalloc.allocation.formulation import PosedRequest
 from kvalloc.allocation.request import Request
 from kvalloc.allocation.verification import solve_problem
 from kvalloc.errors import InfeasibleError, SolverError
@@ -76,18 +75,18 @@ def test_with_bits_nothing_ends_below_equal_budgets_and_widths(name):
     for seed in range(40):
         scores, room = make_bits(seed, n_samples=1), (0.3, 0.5, 0.75)[seed % 3]
         asked = Request.parse(budget=room, bits=(16, 8, 4))
-        curves = RequestCurves(scores=scores, request=asked)
-        tokens = np.arange(curves.min_loss_tokens, curves.context_tokens + 1)
+        posed = PosedRequest(scores=scores, request=asked)
+        tokens = np.arange(posed.min_loss_tokens, posed.context_tokens + 1)
         worth, cost = zip(
             *(
-                (curves.values(tokens, bits)[0].sum(axis=0), curves.costs.of_head(tokens, bits))
+                (posed.values(tokens, bits)[0].sum(axis=0), posed.costs.of_head(tokens, bits))
                 for bits in (16, 8, 4)
             ),
             strict=True,
         )
-        fits = np.array(cost) * curves.costs.heads <= asked.target.capacity(curves.costs, 0)
+        fits = np.array(cost) * posed.costs.heads <= asked.target.capacity(posed.costs, 0)
         equal = np.where(fits, worth, -np.inf).max()
-        answer = solve_problem(problem_of(curves), get_solver(name))
+        answer = solve_problem(posed.problem, get_solver(name))
         assert answer.objective >= equal - 1e-12, seed
 
 
