@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Unpack
+from typing import Annotated, Any, Unpack
 
+from kvalloc.allocation.decision import Attempt
+from kvalloc.allocation.decision import compare as decide
 from kvalloc.allocation.request import Request, RequestOptions
 from kvalloc.cli.options import SOLVING, ScoresArgument, SolverOptions, takes
 from kvalloc.cli.output import note, print_result
+from kvalloc.cli.progress import ProgressBar
 from kvalloc.cli.solve import decision_facts
 from kvalloc.report import wording
 from kvalloc.report.terminal import field_lines, table_text
 from kvalloc.units import Option, size
-
-if TYPE_CHECKING:
-    from kvalloc.allocation.decision import Attempt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +41,6 @@ def compare(
     kvalloc compare s.safetensors --target-retention 0.9 --level head
     kvalloc compare s.safetensors --memory 64MiB --solver greedy --solver ilp --json
     """
-    from kvalloc.allocation.decision import compare as decide
-    from kvalloc.cli.progress import ProgressBar
-
     request = Request.parse(**request_options)  # refuses before the scores are read
     attempts = decide(
         options.scores,

@@ -12,19 +12,21 @@ from kvalloc.cli.options import EngineOptions, FittedOptions, ModelArgument, tak
 from kvalloc.cli.output import note, print_result
 from kvalloc.cli.progress import ProgressBar, running
 from kvalloc.errors import InputError, several
+from kvalloc.files import check_writable
+from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.formats.shipped_profiles import load_profile
 from kvalloc.online.conflicts import check_conflicts, given_names
-from kvalloc.prompts.cases import LONG_ANSWER_TOKENS
+from kvalloc.prompts.cases import LONG_ANSWER_TOKENS, Case
+from kvalloc.prompts.tasks import Task, find_tasks
+from kvalloc.prompts.tasks.longbench import file_task, read_records
 from kvalloc.report.terminal import table_text
 from kvalloc.report.wording import evaluation_tables
+from kvalloc.shape import ModelShape
 from kvalloc.units import Option, parse_numbers, share_text, size
 
 if TYPE_CHECKING:
     from kvalloc.evaluate.methods import Method
-    from kvalloc.formats.budget_profile import BudgetProfile
     from kvalloc.interop.kvpress import PeerName
-    from kvalloc.prompts.cases import Case
-    from kvalloc.prompts.tasks import Task
-    from kvalloc.shape import ModelShape
 
 CACHES, PROMPTS, RESULTS = "What is compared", "On which prompts", "Results"
 
@@ -130,13 +132,9 @@ def eval(options: EvalOptions) -> None:
     kvalloc eval demo --budget 20% --engine ray --workers 2 --threads 1
     kvalloc eval demo --budget 20% --plain-bits 8,4 --tasks kl,own,facts --question-at after
     """
-    from kvalloc.models.loading import require_run_packages
-
-    require_run_packages()
     from kvalloc.engine.contract import engine_of
     from kvalloc.evaluate.result_file import evaluation_of
     from kvalloc.evaluate.scoring import CaseWork, evaluate
-    from kvalloc.files import check_writable
     from kvalloc.interop.kvpress import read_peers
 
     if options.output is not None:
@@ -176,7 +174,6 @@ def eval(options: EvalOptions) -> None:
 
 def _profiles(options: EvalOptions) -> dict[str, BudgetProfile]:
     """Load the budget profiles, by short names; refuse options that no prompt can be read with."""
-    from kvalloc.formats.shipped_profiles import load_profile
     from kvalloc.online.application import cache_maker
     from kvalloc.runtime.options import CacheOptions
 
@@ -204,9 +201,6 @@ def _typed(options: EvalOptions, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _tasks(options: EvalOptions) -> list[Task]:
-    from kvalloc.prompts.tasks import find_tasks
-    from kvalloc.prompts.tasks.longbench import file_task, read_records
-
     prompts = options.prompts
     check_conflicts({"prompts", "metric"} & given_names(vars(options)))
     names = ("needle,kl" if prompts is None else "") if options.tasks is None else options.tasks

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from kvalloc.cli.options import takes
 from kvalloc.cli.output import note, print_result
 from kvalloc.errors import InputError, one_of
+from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.formats.score_profile import ScoreProfile
+from kvalloc.formats.shipped_profiles import load_file
+from kvalloc.interop import exporting
+from kvalloc.interop.tables import CSV, curve_table
+from kvalloc.interop.target import lost
 from kvalloc.units import Option, size
-
-if TYPE_CHECKING:
-    from kvalloc.formats.budget_profile import BudgetProfile
-    from kvalloc.formats.score_profile import ScoreProfile
 
 
 @dataclass(frozen=True)
@@ -56,11 +58,6 @@ def export(options: ExportOptions) -> None:
         -o config.yaml --restricted r.json
     kvalloc eval demo --profile p.json --profile r.json   what the loss costs
     """
-    from kvalloc.formats.budget_profile import BudgetProfile
-    from kvalloc.formats.score_profile import ScoreProfile
-    from kvalloc.formats.shipped_profiles import load_file
-    from kvalloc.interop import exporting
-
     profile, to, output = options.profile, options.to, options.output
     record = load_file(profile, (BudgetProfile, ScoreProfile))
     if isinstance(record, ScoreProfile):
@@ -90,10 +87,7 @@ def export(options: ExportOptions) -> None:
 
 
 def _export_curves(name: str, scores: ScoreProfile, to: str | None, output: Path | None) -> None:
-    from kvalloc.interop.exporting import TARGETS
-    from kvalloc.interop.tables import CSV, curve_table
-
-    target = TARGETS.get(to or "")
+    target = exporting.TARGETS.get(to or "")
     if not isinstance(target, CSV) or output is None:
         raise InputError(
             f"{name} is a score profile: its curves are written with --to csv or --to parquet and "
@@ -107,11 +101,8 @@ def _export_curves(name: str, scores: ScoreProfile, to: str | None, output: Path
 
 
 def _list(name: str, profile: BudgetProfile) -> None:
-    from kvalloc.interop.exporting import TARGETS
-    from kvalloc.interop.target import lost
-
     rows, shown = [], {}
-    for target in TARGETS.values():
+    for target in exporting.TARGETS.values():
         summary, says, losses = target.summary, target.says, lost(profile, target)
         rows.append({"name": target.name, "summary": summary, "says": says, "lost": losses})
         listed = "; ".join(f"{key} ({words})" for key, words in losses.items()) or "nothing"

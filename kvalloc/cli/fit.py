@@ -40,9 +40,6 @@ def fit(options: FittingOptions, **keywords: Unpack[FitOptions]) -> None:
     kvalloc fit ./my-model --text docs/ -o own.safetensors
     kvalloc generate ./my-model --budget 20% --fitted own.safetensors --prompt-file prompt.txt
     """
-    from kvalloc.models.loading import require_run_packages
-
-    require_run_packages()
     from kvalloc.online.fitting import EACH_KIND
     from kvalloc.online.fitting import fit as measured_model
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Unpack
+from typing import Annotated, Any, Unpack
 
+from kvalloc.allocation.frontier import Frontier, FrontierPoint
+from kvalloc.allocation.frontier import frontier as trace
 from kvalloc.allocation.request import TARGETS, Request, RequestOptions
 from kvalloc.cli.options import ScoresArgument, SolverOptions, takes
 from kvalloc.cli.output import note, print_result
-from kvalloc.report.terminal import number_text, table_text
+from kvalloc.cli.progress import ProgressBar
+from kvalloc.report.terminal import bar, can_print_bars, number_text, table_text
 from kvalloc.report.wording import LOSS_NOTE, small_amount, value_heading
 from kvalloc.units import Option, duration, gap_text, size
-
-if TYPE_CHECKING:
-    from kvalloc.allocation.frontier import Frontier, FrontierPoint
 
 BESIDE_TARGET = [name for name in RequestOptions.__annotations__ if name not in TARGETS]
 
@@ -43,21 +43,14 @@ def frontier(
     kvalloc frontier s.safetensors --objective loss
     kvalloc frontier s.safetensors --page 16 --max-distinct 4 --time-limit 10 --json
     """
-    from kvalloc.allocation.frontier import frontier as trace
-    from kvalloc.cli.progress import ProgressBar
-    from kvalloc.formats.shipped_profiles import load_scores
-    from kvalloc.problem.registry import get_solver
-
     request_options["budget"] = 1.0
     request = Request.parse(**request_options)  # refuses before the scores are read
-    chosen = get_solver(solving.solver)
-    profile = load_scores(options.scores)
     start = time.perf_counter()
     with ProgressBar(f"tracing with {solving.solver}", unit="sizes") as progress:
         traced = trace(
-            profile,
+            options.scores,
             points=options.points,
-            solver=chosen,
+            solver=solving.solver,
             time_limit=solving.time_limit,
             request=request,
             notify=note,
@@ -82,9 +75,6 @@ def _plain(point: FrontierPoint) -> dict[str, Any]:
 
 def _lines(traced: Frontier) -> Iterator[str]:
     """Yield a table with a row a size, which ends with a bar of the kept score mass."""
-    from kvalloc.formats.budget_profile import relative_gap
-    from kvalloc.report.terminal import bar, can_print_bars
-
     value_name = value_heading(traced.request)
     by_loss, unicode = traced.request.objective == "loss", can_print_bars()
     lossy = any(point.predicted_loss is not None for point in traced)
@@ -103,7 +93,7 @@ def _lines(traced: Frontier) -> Iterator[str]:
             "retention": number_text(point.retention, ".4f"),
             **({value_name: f"{abs(point.value):.4f}"} if value_name else {}),
             **({"loss": number_text(point.predicted_loss, ".4f")} if lossy else {}),
-            "gap": gap_text(relative_gap(point.value, point.bound)),
+            "gap": gap_text(point.gap),
             f"+{size(more)} {'saves' if by_loss else 'buys'}": bought(point),
             "": bar(point.retention or 0.0, 12 if lossy or value_name else 24, unicode=unicode),
         }

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from kvalloc.accounting.costs import full_bytes
 from kvalloc.cli.options import takes
 from kvalloc.cli.output import is_verbose, print_result
+from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.formats.fitted import FittedModel
+from kvalloc.formats.hub import local_file
+from kvalloc.formats.record import kind_of
+from kvalloc.formats.saved_cache import SavedCacheHeader
+from kvalloc.formats.score_profile import ScoreProfile
+from kvalloc.formats.shipped_profiles import KINDS, load_file
 from kvalloc.report import wording
 from kvalloc.report.terminal import budget_picture, layer_bars, table_text
 from kvalloc.units import Option
-
-if TYPE_CHECKING:
-    from kvalloc.formats.budget_profile import BudgetProfile
-    from kvalloc.formats.saved_cache import SavedCacheHeader
-    from kvalloc.formats.score_profile import ScoreProfile
 
 LEVELS = (0.5, 0.9, 0.99)
 """Retentions for which a score profile's tokens are shown."""
@@ -49,12 +51,6 @@ def inspect(options: InspectOptions) -> None:
     kvalloc inspect s.safetensors --json
     kvalloc inspect doc.kv
     """
-    from kvalloc.formats.fitted import FittedModel
-    from kvalloc.formats.hub import local_file
-    from kvalloc.formats.record import kind_of
-    from kvalloc.formats.saved_cache import SavedCacheHeader
-    from kvalloc.formats.shipped_profiles import KINDS, load_file
-
     file = options.file
     with local_file(file) as path:
         if kind_of(path) == "saved cache":

@@ -106,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code = run_command(_complete(list(sys.argv[1:] if arguments is None else arguments)))
         sys.stdout.flush()
     except BrokenPipeError:
-        # Whoever read our output has gone. Python would complain again when it flushes at exit.
+        # The reader of our output has gone. Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except KeyboardInterrupt as interrupt:
@@ -220,6 +220,13 @@ def _users_mistake(error: Exception, arguments: Sequence[str]) -> str | None:
         return f"{fault}; {meant}see '{where} --help'"
     if isinstance(error, OSError) and error.errno in _USER_OS_ERRORS:
         return f"{error.strerror}: {error.filename}" if error.filename else str(error.strerror)
+    if isinstance(error, ModuleNotFoundError):
+        from kvalloc.models.loading import require_run_packages
+
+        try:
+            require_run_packages()
+        except KVAllocError as missing:
+            return str(missing)
     text = str(error)
     if (
         isinstance(error, MemoryError)

@@ -6,18 +6,19 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from kvalloc.cli.options import EngineOptions, ModelArgument
 from kvalloc.cli.output import note
 from kvalloc.cli.progress import ProgressBar, running
 from kvalloc.errors import InputError, option
+from kvalloc.formats.shipped_profiles import fitted_file
+from kvalloc.measure.checkpoint import check_output
 from kvalloc.online.conflicts import given_names
-from kvalloc.prompts.texts import read_prompts, read_texts
+from kvalloc.prompts.calibration import KINDS, STANDINGS, calibration_prompts
+from kvalloc.prompts.tasks import find_tasks
+from kvalloc.prompts.texts import Document, Prompt, read_prompts, read_texts
 from kvalloc.units import Option, duration, parse_numbers, size
-
-if TYPE_CHECKING:
-    from kvalloc.prompts.texts import Document, Prompt
 
 PROMPTS = "On which text or prompts"
 
@@ -96,10 +97,6 @@ def measure(
         If anything cannot be read, written, made or measured. What can be refused without the model
         is refused before it is loaded.
     """
-    from kvalloc.formats.shipped_profiles import fitted_file
-    from kvalloc.measure.checkpoint import check_output
-    from kvalloc.prompts.calibration import KINDS
-
     if options.output is not None:
         check_output(options.output, resume=options.resume)
     arguments = {**keywords, "context": options.context, "seed": options.seed}
@@ -156,9 +153,6 @@ def _maker(
     InputError
         If there is no such task or length; from the callable, if prompts cannot be made.
     """
-    from kvalloc.prompts.calibration import STANDINGS, calibration_prompts
-    from kvalloc.prompts.tasks import find_tasks
-
     kinds = tuple(task.name for task in find_tasks([name.strip() for name in tasks.split(",")]))
     question = options.question_at or "inside"
     lengths: tuple[int, ...] = (options.context,)

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from kvalloc.cli.options import takes
 from kvalloc.cli.output import print_result
+from kvalloc.formats.merging import merge as merged_parts
 from kvalloc.units import Option, size
 
 
@@ -28,8 +29,8 @@ class MergeOptions:
 def merge(options: MergeOptions) -> None:
     """Put the parts together that 'profile' made with --shard.
 
-    The file is the one that the same command without --shard writes, byte for byte, whatever the
-    order of the parts.
+    The file is the one that the same command without --shard writes, byte for byte, in any order
+    of the parts.
 
     Examples
     --------
@@ -37,8 +38,6 @@ def merge(options: MergeOptions) -> None:
     kvalloc profile demo --samples 4 --shard 2/2 -o part2.safetensors
     kvalloc merge part1.safetensors part2.safetensors -o s.safetensors
     """
-    from kvalloc.formats.merging import merge as merged_parts
-
     parts, output = options.parts, options.output
     merged = merged_parts(parts, output)
     facts = {
@@ -48,9 +47,9 @@ def merge(options: MergeOptions) -> None:
         "parts": len(parts),
         "file_bytes": (n_bytes := output.stat().st_size),
     }
-    many = "1 part" if len(parts) == 1 else f"{len(parts)} parts"
+    count = "1 part" if len(parts) == 1 else f"{len(parts)} parts"
     shown = {
-        "merged": f"{merged.samples_text} of {many}",
+        "merged": f"{merged.samples_text} of {count}",
         "written": f"{output} ({size(n_bytes)})",
     }
     print_result(facts, shown)

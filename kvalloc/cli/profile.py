@@ -44,9 +44,7 @@ def profile(options: ProfilingOptions, **keywords: Unpack[ProfileOptions]) -> No
     """
     from kvalloc.measure import default_texts
     from kvalloc.measure import profile as measured_profile
-    from kvalloc.models.loading import require_run_packages
 
-    require_run_packages()
     read_options(keywords)
     measured, facts, shown = measure(
         measured_profile,

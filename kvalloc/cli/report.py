@@ -8,6 +8,9 @@ from typing import Annotated, Literal
 
 from kvalloc.cli.options import takes
 from kvalloc.cli.output import print_result
+from kvalloc.cli.progress import ProgressBar
+from kvalloc.report.figure import plot
+from kvalloc.report.page import write_report
 from kvalloc.units import Option, size
 
 
@@ -45,20 +48,14 @@ def report(options: ReportOptions) -> None:
     kvalloc report p.json -o budgets.png
     kvalloc report s.safetensors p.json q.json --what frontier -o frontier.svg
     """
-    from kvalloc.cli.progress import ProgressBar
-
     output = options.output
     if options.what is None and output.suffix in ("", ".htm", ".html"):
-        from kvalloc.report.page import write_report
-
         with ProgressBar("writing the report"):
             write_report(options.files, output)
         count = output.stat().st_size
         facts: dict[str, object] = {"output": output, "file_bytes": count}
         written = f"written {output} ({size(count)}); open it in a browser"
     else:
-        from kvalloc.report.figure import plot
-
         drawn = plot(options.files, output, options.what)
         facts, written = {"output": output, "what": drawn}, f"written {output}: {drawn}"
     print_result(facts, lines=[written])

@@ -6,21 +6,26 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Unpack
+from typing import Annotated, Any, Literal, Unpack
 
+from kvalloc.allocation.decision import solve as decide
+from kvalloc.allocation.formulation import PosedRequest
+from kvalloc.allocation.pool import solve_pool
 from kvalloc.allocation.request import Request, RequestOptions
 from kvalloc.cli.options import LoadOptions, SolverOptions, takes
 from kvalloc.cli.output import note, print_result, wants_json
 from kvalloc.cli.progress import ProgressBar, load
 from kvalloc.errors import InputError, option
+from kvalloc.files import check_writable, make_folder
+from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.formats.score_profile import ScoreProfile
+from kvalloc.formats.shipped_profiles import load_scores
 from kvalloc.online.conflicts import given_names
+from kvalloc.problem.registry import get_solver
+from kvalloc.prompts.texts import read_prompts
 from kvalloc.report import wording
 from kvalloc.report.terminal import table_text
 from kvalloc.units import Option, duration, gap_text
-
-if TYPE_CHECKING:
-    from kvalloc.formats.budget_profile import BudgetProfile
-    from kvalloc.formats.score_profile import ScoreProfile
 
 MEASURING = "Measuring"
 
@@ -77,12 +82,6 @@ def solve(
     kvalloc solve a.safetensors b.safetensors --memory 2GiB --fairness worst -o folder
     kvalloc solve s.safetensors --target-loss 0.02 --level head --measure demo -o p.json
     """
-    from kvalloc.allocation.decision import solve as decide
-    from kvalloc.allocation.formulation import PosedRequest
-    from kvalloc.files import check_writable
-    from kvalloc.formats.shipped_profiles import load_scores
-    from kvalloc.problem.registry import get_solver
-
     if options.scores[1:]:
         return _solve_pool(options, measuring, solving, request_options)
     scores, output, fairness = options.scores[0], options.output, options.fairness
@@ -123,9 +122,6 @@ def _solve_pool(
     request: RequestOptions,
 ) -> None:
     """Decide the budgets of several score profiles that share a memory; write FOLDER/NAME.json."""
-    from kvalloc.allocation.pool import solve_pool
-    from kvalloc.files import make_folder
-
     scores, output = options.scores, options.output
     names = given_names(vars(measuring))
     if solving.average != "curves":
@@ -179,10 +175,6 @@ def _measured(
 ) -> BudgetProfile:
     """Decide and measure, with a bar; measurements are in ``OUT.json.partial`` until the end."""
     from kvalloc.measure.checkpoint import check_output
-    from kvalloc.models.loading import require_run_packages
-    from kvalloc.prompts.texts import read_prompts
-
-    require_run_packages()
     from kvalloc.online.solving import solve_measured
 
     # refuses before the model is loaded

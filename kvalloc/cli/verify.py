@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from kvalloc.allocation.audit import SCORES, Check, is_proven
+from kvalloc.allocation.audit import verify as recompute
+from kvalloc.allocation.pool import verify_pool
 from kvalloc.cli.options import takes
 from kvalloc.cli.output import note, print_result
 from kvalloc.errors import InputError
+from kvalloc.formats.record import kind_of
 from kvalloc.report.terminal import hanging
 from kvalloc.units import Option
-
-if TYPE_CHECKING:
-    from kvalloc.allocation.audit import Check
 
 NOT_TRUE, NOT_PROVEN = 1, 3
 """Exit codes."""
@@ -47,10 +48,6 @@ def verify(options: VerifyOptions) -> None:
     kvalloc verify p.json s.safetensors --json
     kvalloc verify folder a.safetensors b.safetensors
     """
-    from kvalloc.allocation.audit import SCORES, is_proven
-    from kvalloc.allocation.audit import verify as recompute
-    from kvalloc.formats.record import kind_of
-
     profile, scores = options.profile, options.scores
     profiles = [profile]
     if scores[1:] or Path(profile).is_dir():
@@ -60,8 +57,6 @@ def verify(options: VerifyOptions) -> None:
     pairs = [*zip(profiles, scores, strict=True)]
     groups = [(Path(its).stem, recompute(one, its)) for one, its in pairs]
     if several := len(profiles) > 1:
-        from kvalloc.allocation.pool import verify_pool
-
         groups.append(("together", verify_pool(profiles, scores)))
     checks = [
         replace(check, name=f"{name}: {check.name}") if several else check
