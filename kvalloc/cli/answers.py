@@ -4,34 +4,59 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
-from kvalloc.cli.output import note, wants_json
-from kvalloc.cli.progress import ProgressBar
-from kvalloc.cli.reduction import Reduction, note_way
+import numpy as np
+
+from kvalloc.allocation.request import TARGETS, RequestOptions
+from kvalloc.cli.options import FittedOptions, LoadOptions, ModelArgument
+from kvalloc.cli.output import is_verbose, note, wants_json
+from kvalloc.cli.progress import ProgressBar, load
 from kvalloc.errors import InputError, option
 from kvalloc.files import check_writable
 from kvalloc.models.names import cache_keyword
 from kvalloc.models.structure import context_limit, input_device
+from kvalloc.online.conflicts import check_conflicts, given_names
 from kvalloc.prompts.chat import DocumentForm, chat_text, encode, wants_chat, without_chat
 from kvalloc.prompts.texts import decoded, read_utf8
 from kvalloc.units import Option, check_temperature, size
 
 if TYPE_CHECKING:
+    from kvalloc.formats.budget_profile import BudgetProfile
     from kvalloc.models.loading import LoadedModel
 
-PROMPT, ANSWER = "Prompt", "Answer"
+BUDGETS, KEPT, PROMPT, ANSWER = "Budgets", "Which entries stay", "Prompt", "Answer"
 """Headings in the help."""
+
+OF_A_PROMPT: dict[type, Collection[str]] = {RequestOptions: (*TARGETS, "level")}
+"""What of a request can be decided from one prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PromptOptions(Reduction):
-    """A prompt, how its cache is reduced, and how it is answered."""
+class PromptOptions(FittedOptions, LoadOptions, ModelArgument):
+    """A prompt, how its cache is reduced beside its target, and how it is answered."""
+
+    profile: Annotated[str | None, Option("P.json", BUDGETS)] = None
+    """A budget profile, or a shipped one's name."""
+
+    solver: Annotated[str | None, Option("NAME", BUDGETS)] = None
+    """Solver, or module:Class, with its options after colons, such as ilp:gap=0.001; see 'kvalloc
+    list solvers'."""
+
+    policy: Annotated[str | None, Option("NAME", KEPT)] = None
+    """Pick the entries in another way within the same budgets: a policy, or a scorer whose best
+    stay; see 'kvalloc list policies'. Its parameters after colons, such as nacl:seed=1."""
+
+    decode_every: Annotated[int | None, Option("N", KEPT, least=1)] = None
+    """Evict again every N tokens that follow the prompt; every 64 or more by default."""
+
+    lossless: Annotated[bool, Option("", KEPT)] = False
+    """Answer as the full cache does: it verifies what the reduced cache drafts."""
 
     prompt: Annotated[str | None, Option("TEXT", PROMPT)] = None
     """The prompt."""
@@ -54,8 +79,8 @@ class PromptOptions(Reduction):
     save_cache: Annotated[Path | None, Option("FILE", ANSWER)] = None
     """Save what was read and answered, for 'chat --cache'."""
 
-    def __post_init__(self) -> None:
-        """Refuse a temperature that no answer can be drawn at, and a file that cannot be written.
+    def check(self, target: Mapping[str, Any]) -> None:
+        """Refuse options that exclude each other, or do not say how a prompt is reduced.
 
         Raises
         ------
@@ -64,6 +89,13 @@ class PromptOptions(Reduction):
         check_temperature(self.temperature)
         if self.save_cache is not None:
             check_writable(self.save_cache)
+        names = given_names({**vars(self), **target})
+        check_conflicts(names)
+        if not {*TARGETS, "profile", "cache", "document"} & names:
+            raise InputError(
+                "say how much to keep with --budget 20%, of which 100% is the full cache, or which "
+                "budgets to use with --profile P.json"
+            )
 
     def read(self) -> tuple[str, str]:
         """Read the prompt.
@@ -92,7 +124,7 @@ class PromptOptions(Reduction):
 
 
 def check_text(text: str, where: str) -> str:
-    """Return a text of the command line, which is no text where it was not typed in UTF-8.
+    """Return a text of the command line; refuse one that was not typed in UTF-8.
 
     Raises
     ------
@@ -102,52 +134,46 @@ def check_text(text: str, where: str) -> str:
     return decoded(text.encode(errors="surrogateescape"), where)
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Answer:
-    """An answer while it is written.
+    """An answer, and how long it took.
 
     Attributes
     ----------
-    begun : float
-        Reading of ``time.perf_counter()`` before the first forward.
-    tokens : list of int
-        So far.
-    times : list of float
-        When each of them came.
     text : str
-        Of all tokens, once it is complete.
+    new_tokens : int
+        Number of its tokens.
     cut : bool
         Whether the limit of tokens ended it.
+    first_seconds : float
+        Time of the first token, in which the prompt is read.
+    decode_tokens_per_second : float or None
+        How fast the others came; None if there is one token.
     """
 
-    begun: float = field(default_factory=time.perf_counter)
-    tokens: list[int] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)
-    text: str = ""
-    cut: bool = False
+    text: str
+    new_tokens: int
+    cut: bool
+    first_seconds: float
+    decode_tokens_per_second: float | None
 
     @property
     def count_text(self) -> str:
         """Return how many tokens came, and whether the limit ended them."""
-        limit = f", cut at the limit of {option('max_new_tokens', len(self.tokens))}"
-        return f"{len(self.tokens):,} new token{'s'[: len(self.tokens) > 1]}{limit * self.cut}"
-
-    @property
-    def first_seconds(self) -> float:
-        """Return how long the first token took."""
-        return self.times[0] - self.begun
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Return how fast the others came; None where there is one token."""
-        steps = len(self.tokens) - 1
-        return steps / (self.times[-1] - self.times[0]) if steps > 0 else None
+        text = f"{self.new_tokens:,} new token{'s' if self.new_tokens > 1 else ''}"
+        limit = f", cut at the limit of {option('max_new_tokens', self.new_tokens)}"
+        return text + limit if self.cut else text
 
     @property
     def speed_text(self) -> str:
-        """Return the same, behind the time of the first token; empty where there is one token."""
-        speed = self.tokens_per_second
+        """Return the speed, behind the time of the first token; empty if there is one token."""
+        speed = self.decode_tokens_per_second
         return "" if speed is None else f", then {speed:.1f} tokens/s"
+
+    def facts(self) -> dict[str, Any]:
+        """Return plain values, for ``--json``, without the time of the first token."""
+        names = ("new_tokens", "cut", "decode_tokens_per_second")
+        return {"answer": self.text, **{name: getattr(self, name) for name in names}}
 
 
 @dataclass(kw_only=True)
@@ -196,9 +222,28 @@ class Conversation:
         Raises
         ------
         KVAllocError
-            As `Reduction.load`.
+            If the model cannot be loaded, model and budgets do not fit, or the policy cannot be
+            made. Everything that can be refused without the model is refused before it is loaded.
         """
-        loaded, make_cache = options.load(target)
+        from kvalloc.extensions.lossless import verify_with
+        from kvalloc.online.application import cache_maker
+        from kvalloc.online.prompt_size import UNKNOWN, PromptSize
+        from kvalloc.runtime.options import CacheOptions
+
+        names = ("policy", "decode_every", "allow_other_model", "fitted")
+        reduction = CacheOptions(**{name: getattr(options, name) for name in names})
+        make = cache_maker(options.profile, reduction, **target, solver=options.solver)
+        loaded = load(options.model, options)
+        if options.profile is not None:
+            make(loaded.model, UNKNOWN)  # of another model it is refused before all reading
+
+        def make_cache(ids: Sequence[int]) -> Any:
+            row = np.array(ids, dtype=np.int64)
+            cache = make(loaded.model, PromptSize(tokens=row.size, rows=(row,)))
+            if options.lossless:
+                verify_with(cache, loaded.model)
+            return cache
+
         return cls(options=options, target=target, loaded=loaded, make_cache=make_cache)
 
     @property
@@ -210,13 +255,6 @@ class Conversation:
     def form(self) -> DocumentForm:
         """Return the texts around a document, questions and answers."""
         return DocumentForm.of(self.loaded.tokenizer, self.options.chat)
-
-    @cached_property
-    def ends(self) -> set[int]:
-        """Return the tokens that end an answer."""
-        from kvalloc.evaluate.caches import end_tokens
-
-        return end_tokens(self.loaded.model, self.loaded.tokenizer)
 
     @property
     def seen_tokens(self) -> int:
@@ -250,9 +288,21 @@ class Conversation:
             )
 
     def open_cache(self, ids: Sequence[int]) -> None:
-        """Make the cache for a prompt of these tokens, and say which way it takes."""
-        self.cache = self.make_cache(ids)
-        note_way(self.cache, self.options, self.target, len(ids))
+        """Make the cache for a prompt of these tokens, and name the default's method for them."""
+        from kvalloc.online.default import Default
+
+        self.cache, options = self.make_cache(ids), self.options
+        how = {name: getattr(options, name) for name in ("profile", "policy", "solver")}
+        if Default.applies(**how, **self.target) and not is_verbose():  # which logs the method
+            note(f"{len(ids):,} tokens: {self.cache.profile.detail}")
+
+    def note_whole(self, n_tokens: int) -> None:
+        """Note it if the prompt was kept whole."""
+        kept = self.cache.kept_tokens[list(self.cache.profile.shape.full_layers)]
+        if (kept >= self.seen_tokens).all():
+            note(
+                f"note: these budgets leave nothing out of {n_tokens:,} tokens: everything is kept"
+            )
 
     def read(self, ids: Sequence[int]) -> None:
         """Let the model read tokens into the cache."""
@@ -294,15 +344,17 @@ class Conversation:
         import torch
         from transformers import TextStreamer
 
+        from kvalloc.evaluate.caches import end_tokens
         from kvalloc.extensions.answering import answer
         from kvalloc.models.quiet import quiet_transformers
 
-        ids, options = self.turn_ids(text), self.options
+        ids, options, tokenizer = self.turn_ids(text), self.options, self.loaded.tokenizer
+        ends = end_tokens(self.loaded.model, tokenizer)
         self.check_room(len(ids))
         if self.cache is None:
             self.open_cache(ids)
-        streamer: Any = TextStreamer(self.loaded.tokenizer, skip_special_tokens=True)
-        written = Answer()
+        streamer: Any = TextStreamer(tokenizer, skip_special_tokens=True)
+        written, times = list[int](), [time.perf_counter()]
         with ExitStack() as until_first, quiet_transformers():
             until_first.enter_context(ProgressBar("reading the prompt"))
             tokens = answer(
@@ -310,15 +362,15 @@ class Conversation:
                 self.cache,
                 ids,
                 max_new_tokens=options.max_new_tokens,
-                ends=self.ends,
+                ends=ends,
                 keep=keep,
                 temperature=options.temperature,
                 seed=options.seed or 0,
             )
             try:
                 for token in tokens:
-                    written.times.append(time.perf_counter())
-                    written.tokens.append(token)
+                    times.append(time.perf_counter())
+                    written.append(token)
                     until_first.close()
                     if not wants_json():
                         streamer.put(torch.tensor([token]))
@@ -326,14 +378,51 @@ class Conversation:
                         break
             finally:
                 tokens.close()  # ends the turn now, also if the answer is broken off
-                if written.tokens and not wants_json():  # later output begins a new line
+                if written and not wants_json():  # later output begins a new line
                     streamer.end()
-        written.text = self.loaded.tokenizer.decode(written.tokens, skip_special_tokens=True)
-        unended = [token for token in written.tokens[-1:] if token not in self.ends]
-        written.cut = bool(unended) and len(written.tokens) == options.max_new_tokens
+        unended = [token for token in written[-1:] if token not in ends]
         if keep:
             self.answered, self._unread = True, unended
-        return written
+        begun, first, *later = times
+        return Answer(
+            text=tokenizer.decode(written, skip_special_tokens=True),
+            new_tokens=len(written),
+            cut=bool(unended) and len(written) == options.max_new_tokens,
+            first_seconds=first - begun,
+            decode_tokens_per_second=len(later) / (later[-1] - first) if later else None,
+        )
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the cache stores, and the target that it was decided for, for ``--json``.
+
+        Returns
+        -------
+        dict
+            ``policy``, ``scorer``: which entries are kept; ``requested``: the target of budgets
+            that were decided for this prompt, ``retention``: what they reach of it,
+            ``decision_seconds``: how long that took; ``granted_bytes``: what the budgets allow of
+            all that was read, or the memory where that is the target; ``share``: what is stored of
+            it, of a cache at 16 bits; ``retained_bytes``, ``full_bytes``: what is stored now, and
+            what a full cache would store; ``lossless``: what verifying took, None where nothing is
+            verified.
+        """
+        cache = self.cache
+        profile: BudgetProfile = cache.profile
+        is_decided = cache.decision_seconds is not None
+        requested = {name: profile.requested.get(name) for name in ("target", "value")}
+        granted = profile.retained_bytes_at(self.seen_tokens)
+        return {
+            "policy": profile.policy.name,
+            "scorer": profile.policy.scorer,
+            "requested": requested if is_decided else None,
+            "retention": profile.retention if is_decided else None,
+            "decision_seconds": cache.decision_seconds,
+            "granted_bytes": requested["value"] if is_decided and profile.fits_a_peak else granted,
+            "share": cache.share,
+            "retained_bytes": cache.retained_bytes,
+            "full_bytes": cache.full_bytes,
+            "lossless": None if cache.verifier is None else cache.verifier.facts,
+        }
 
     def save(self) -> None:
         """Save the cache if a file was named, and say so."""

@@ -15,12 +15,12 @@ from typing import Annotated, Any, Unpack
 import typer
 
 from kvalloc.allocation.request import RequestOptions
-from kvalloc.cli.answers import Conversation, PromptOptions, check_text
+from kvalloc.cli.answers import OF_A_PROMPT, Conversation, PromptOptions, check_text
 from kvalloc.cli.options import takes
 from kvalloc.cli.output import is_quiet, note, print_json, wants_json
 from kvalloc.cli.progress import ProgressBar, load
-from kvalloc.cli.reduction import OF_A_PROMPT, cache_facts, note_whole
 from kvalloc.errors import InputError, plain
+from kvalloc.formats.saved_cache import SavedCacheHeader
 from kvalloc.online.conflicts import given_names
 from kvalloc.prompts.chat import encode
 from kvalloc.report.wording import deciding_text, kept_text
@@ -78,17 +78,23 @@ def chat(options: ChatOptions, **target: Unpack[RequestOptions]) -> None:
     else:
         conversation = Conversation.begin(options, target)
         _check_questions(conversation, ())
-    facts = {} if conversation.cache is None else _facts(conversation)
+    document_tokens = conversation.seen_tokens
     conversation.save()
     only_reads = options.save_cache is not None and not questions
     rows = [] if only_reads else _answers(conversation, questions)
-    if not questions:
-        facts = facts and {**facts, **cache_facts(conversation.cache)}
     if wants_json():
-        if not facts and rows:
-            facts = _facts(conversation)
-        files = {"cache": options.cache, "saved": options.save_cache, "profile": options.profile}
-        print_json({"model": conversation.loaded.model_id, **files, **facts, "answers": rows})
+        facts = {
+            "model": conversation.loaded.model_id,
+            "cache": options.cache,
+            "saved": options.save_cache,
+            "profile": options.profile,
+            "document": conversation.document or None,
+            "document_tokens": document_tokens or conversation.seen_tokens,
+            **({} if conversation.cache is None else conversation.facts()),
+            "read_seconds": conversation.read_seconds,
+            "load_seconds": conversation.load_seconds,
+        }
+        print_json({**facts, "answers": rows})
 
 
 def _check_questions(
@@ -113,7 +119,7 @@ def _with_document(
         start = time.perf_counter()
         conversation.read(ids)
         seconds = time.perf_counter() - start
-    note_whole(conversation.cache, len(ids))
+    conversation.note_whole(len(ids))
     conversation.document, conversation.read_seconds = name, seconds
     _note_document(conversation, f"read in {duration(seconds)}{deciding_text(conversation.cache)}")
     return conversation
@@ -121,10 +127,6 @@ def _with_document(
 
 def _with_saved(path: Path, options: ChatOptions, questions: Sequence[str]) -> Conversation:
     """Take the document from a file that was saved, in the type that it was read in."""
-    from kvalloc.formats.saved_cache import SavedCacheHeader
-    from kvalloc.models.loading import require_run_packages
-
-    require_run_packages()
     start = time.perf_counter()
     header, tensors = SavedCacheHeader.read(path)  # before the model is loaded
     seconds = time.perf_counter() - start
@@ -164,10 +166,6 @@ def _with_documents(
     paths: Sequence[Path], options: ChatOptions, questions: Sequence[str]
 ) -> Conversation:
     """Take documents from files, to be put in front of each question, or of the first turn."""
-    from kvalloc.formats.saved_cache import SavedCacheHeader
-    from kvalloc.models.loading import require_run_packages
-
-    require_run_packages()
     headers = [SavedCacheHeader.read(path)[0] for path in paths]  # before the model is loaded
     loaded = load(
         options.model, replace(options, **{"dtype": headers[0].dtype, **options.keywords})
@@ -204,17 +202,6 @@ def _note_document(conversation: Conversation, how: str) -> None:
     """Print the document, how it was read or loaded, and its bytes, on one line."""
     read = f"{conversation.document}: {conversation.seen_tokens:,} tokens {how}"
     note(f"{read}; cache: {kept_text(conversation.cache)}")
-
-
-def _facts(conversation: Conversation) -> dict[str, Any]:
-    """Return the document that was read first, its times and its bytes, as plain values."""
-    return {
-        "document": conversation.document or None,
-        "document_tokens": conversation.seen_tokens,
-        **cache_facts(conversation.cache),
-        "read_seconds": conversation.read_seconds,
-        "load_seconds": conversation.load_seconds,
-    }
 
 
 def _answer(
@@ -273,12 +260,9 @@ def _answer(
             _say(f"{seen}: {kept_text(conversation.cache)}", dim=True)
     return {
         "question": question.strip(),
-        "answer": written.text,
         "question_tokens": n_tokens,
-        "new_tokens": len(written.tokens),
-        "cut": written.cut,
+        **written.facts(),
         "first_token_seconds": written.first_seconds,
-        "decode_tokens_per_second": written.tokens_per_second,
     }
 
 

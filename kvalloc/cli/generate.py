@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Unpack
 
 from kvalloc.allocation.request import RequestOptions
-from kvalloc.cli.answers import Conversation, PromptOptions
+from kvalloc.cli.answers import OF_A_PROMPT, Conversation, PromptOptions
 from kvalloc.cli.options import takes
 from kvalloc.cli.output import print_result
-from kvalloc.cli.reduction import OF_A_PROMPT, cache_facts, note_whole
 from kvalloc.report.wording import deciding_text, kept_text
 from kvalloc.units import duration
 
@@ -36,17 +35,14 @@ def generate(options: PromptOptions, **target: Unpack[RequestOptions]) -> None:
     conversation = Conversation.begin(options, target)
     n_tokens = len(conversation.turn_ids(text))
     answer = conversation.answer(text)
-    note_whole(conversation.cache, n_tokens)
+    conversation.note_whole(n_tokens)
     facts = {
         "model": conversation.loaded.model_id,
         "profile": options.profile,
-        "answer": answer.text,
         "prompt_tokens": n_tokens,
-        "new_tokens": len(answer.tokens),
-        "cut": answer.cut,
-        **cache_facts(conversation.cache),
+        **answer.facts(),
+        **conversation.facts(),
         "prefill_seconds": answer.first_seconds,
-        "decode_tokens_per_second": answer.tokens_per_second,
     }
     conversation.document, conversation.read_seconds = where, answer.first_seconds
     kept = kept_text(conversation.cache)
