@@ -9,13 +9,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from math import inf
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Annotated, Any, Literal, Unpack, get_args, get_origin, get_type_hints
 
 import typer
 from typer.core import TyperCommand
 
 from kvalloc.cli.output import Printing, printing
-from kvalloc.cli.values import NAMES
 from kvalloc.errors import InputError
 from kvalloc.units import Option, field_texts
 
@@ -128,6 +128,23 @@ _ALSO = {"output": ("-o",), "quiet": ("-q",), "verbose": ("-v",)}
 """Other names of flags."""
 
 
+_SHIPPED, _PROMPTS = "kvalloc.formats.shipped_profiles:shipped_", "kvalloc.prompts."
+_NAMES = {
+    "profile": (f"{_SHIPPED}profiles",),
+    **dict.fromkeys(("scores", "fitted"), (f"{_SHIPPED}fitted",)),
+    **dict.fromkeys(("file", "files"), (f"{_SHIPPED}fitted", f"{_SHIPPED}profiles")),
+    "solver": ("kvalloc.solvers",),
+    "scorer": ("kvalloc.scorers",),
+    "policy": ("kvalloc.policies", "kvalloc.scorers"),
+    "tasks": (f"{_PROMPTS}tasks:TASKS",),
+    "metric": (f"{_PROMPTS}metrics:METRICS",),
+    "to": ("kvalloc.interop.exporting:TARGETS",),
+    "dtype": ("kvalloc.models.loading:DTYPES",),
+}
+"""Where the shell finds the names that complete a parameter: groups of entry points, and
+functions or tables of modules. Nothing loads torch."""
+
+
 def takes(
     only: Mapping[type, Collection[str]] | None = None,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -216,13 +233,20 @@ def _flag(name: str, hint: Any, text: str, *, argument: bool) -> Any:
 
 def _names(name: str) -> Callable[[str], list[str]] | None:
     """Return what the shell completes a parameter's value by, beyond the choices of its type."""
-    find = NAMES.get(name)
-    if find is None:
+    if name == "model":
+        return lambda incomplete: ["demo"] if "demo".startswith(incomplete) else []
+    if name not in _NAMES:
         return None
 
     def complete(incomplete: str) -> list[str]:
+        from kvalloc.problem import registry
+
         before, comma, last = incomplete.rpartition(",")  # of several only the last is begun
-        return [f"{before}{comma}{one}" for one in find() if one.startswith(last)]
+        known: list[str] = []
+        for source in _NAMES[name]:
+            table = resolve_name(source) if ":" in source else registry.names(source)
+            known += table() if callable(table) else table
+        return [f"{before}{comma}{one}" for one in known if one.startswith(last)]
 
     return complete
 
