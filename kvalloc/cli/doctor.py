@@ -16,7 +16,8 @@ import typer
 
 from kvalloc.cli.options import takes
 from kvalloc.cli.output import is_quiet, print_result
-from kvalloc.errors import KVAllocError, one_line, outside_range
+from kvalloc.errors import one_line, outside_range
+from kvalloc.files import cache_folder
 
 CORE = (
     *("kvalloc", "numpy", "scipy", "ortools", "pydantic", "safetensors", "typer", "rich"),
@@ -64,9 +65,6 @@ def examine() -> list[dict[str, str]]:
         ``name``; ``state``, a word, BROKEN if commands fail until the advice is followed;
         ``result``, such as a version, empty if it is not there; ``advice``, empty if all is well.
     """
-    from kvalloc.problem import Solver
-    from kvalloc.scorers import Scorer
-
     looks: dict[str, Callable[[], tuple[str, str]]] = {
         "python": lambda: (f"{platform.python_version()} ({sys.executable})", ""),
         **{name: partial(_package, name) for name in (*CORE, *RUN)},
@@ -75,8 +73,8 @@ def examine() -> list[dict[str, str]]:
         looks["compute"] = _compute
         looks |= {name: partial(_kernel, name) for name in ("CPU kernel", "CUDA kernel")}
     looks |= {
-        "solvers": partial(_plugins, "solvers", Solver),
-        "scorers": partial(_plugins, "scorers", Scorer),
+        "solvers": partial(_plugins, "solvers"),
+        "scorers": partial(_plugins, "scorers"),
         "shipped profiles": _shipped,
         "demo model": _demo_model,
         "cache folder": _cache,
@@ -131,20 +129,15 @@ def _kernel(name: str) -> tuple[str, str]:
     return "", f"decoding from a reduced cache is slower without it: {reason}"
 
 
-def _plugins(kind: str, base: type) -> tuple[str, str]:
-    from kvalloc.problem.registry import load, names
+def _plugins(kind: str) -> tuple[str, str]:
+    from kvalloc.cli.list import plugin_rows
 
-    broken = []
-    for plugin in (plugins := names(f"kvalloc.{kind}")):
-        try:
-            load(f"kvalloc.{kind}", plugin, base)
-        except KVAllocError:
-            broken.append(plugin)
-    # Somebody else's broken plug-in is worth a line, but everything else still works.
-    advice = f"{', '.join(broken)} cannot be loaded; see 'kvalloc list {kind}'" if broken else ""
-    if not plugins:
+    if not (rows := plugin_rows(kind)):
         return "", "none is registered; install kvalloc, a source tree by pip install -e ."
-    return ", ".join(plugins), advice
+    # Somebody else's broken plug-in is worth a line, but everything else still works.
+    broken = ", ".join(row["name"] for row in rows if row["error"])
+    advice = f"{broken} cannot be loaded; see 'kvalloc list {kind}'" if broken else ""
+    return ", ".join(row["name"] for row in rows), advice
 
 
 def _shipped() -> tuple[str, str]:
@@ -168,8 +161,6 @@ def _demo_model() -> tuple[str, str]:
 
 
 def _cache() -> tuple[str, str]:
-    from kvalloc.files import cache_folder
-
     folder = cache_folder()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     writable = existing.is_dir() and os.access(existing, os.W_OK)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import Annotated, Any, Literal
@@ -10,11 +10,13 @@ from typing import Annotated, Any, Literal
 from kvalloc.cli.options import takes
 from kvalloc.cli.output import print_result
 from kvalloc.errors import KVAllocError
+from kvalloc.formats import shipped_profiles as shipped
+from kvalloc.models.loading import require_run_packages
 from kvalloc.problem.registry import json_value, load, names, plugin_options
 from kvalloc.report.terminal import table_text
 from kvalloc.units import Option
 
-_PLUGINS = {
+PLUGINS = {
     "solvers": ("kvalloc.problem.solver:Solver", "solve ... --solver"),
     "scorers": ("kvalloc.scorers:Scorer", "profile ... --scorer"),
     "policies": ("kvalloc.runtime.policies.base:EvictionPolicy", "generate ... --policy"),
@@ -45,24 +47,16 @@ def list(options: ListOptions) -> None:
     kvalloc list policies --json
     kvalloc list profiles
     """
-    if (what := options.what) is None:
+    if options.what is None:
         _everything()
-        return
-    if what == "profiles":
+    elif options.what == "profiles":
         _profiles()
-        return
-    if what == "policies":
-        from kvalloc.models.loading import require_run_packages
-
-        require_run_packages()
-    base, option = _PLUGINS[what]
-    _show_plugins(f"kvalloc.{what}", resolve_name(base), option)
+    else:
+        _plugins(options.what)
 
 
 def _everything() -> None:
-    from kvalloc.formats import shipped_profiles as shipped
-
-    listed = {kind: [*names(f"kvalloc.{kind}")] for kind in _PLUGINS}
+    listed = {kind: [*names(f"kvalloc.{kind}")] for kind in PLUGINS}
     fitted = (*shipped.shipped_fitted(), *map(str, shipped.fitted_files()))
     listed |= {"profiles": [*shipped.shipped_profiles()], "fitted files": [*fitted]}
     shown = {kind: ", ".join(one) for kind, one in listed.items()}
@@ -70,8 +64,6 @@ def _everything() -> None:
 
 
 def _profiles() -> None:
-    from kvalloc.formats import shipped_profiles as shipped
-
     rows, cells = [], []
     for name in shipped.shipped_profiles():
         profile = shipped.load_profile(name)
@@ -84,28 +76,36 @@ def _profiles() -> None:
     print_result(rows, lines=[table_text(("profile", "share", "model"), cells)], notes=notes)
 
 
-def _show_plugins(group: str, base: type[Any], option: str) -> None:
-    """Print the plug-ins of a group, each with its summary or its error; then how to use one."""
-    rows = [_plugin_row(group, name, base) for name in names(group)]
-    notes = [f"use one: kvalloc {option} NAME:KEY=VALUE"]
+def _plugins(kind: str) -> None:
+    """Print the plug-ins of a kind, each with its summary or its error; then how to use one."""
+    if kind == "policies":
+        require_run_packages()
+    rows = plugin_rows(kind)
+    notes = [f"use one: kvalloc {PLUGINS[kind][1]} NAME:KEY=VALUE"]
     if not rows:
         notes = ["none is registered: kvalloc is on the path, but not installed"]
     shown = {row["name"]: _plugin_text(row) for row in rows}
     print_result(rows, shown, notes=notes, always=True)
 
 
-def _plugin_row(group: str, name: str, base: type[Any]) -> dict[str, Any]:
-    row = {"name": name, "summary": "", "reference": "", "options": None, "error": None}
-    try:
-        cls = load(group, name, base)
-    except KVAllocError as error:
-        return row | {"error": str(error)}
-    texts = {text: str(getattr(cls, text, "")) for text in ("summary", "reference")}
-    options = {
-        key: "(required)" if option.default is option.empty else json_value(option.default)
-        for key, option in plugin_options(cls).items()
-    }
-    return row | texts | {"options": options}
+def plugin_rows(kind: str) -> Sequence[dict[str, Any]]:
+    """Return name, summary, reference, options and error of each plug-in of a kind."""
+    rows, base = [], resolve_name(PLUGINS[kind][0])
+    for name in names(f"kvalloc.{kind}"):
+        row: dict[str, Any] = {"name": name, "summary": "", "reference": ""}
+        row |= {"options": None, "error": None}
+        try:
+            cls = load(f"kvalloc.{kind}", name, base)
+        except KVAllocError as error:
+            row["error"] = str(error)
+        else:
+            row |= {text: str(getattr(cls, text, "")) for text in ("summary", "reference")}
+            row["options"] = {
+                key: "(required)" if option.default is option.empty else json_value(option.default)
+                for key, option in plugin_options(cls).items()
+            }
+        rows.append(row)
+    return rows
 
 
 def _plugin_text(row: Mapping[str, Any]) -> str:
