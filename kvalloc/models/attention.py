@@ -304,6 +304,9 @@ setattr(_ConfigView, IMPLEMENTATION, property(_ConfigView._implementation))
 _active: ContextVar[_Active | None] = ContextVar("kvalloc_attention", default=None)
 # Of each decoder: its attention modules, and the probe of them that succeeded.
 _probes: weakref.WeakKeyDictionary[nn.Module, tuple[object, Probe]] = weakref.WeakKeyDictionary()
+# The switch of each decoder, as long as a cache or somebody else holds it.
+_switches: weakref.WeakKeyDictionary[nn.Module, weakref.ref[AttentionSwitch]]
+_switches = weakref.WeakKeyDictionary()
 # How often each decoder is intercepted now: with threads or nesting, the first one to leave must
 # not take away the views that another one still needs.
 _within: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
@@ -370,9 +373,10 @@ class AttentionSwitch:
     def __init__(self, model: nn.Module) -> None:
         decoder: nn.Module = decoder_of(model)
         _check_goes_through_interface(model, decoder)
-        self._module_ids = frozenset(id(module) for module in decoder.modules())
+        modules = list(decoder.modules())
+        self._module_ids = frozenset(map(id, modules))
         self._decoder = weakref.ref(decoder)
-        self._modules = _attention_modules(decoder)
+        self._modules = _attention_modules(modules)
         # the layers of some families have an index, too; their attention comes behind them
         self._attention = {
             module.layer_idx: module for module in self._modules if module.layer_idx is not None
@@ -386,7 +390,28 @@ class AttentionSwitch:
             if result.final:
                 _probes[decoder] = parts, result
         check_heads(decoder, result.heads)
-        self.rotations = result.rotations
+        self.rotations, self._final = result.rotations, result.final
+
+    @classmethod
+    def of(cls, model: nn.Module) -> AttentionSwitch:
+        """Return the switch of a model that is held already, or a new one."""
+        decoder = decoder_of(model)
+        known = _switches.get(decoder)
+        switch = None if known is None else known()
+        if switch is None:
+            switch = cls(model)
+            if switch._final:
+                _switches[decoder] = weakref.ref(switch)
+        return switch
+
+    def frequencies(self) -> list[Tensor | str]:
+        """Return the RoPE inverse frequencies of each layer as they are now, or why it has none."""
+        return [current_frequencies(self.rotations[layer]) for layer in sorted(self.rotations)]
+
+    @property
+    def rotates_halves(self) -> bool:
+        """Whether every layer rotates halves of its queries."""
+        return not any(isinstance(one, str) for one in self.frequencies())
 
     def answer(self, handler: Handler, layer: int, *states: Any, **kwargs: Any) -> AttentionResult:
         """Return what a handler answers for one layer, without interception.
@@ -442,12 +467,12 @@ class AttentionSwitch:
                     attributes["config"] = config._viewed
 
 
-def _attention_modules(decoder: nn.Module) -> list[Any]:
+def _attention_modules(modules: list[nn.Module]) -> list[Any]:
     """Return the modules that look their attention function up and pass themselves to it."""
     return [
         module
-        for module in decoder.modules()
-        if hasattr(module, "layer_idx") and hasattr(getattr(module, "config", None), IMPLEMENTATION)
+        for module in modules
+        if "layer_idx" in vars(module) and hasattr(getattr(module, "config", None), IMPLEMENTATION)
     ]
 
 
@@ -459,13 +484,12 @@ def rotary_frequencies(model: nn.Module) -> list[Tensor | str]:
     UnsupportedModelError
         If the model's attention does not go through transformers' attention interface.
     """
-    rotations = AttentionSwitch(model).rotations
-    return [current_frequencies(rotations[layer]) for layer in sorted(rotations)]
+    return AttentionSwitch.of(model).frequencies()
 
 
 def rotates_halves(model: nn.Module) -> bool:
-    """Whether every layer rotates halves of its queries, so that they can be put elsewhere."""
-    return not any(isinstance(one, str) for one in rotary_frequencies(model))
+    """Return whether every layer rotates halves of its queries, so they can be put elsewhere."""
+    return AttentionSwitch.of(model).rotates_halves
 
 
 def _check_goes_through_interface(model: nn.Module, decoder: nn.Module) -> None:

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
+
 from kvalloc.errors import MissingDependencyError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -301,6 +303,16 @@ def is_compiled(module: nn.Module) -> bool:
     return compiled or "_orig_mod" in attributes["_modules"]
 
 
+_NUMBERS = {float, np.float64}
+"""Exact types, which are compared in far less time than `isinstance` takes."""
+
+
+@cache
+def _wraps_layer(kind: type[Any]) -> bool:
+    """Return whether PEFT puts modules of a type around the layer that an adapter changes."""
+    return hasattr(kind, "adapter_layer_names")
+
+
 def own_parts(module: Any) -> Iterator[tuple[str, Any]]:
     """Yield by name what a module computes with: numbers, tensors, active adapters, modules.
 
@@ -308,10 +320,11 @@ def own_parts(module: Any) -> Iterator[tuple[str, Any]]:
     into the layer, are left out, so that the result is the same as without the module around it.
     bitsandbytes stores scales beside a weight. Dropout changes no answer.
     """
-    attributes = vars(module)
-    for name, value in attributes.items():
-        if isinstance(value, float) and name != "p" and "drop" not in name:
-            yield name, value
+    attributes, wraps = vars(module), _wraps_layer(type(module))
+    if not _NUMBERS.isdisjoint(map(type, attributes.values())):  # few modules have any
+        for name, value in attributes.items():
+            if type(value) in _NUMBERS and name != "p" and "drop" not in name:
+                yield name, value
     tensors = {**attributes["_parameters"], **attributes["_buffers"]}
     yield from ((name, tensor) for name, tensor in tensors.items() if tensor is not None)
     weight = tensors.get("weight")
@@ -319,11 +332,10 @@ def own_parts(module: Any) -> Iterator[tuple[str, Any]]:
         for holder, name in ((weight, "absmax"), (weight, "SCB"), (attributes.get("state"), "SCB")):
             if (scales := getattr(holder, name, None)) is not None:
                 yield name, scales
-    adapters = getattr(type(module), "adapter_layer_names", None)
     for name, child in attributes["_modules"].items():
-        if child is not None and (adapters is None or name in ("base_layer", "original_module")):
+        if child is not None and (not wraps or name in ("base_layer", "original_module")):
             yield name, child
-    if adapters is None or module.disable_adapters:
+    if not wraps or module.disable_adapters:
         return
     for adapter in module.active_adapters:
         for name in (*module.adapter_layer_names, *module.other_param_names):
@@ -345,6 +357,8 @@ def version(tensor: Tensor) -> int:
 def placement(module: nn.Module) -> Any:
     """Return accelerate's hook that says where a module computes and has its weights, or None."""
     hook = vars(module).get("_hf_hook")
+    if hook is None:
+        return None
     hooks = getattr(hook, "hooks", (hook,))  # one, or several in a row
     return next((one for one in hooks if hasattr(one, "weights_map")), None)
 

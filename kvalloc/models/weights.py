@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import re
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
 from hashlib import sha256
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -36,15 +35,14 @@ class _Part(NamedTuple):
     ----------
     stamp : object
         Changes with it, as far as that can be told without reading tensors.
-    read : callable or None
-        Returns the tensors or the text; None if the stamp is the text.
-    holder : object
-        While it lives, an equal stamp means the same part.
+    source : object
+        The tensor, the layer that torch has quantized, the config, or of an offloaded tensor its
+        hook and its name there. While it lives, an equal stamp means the same part. None if the
+        stamp is all there is.
     """
 
     stamp: Any
-    read: Callable[[], Any] | None = None
-    holder: Any = None
+    source: Any = None
 
 
 class _Digests(NamedTuple):
@@ -116,7 +114,8 @@ def _remembered(module: nn.Module) -> _Digests:
     stamps = [part.stamp for part in parts]
     known = _KNOWN.get(module)
     if known is None or known[0] != stamps or any(holder() is None for holder in known[1]):
-        holders = [weakref.ref(part.holder) for part in parts if part.holder is not None]
+        sources = [part.source for part in parts if part.source is not None]
+        holders = [weakref.ref(one[0] if isinstance(one, tuple) else one) for one in sources]
         known = _KNOWN[module] = (stamps, holders, _digests(parts))
     return known[2]
 
@@ -129,7 +128,7 @@ def _parts(module: nn.Module) -> list[_Part]:
     config, rotary = getattr(module, "config", None), ""
     if config is not None:
         fields = {name: value for name, value in vars(config).items() if name[0] != "_"}
-        parts.append(_Part(str(fields), lambda: [_effective(config)]))
+        parts.append(_Part(str(fields), config))
         rotary = rotary_settings(config) or ""
     # frequencies that depend on the length of the text
     varies = any(kind in rotary for kind in ("dynamic", "longrope"))
@@ -137,24 +136,19 @@ def _parts(module: nn.Module) -> list[_Part]:
     def collect(module: Any, name: str, hooks: Mapping[str, Any]) -> None:
         """Add the parts of a module; ``hooks`` of accelerate belong to modules around it."""
         if is_packed(module):
-            methods = [getattr(module, name, str) for name in ("weight", "bias")]
-            read = partial(lambda methods: [method() for method in methods], methods)
-            parts.append(_Part(id(packed_numbers(module)), read, module))
+            parts.append(_Part(id(packed_numbers(module)), module))
             return
         if (hook := placement(module)) is not None and hook.weights_map is not None:
             hooks = {**hooks, name: hook}
         for key, value in own_parts(module):
-            if isinstance(value, float):
-                parts.append(_Part(value))
-            elif isinstance(value, Tensor):
+            if isinstance(value, Tensor):
                 if value.is_meta and (around := [one for one in hooks if name.startswith(one)]):
                     hook, name_below = hooks[around[-1]], f"{name}{key}"[len(around[-1]) :]
-                    parts.append(
-                        _Part((id(hook), name_below), partial(_offloaded, hook, name_below), hook)
-                    )
+                    parts.append(_Part((id(hook), name_below), (hook, name_below)))
                 elif not (varies and "inv_freq" in key):
-                    stamps = [_stamp(one) for one in _plain_tensors(value)]
-                    parts.append(_Part(stamps, partial(_plain_tensors, value), value))
+                    parts.append(_Part(_stamp(value), value))
+            elif isinstance(value, float):
+                parts.append(_Part(value))
             elif hasattr(value, "named_children"):
                 collect(value, f"{name}{key}.", hooks)
             else:  # a setting of an adapter
@@ -164,8 +158,21 @@ def _parts(module: nn.Module) -> list[_Part]:
     return parts
 
 
-def _offloaded(hook: Any, name: str) -> list[Tensor]:
-    return _plain_tensors(hook.weights_map[name])
+def _values(part: _Part) -> list[Any]:
+    """Return the plain tensors of a part, or its text."""
+    from torch import Tensor
+
+    stamp, source = part
+    if source is None:
+        return [stamp]
+    if isinstance(source, tuple):  # offloaded
+        hook, name = source
+        return _plain_tensors(hook.weights_map[name])
+    if isinstance(source, Tensor):
+        return _plain_tensors(source)
+    if is_packed(source):
+        return [getattr(source, name, str)() for name in ("weight", "bias")]
+    return [_effective(source)]
 
 
 def _effective(config: Any) -> str:
@@ -193,8 +200,12 @@ def _plain_tensors(tensor: Any) -> list[Tensor]:
     return [one for name in names for one in _plain_tensors(getattr(tensor, name))]
 
 
-def _stamp(tensor: Tensor) -> tuple[int, int, int]:
-    return id(tensor), version(tensor), 0 if tensor.is_meta else tensor.data_ptr()
+def _stamp(tensor: Tensor) -> list[tuple[int, int, int]]:
+    """Return identity, version and address of the plain tensors in a tensor."""
+    return [
+        (id(one), version(one), 0 if one.is_meta else one.data_ptr())
+        for one in _plain_tensors(tensor)
+    ]
 
 
 def _digests(parts: list[_Part]) -> _Digests:
@@ -203,9 +214,7 @@ def _digests(parts: list[_Part]) -> _Digests:
 
     hashers = {dtype: sha256() for dtype in (None, torch.bfloat16, torch.float16)}
     loaded = plain = True
-    for value in chain.from_iterable(
-        [one.stamp] if one.read is None else one.read() for one in parts
-    ):
+    for value in chain.from_iterable(map(_values, parts)):
         if not isinstance(value, torch.Tensor):
             for hasher in hashers.values():
                 hasher.update(f"{value}\n".encode())

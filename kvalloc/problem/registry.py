@@ -237,6 +237,7 @@ def json_value(value: Any) -> Any:
     return value
 
 
+@cache
 def plugin_options(cls: type[Any]) -> dict[str, inspect.Parameter]:
     """Return the options of a plug-in, by name.
 

@@ -125,7 +125,7 @@ def _note_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _install(decoder: nn.Module) -> Installed:
-    switch = AttentionSwitch(decoder)
+    switch = AttentionSwitch.of(decoder)
     for hook in (_before, _after):
         names.start_no_graph_at(hook)
     names.register_implementation(ATTENTION, attention)

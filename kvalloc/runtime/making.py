@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from kvalloc.errors import InputError, UnsupportedModelError, UnsupportedRequestError, option
 from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.models.attention import rotates_halves
+from kvalloc.models.attention import AttentionSwitch
 from kvalloc.models.loading import shape_of, warn_if_untested
 from kvalloc.models.names import layer_classes, uncompiled
 from kvalloc.models.structure import decoder_of, text_config
@@ -135,10 +135,10 @@ def build_rows(
     warn_if_untested()
     model = uncompiled(model)
     refusals.check_model(model, prompt_tokens)
-    shape, methods = shape or shape_of(model), dict[int, Method]()
-    for way in ways:
-        if id(way) not in methods:
-            methods[id(way)] = _method(model, way, shape)
+    shape, switch = shape or shape_of(model), AttentionSwitch.of(model)  # the hooks share it
+    wide = next(model.parameters()).itemsize > HALF_BYTES
+    distinct = {id(way): way for way in ways}
+    methods = {key: _method(way, shape, switch, wide=wide) for key, way in distinct.items()}
     rows = [methods[id(way)] for way in ways]
     known = None if lengths is None else tuple(lengths)
     cache = BudgetCache(decoder_of(model), make_layers(model, shape), rows, prompt_tokens, known)
@@ -150,7 +150,7 @@ def build_rows(
     return cache
 
 
-def _method(model: nn.Module, way: Way, shape: ModelShape) -> Method:
+def _method(way: Way, shape: ModelShape, switch: AttentionSwitch, *, wide: bool) -> Method:
     """Return a way that has been checked."""
     options, profile = way.options, way.options.with_policy(way.profile)
     tokens, other = options.decode_every, options.allow_other_model
@@ -165,12 +165,12 @@ def _method(model: nn.Module, way: Way, shape: ModelShape) -> Method:
     method = Method(
         profile=profile,
         policy=policy,
-        after=policy.turn_policy(rotates=rotates_halves(model)),
+        after=policy.turn_policy(rotates=switch.rotates_halves),
         options=options,
         longer_profile=way.longer_profile,
         within=way.within,
         once=way.once,
-        wide=next(model.parameters()).itemsize > HALF_BYTES,
+        wide=wide,
     )
     if profile.fits_a_peak and (method.holds(in_chunks=False) or policy.combines):
         raise UnsupportedRequestError(

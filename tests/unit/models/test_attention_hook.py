@@ -150,6 +150,21 @@ def test_an_implementation_chosen_inside_the_with_stays(ids):
     assert model.config._attn_implementation == "eager"
 
 
+def test_a_switch_is_shared_as_long_as_it_is_held(ids):
+    """Others in between change nothing of it; later one of the model as it is then is made."""
+    model, twin = tiny_model(), tiny_model()
+    switch = AttentionSwitch.of(model)
+    with torch.no_grad(), intercept_attention(model, look):
+        model(ids)
+    assert AttentionSwitch.of(model.get_decoder()) is switch is not AttentionSwitch.of(twin)
+    del switch
+    layers, note = noting()
+    model.model.layers[1].self_attn = twin.model.layers[1].self_attn
+    with torch.no_grad(), AttentionSwitch.of(model).intercepting(note):
+        model(ids)
+    assert layers == [*range(len(model.model.layers))]
+
+
 def test_leaving_from_another_context_is_safe():
     model = tiny_model()
     switch = AttentionSwitch(model)
