@@ -26,11 +26,10 @@ from transformers import DynamicCache
 
 import kvalloc
 from kvalloc.extensions.answering import answer
-from kvalloc.extensions.blend import CHECK_LAYER, DenseLayer, Documents
+from kvalloc.extensions.documents import CHECK_LAYER, DEFAULT_SHARE, DenseLayer, Documents
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.measure.kl import row_divergences
 from kvalloc.models.loading import load_model, shape_of
-from kvalloc.online.blends import DEFAULT_SHARE
 from kvalloc.prompts.chat import DocumentForm, encode
 from kvalloc.prompts.intervals import interval
 from kvalloc.prompts.tasks import find_tasks
@@ -154,7 +153,7 @@ def cacheblend(model: Any, turned: Any, asked: Asked, full: list[Any]) -> Any:
     count = int(DEFAULT_SHARE * len(change))
     places = (change.topk(count).indices + n_before).sort().values
     ids = torch.cat([asked.before, *asked.documents])
-    layers = [DenseLayer.joined([DenseLayer.of(layer)]) for layer in turned.layers]
+    layers = [DenseLayer.joined([layer], 0, 0, ids) for layer in turned.layers]
     some = Documents(model=model, ids=ids, before=n_before, n_tokens=len(ids), layers=layers)
     some.recompute(places)
     return copied(turned, model, [(layer.keys, layer.values) for layer in layers])

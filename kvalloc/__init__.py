@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvalloc.allocation.decision import solve as solve
     from kvalloc.allocation.pool import solve_pool as solve_pool
     from kvalloc.errors import KVAllocError as KVAllocError
+    from kvalloc.extensions.documents import blend as blend
     from kvalloc.extensions.making import make_cache as make_cache
     from kvalloc.extensions.saved import load_cache as load_cache
     from kvalloc.extensions.saved import save_cache as save_cache
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from kvalloc.measure import profile as profile
     from kvalloc.models.loading import load_model as load_model
     from kvalloc.online.application import apply as apply
-    from kvalloc.online.blends import blend as blend
     from kvalloc.online.fitting import fit as fit
     from kvalloc.online.planning import plan_batch as plan_batch
     from kvalloc.online.solving import solve_measured as solve_measured
@@ -45,6 +45,7 @@ _NAMES = {
     "kvalloc.allocation.decision": ("compare", "solve"),
     "kvalloc.allocation.pool": ("solve_pool",),
     "kvalloc.errors": ("KVAllocError",),
+    "kvalloc.extensions.documents": ("blend",),
     "kvalloc.extensions.making": ("make_cache",),
     "kvalloc.extensions.saved": ("load_cache", "save_cache"),
     "kvalloc.formats.budget_profile": ("BudgetProfile", "Policy"),
@@ -53,7 +54,6 @@ _NAMES = {
     "kvalloc.measure": ("profile",),
     "kvalloc.models.loading": ("load_model",),
     "kvalloc.online.application": ("apply",),
-    "kvalloc.online.blends": ("blend",),
     "kvalloc.online.fitting": ("fit",),
     "kvalloc.online.planning": ("plan_batch",),
     "kvalloc.online.solving": ("solve_measured",),

@@ -170,7 +170,7 @@ def _with_documents(
     loaded = load(
         options.model, replace(options, **{"dtype": headers[0].dtype, **options.keywords})
     )
-    from kvalloc.online.blends import blend
+    from kvalloc.extensions.documents import blend
 
     def put(question: Sequence[int]) -> Any:
         return blend(

@@ -1,0 +1,552 @@
+"""Documents that were read separately, put together in front of a question.
+
+A document that was read alone does not know the text in front of it now. Its keys are turned to
+their new places; keys and values of some of its tokens are computed anew.
+
+References
+----------
+CacheBlend (Yao et al., 2024): the tokens with the largest changes of keys and values are computed
+anew, the same share in all layers. ProphetKV: the tokens that the question attends to. Here the
+rank of a token is the product of both; that fewer tokens in deeper layers are no better is a row of
+docs/studies.md.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvalloc.errors import InputError, UnsupportedModelError, by_interface, option
+from kvalloc.extensions.making import extended
+from kvalloc.extensions.saved import fill_rows, filled_cache
+from kvalloc.formats.saved_cache import SavedCacheHeader
+from kvalloc.models.attention import (
+    AttentionResult,
+    AttentionStates,
+    Compute,
+    Handler,
+    intercept_attention,
+    rotary_frequencies,
+)
+from kvalloc.models.loading import shape_of
+from kvalloc.models.names import base_implementation
+from kvalloc.models.rope import rotate
+from kvalloc.models.structure import context_limit, decoder_of, input_device, text_config
+from kvalloc.runtime.cache import BudgetCache
+from kvalloc.runtime.kept import Part
+from kvalloc.runtime.making import Way, build_rows
+from kvalloc.runtime.options import CacheOptions
+from kvalloc.runtime.refusals import check_owner
+from kvalloc.runtime.store import Store
+from kvalloc.scorers.attention_rows import window_attention
+from kvalloc.units import parse_share
+
+DEFAULT_SHARE = 0.15
+"""CacheBlend's."""
+
+CHECK_LAYER = 1
+"""The layer at which the change of values is measured: the first whose input knows the text in
+front."""
+
+Tokens: TypeAlias = Tensor | Sequence[int]
+
+See: TypeAlias = Callable[[AttentionStates, Tensor], None]
+"""Takes the states that a layer's attention sees, and its mask."""
+
+
+def blend(
+    model: Any,
+    documents: Sequence[str | Path | BudgetCache],
+    *,
+    question: Tokens | None = None,
+    before: Tokens = (),
+    recompute: float | str | None = None,
+    ids: Sequence[Tokens] | None = None,
+    allow_other_model: bool = False,
+) -> BudgetCache:
+    """Put caches of documents behind each other, in front of a question.
+
+    They are not read again: keys are turned to their new places (RoPE). Each document knows nothing
+    of those in front of it, though, so keys and values of some tokens are computed anew: those with
+    the largest product of the question's attention and the change of their values.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        On sdpa or eager attention, with full attention and RoPE of halves in all layers.
+    documents : sequence of str, Path or BudgetCache
+        Caches of one row, each of a text that was read alone. Their entries are copied.
+    question : Tensor of int64, (n_question,), or sequence of int, optional
+        The question that follows, not read into the cache. Needed for `recompute`.
+    before : Tensor of int64, (n_before,), or sequence of int
+        Tokens in front of the first document, such as the beginning of a chat; it is read.
+    recompute : float or str, optional
+        Tokens that are computed anew, ``0.15`` or ``"15%"``; 15% where there is a question, else
+        none. Beside them all tokens go through the first layer, and the question through all.
+    ids : sequence of (n_tokens,), optional
+        Tokens of each document, where its file does not have them.
+    allow_other_model : bool
+        As for `kvalloc.load_cache`.
+
+    Returns
+    -------
+    BudgetCache
+        One row: `before` and all documents. It goes on as any other, with the budgets of the first
+        document, scaled to all tokens.
+
+    Raises
+    ------
+    InputError
+        If a document is held, unfinished, of several rows, of a chat, at other widths than the
+        first, or its tokens are needed and not known; or all is beyond the model's context.
+    ModelMismatchError, ProfileFileError
+        As `kvalloc.load_cache`.
+    UnsupportedModelError
+        If the model has sliding layers, or its keys cannot be turned.
+
+    Examples
+    --------
+    >>> cache = kvalloc.blend(model, ["a.kv", "b.kv"], question=ids)  # doctest: +SKIP
+    >>> list(answer(model, cache, ids))  # doctest: +SKIP
+    """
+    frequencies = _frequencies(model)
+    if not documents:
+        raise InputError("there is no document to blend; name at least one saved cache")
+    share = _share(recompute, question)
+    named = [_loaded(model, one, allow_other_model) for one in documents]
+    front, question_ids = _ids(before), _ids(() if question is None else question)
+    if share and not len(question_ids):
+        raise InputError("the question has no tokens; ask something")
+    _check_joinable(model, named, len(front) + len(question_ids))
+    caches = [cache for _, cache in named]
+    if len(caches) == 1 and not len(front) and not share:
+        return copy.deepcopy(caches[0]) if caches[0] is documents[0] else caches[0]
+    stated = [None] * len(named) if ids is None else ids
+    read = [
+        _ids_of(*pair, tokens, needed=share > 0) for pair, tokens in zip(named, stated, strict=True)
+    ]
+    joined = Documents.joined(model, caches, [front, *read, question_ids], frequencies)
+    joined.recompute(_chosen(joined, share) if share else torch.arange(len(front), device="cpu"))
+    return _cache_of(joined, caches[0], allow_other_model)
+
+
+def _chosen(documents: Documents, share: float) -> Tensor:
+    """Return the positions of the tokens that are computed anew, rising."""
+    weights = documents.question_attention() * documents.value_change().sqrt()
+    ranked = weights[documents.before :].argsort(descending=True, stable=True)
+    return (ranked[: math.ceil(share * len(ranked))] + documents.before).sort().values
+
+
+def _cache_of(documents: Documents, like: BudgetCache, allow_other_model: bool) -> BudgetCache:
+    """Return a cache that has read all of it, with the budgets of one document's."""
+    profile, n_tokens = like.row_profiles[0], documents.n_tokens
+    options = CacheOptions(
+        allow_other_model=allow_other_model,
+        decode_every=like.options.decode_every,
+        memory=like.options.memory,
+    )
+    cache = build_rows(documents.model, [Way(profile=profile, options=options)])
+    for layer, dense, widths in zip(cache.layers, documents.layers, profile.widths, strict=True):
+        dense.fill(layer, n_tokens, widths)
+    fill_rows(cache, n_tokens, n_tokens, None, (n_tokens,))
+    ids = documents.ids[:n_tokens]
+    cache.read_ids = ids[None] if bool((ids >= 0).all()) else None
+    return extended(cache)
+
+
+# Documents and options, checked
+
+
+def _check_joinable(
+    model: Any, named: Sequence[tuple[str, BudgetCache]], n_other_tokens: int
+) -> None:
+    """Refuse documents that cannot follow each other, beside this number of other tokens."""
+    first, widths = named[0][0], named[0][1].row_profiles[0].widths
+    for name, cache in named:
+        if not np.array_equal(cache.row_profiles[0].widths, widths):
+            raise InputError(
+                f"{name} stores its heads at other widths than {first}; reduce all of them with "
+                f"one profile ({option('profile')}): widths by a budget depend on the length"
+            )
+    n_tokens = n_other_tokens + sum(cache.get_seq_length() for _, cache in named)
+    limit = context_limit(model)
+    if limit is not None and n_tokens >= limit:
+        raise InputError(
+            f"the documents and the question are {n_tokens:,} tokens, and the model was made for "
+            f"{limit:,}; leave out a document"
+        )
+
+
+def _share(recompute: float | str | None, question: object) -> float:
+    """Return the share of tokens to be computed anew."""
+    if recompute is None:
+        return 0.0 if question is None else DEFAULT_SHARE
+    share = 0.0 if recompute in (0, "0", "0%") else parse_share(recompute)
+    if share and question is None:
+        raise InputError(
+            "which tokens are computed anew depends on what will be asked; give question=, or "
+            "recompute=0"
+        )
+    return share
+
+
+def _frequencies(model: Any) -> list[Tensor]:
+    """Return the RoPE inverse frequencies of all layers, where keys can be turned by them."""
+    shape, frequencies = shape_of(model), rotary_frequencies(model)
+    reasons = [one for one in frequencies if isinstance(one, str)]
+    attention = base_implementation(text_config(model))
+    if attention not in ("sdpa", "eager"):
+        raise UnsupportedModelError(
+            f"{shape.model_id} is on {attention} attention, which takes no mask of what each token "
+            'sees; load it with attn_implementation="sdpa"'
+        )
+    kind = (getattr(text_config(model), "rope_parameters", None) or {}).get("rope_type")
+    if shape.sliding_layers:
+        reasons = [f"{len(shape.sliding_layers)} of its layers keep the latest tokens alone"]
+    elif kind in ("dynamic", "longrope"):
+        reasons = [f"its {kind} rotation depends on the length of the text"]
+    if reasons:
+        raise UnsupportedModelError(
+            f"documents of {shape.model_id} cannot be put elsewhere: {reasons[0]}; read them "
+            "together"
+        )
+    return [one for one in frequencies if not isinstance(one, str)]
+
+
+def _loaded(
+    model: Any, document: str | Path | BudgetCache, allow_other_model: bool
+) -> tuple[str, BudgetCache]:
+    """Return a document's name and cache, checked to be one whole text of this model."""
+    if isinstance(document, BudgetCache):
+        name, cache = repr(document), document
+        check_owner(model, cache)
+        state = cache.interrupted
+        if not cache.prompt_complete:
+            state = "it holds no complete prompt; let the model read it"
+        if state is not None:
+            raise InputError(f"{name} is no finished document: {state}")
+    elif isinstance(document, str | Path):
+        name = str(document)
+        header, tensors = SavedCacheHeader.read(document)
+        if header.notes.get("chat"):
+            read = f"with {option('no_chat')}"
+            chat = by_interface(python="without a chat template", flags=read)
+            raise InputError(
+                f"{name} begins with the model's chat form, which would stand amid the text; read "
+                f"the document {chat}"
+            )
+        cache = filled_cache(document, header, tensors, model, allow_other_model)
+    else:
+        raise InputError(
+            f"a document is a {type(document).__name__}, expected the path of a saved cache or a "
+            "cache of one row"
+        )
+    if cache.batch != 1:
+        raise InputError(f"{name} holds {cache.batch} texts at once; save a cache of each")
+    return name, cache
+
+
+def _ids_of(name: str, cache: BudgetCache, stated: Tokens | None, *, needed: bool) -> Tensor:
+    """Return the tokens of a document; -1 for each where they are not needed and not known."""
+    n_tokens = cache.get_seq_length()
+    if stated is None and cache.read_ids is not None:
+        stated = cache.read_ids[0, :n_tokens]
+    if stated is None and not needed:
+        return torch.full((n_tokens,), -1, device="cpu")
+    if stated is None:
+        raise InputError(
+            f"{name} does not say which tokens it holds, and some are to be computed anew; give "
+            "ids=, or recompute=0"
+        )
+    ids = _ids(stated)
+    if len(ids) != n_tokens:
+        raise InputError(f"{name} holds {n_tokens:,} tokens, and {len(ids):,} are given for it")
+    return ids
+
+
+def _ids(tokens: Tokens) -> Tensor:
+    """Return tokens as int64, (n_tokens,), on the host."""
+    return torch.as_tensor(tokens, dtype=torch.long, device="cpu").reshape(-1)
+
+
+# Keys and values
+
+
+class _Enough(Exception):
+    """Ends a forward early: its result is known."""
+
+
+@dataclass(kw_only=True)
+class DenseLayer:
+    """Keys and values of one layer at their places, also of entries that no head keeps.
+
+    Attributes
+    ----------
+    keys, values : Tensor, (1, n_kv_heads, n_tokens, head_dim)
+        Of the model's type; 0 where nothing is kept.
+    present : Tensor of bool, (1, n_kv_heads, n_tokens), or None
+        True at kept entries; None if no document was reduced.
+    rounded : bool
+        Whether kept entries are stored at other bits than the model computes in.
+    """
+
+    keys: Tensor
+    values: Tensor
+    present: Tensor | None = None
+    rounded: bool = False
+
+    @classmethod
+    def joined(
+        cls, stores: Sequence[Store], n_before: int, n_after: int, frequencies: Tensor
+    ) -> DenseLayer:
+        """Copy one layer of documents behind each other, keys turned to their places.
+
+        Parameters
+        ----------
+        stores : sequence of Store
+            Of one row each.
+        n_before, n_after : int
+            Numbers of tokens in front of them and after them; their keys and values are 0.
+        frequencies : Tensor, (n_rotated / 2,)
+            RoPE inverse frequencies.
+        """
+        n_tokens = n_before + sum(store.seen for store in stores) + n_after
+        keys, values = (
+            states.new_zeros(*states.shape[:2], n_tokens, states.shape[3])
+            for states in (stores[0].keys, stores[0].values)
+        )
+        present, place = torch.ones_like(keys[..., 0], dtype=torch.bool), n_before
+        for store in stores:
+            entries = store.candidates(np.array([0]), lambda row: slice(None), store.seen)
+            turned, shown = entries.keys, slice(place, place + store.seen)
+            if place:
+                by = torch.tensor([place], device=keys.device)
+                turned = rotate(turned, by, frequencies).to(keys.dtype)
+            if store.kept is None:
+                keys[:, :, shown], values[:, :, shown] = turned, entries.values
+            else:
+                _, head, at = (entries.positions < store.seen).nonzero(as_tuple=True)
+                column = place + entries.positions[0, head, at].long()
+                keys[0, head, column] = turned[0, head, at]
+                values[0, head, column] = entries.values[0, head, at]
+                present[:, :, shown] = False
+                present[0, head, column] = True
+            place += store.seen
+        reduced = [store.kept for store in stores if store.kept is not None]
+        return cls(
+            keys=keys,
+            values=values,
+            present=present if reduced else None,
+            rounded=any(kept.is_rounded for kept in reduced),
+        )
+
+    def mask(self, places: Tensor, n_query_heads: int) -> Tensor:
+        """Return the additive causal mask of tokens at these places.
+
+        Parameters
+        ----------
+        places : Tensor of int64, (n,)
+        n_query_heads : int
+
+        Returns
+        -------
+        Tensor, (1, 1 or n_query_heads, n, n_tokens)
+        """
+        seen = torch.arange(int(self.keys.shape[2]), device=places.device) <= places[:, None]
+        seen, lowest = seen[None, None], torch.finfo(self.keys.dtype).min
+        if self.present is not None:
+            group = n_query_heads // int(self.keys.shape[1])
+            seen = seen & self.present.repeat_interleave(group, dim=1)[:, :, None]
+        return self.keys.new_zeros(1).masked_fill(~seen, lowest)
+
+    def fill(self, layer: Store, seen: int, bits: Any) -> None:
+        """Put the first ``seen`` tokens into an empty layer, at these bits, (n_kv_heads,)."""
+        first = 0 if self.present is None else seen
+        layer.lazy_initialization(self.keys, self.values)
+        layer.keys, layer.values = (
+            part[:, :, first:seen].clone(memory_format=torch.contiguous_format)
+            for part in (self.keys, self.values)
+        )
+        layer.seen = seen
+        if self.present is None:
+            return
+        kept = self.present[:, :, :seen]
+        positions = torch.arange(seen, dtype=torch.int32, device=kept.device)
+        part = Part(
+            keys=self.keys[:, :, :seen][kept],
+            values=self.values[:, :, :seen][kept],
+            positions=positions.expand_as(kept)[kept],
+            segments=np.arange(kept.shape[1]),
+            lengths=kept.sum(dim=2).cpu().numpy().ravel(),
+        )
+        row = np.array([0])
+        layer.replace(row, layer.as_stored(part, row, bits if self.rounded else None))
+
+
+@dataclass(kw_only=True)
+class Documents:
+    """Documents, the tokens before them, and the question behind them.
+
+    Attributes
+    ----------
+    model : transformers.PreTrainedModel
+    ids : Tensor of int64, (n_tokens + n_question,)
+        Of all of it, on the host.
+    before : int
+        Tokens in front of the first document.
+    n_tokens : int
+        Tokens in front of the question.
+    layers : list of DenseLayer
+    """
+
+    model: Any
+    ids: Tensor
+    before: int
+    n_tokens: int
+    layers: list[DenseLayer]
+
+    @classmethod
+    def joined(
+        cls,
+        model: Any,
+        caches: Sequence[BudgetCache],
+        ids: Sequence[Tensor],
+        frequencies: Sequence[Tensor],
+    ) -> Documents:
+        """Put caches behind each other, their keys turned to their places.
+
+        Parameters
+        ----------
+        model : transformers.PreTrainedModel
+        caches : sequence of BudgetCache
+            One row each, complete.
+        ids : sequence of Tensor of int64
+            Of the tokens before them, of each document, and of the question.
+        frequencies : sequence of Tensor, (n_layers,) of (n_rotated / 2,)
+            RoPE inverse frequencies.
+        """
+        n_before, n_after = len(ids[0]), len(ids[-1])
+        layers = [
+            DenseLayer.joined([cache.layers[index] for cache in caches], n_before, n_after, turns)
+            for index, turns in enumerate(frequencies)
+        ]
+        joined = torch.cat([*ids])
+        return cls(
+            model=model,
+            ids=joined,
+            before=n_before,
+            n_tokens=len(joined) - n_after,
+            layers=layers,
+        )
+
+    def recompute(self, places: Tensor, see: See | None = None) -> None:
+        """Compute keys and values of some tokens anew, in all layers.
+
+        Parameters
+        ----------
+        places : Tensor of int64, (n_computed,)
+            Their positions, rising. They attend to kept entries, and to each other as computed.
+        see : callable, optional
+            ``see(states, mask)`` of each layer, once its keys and values are there.
+        """
+        if not len(places):
+            return
+        end = int(places[-1]) + 1  # later tokens are not looked at
+        masks: dict[bool, Tensor] = {}
+
+        def attend(states: AttentionStates, compute: Compute) -> AttentionResult:
+            layer, at = self.layers[states.layer], places.to(states.keys.device)
+            layer.keys[:, :, at], layer.values[:, :, at] = states.keys, states.values
+            plain = layer.present is None
+            mask = masks.get(plain)
+            if mask is None or not plain or mask.device != at.device:
+                mask = masks[plain] = layer.mask(at, int(states.queries.shape[1]))[..., :end]
+            if see is not None:
+                see(states, mask)
+            if states.layer == len(self.layers) - 1:
+                raise _Enough
+            return compute(mask, layer.keys[:, :, :end], layer.values[:, :, :end])
+
+        self._run(places, attend)
+
+    def question_attention(self) -> Tensor:
+        """Return what the question attends to in the deeper half of the layers, the mean of heads.
+
+        The tokens before the documents are read on the way.
+
+        Returns
+        -------
+        Tensor of float32, (n_tokens,)
+
+        References
+        ----------
+        ProphetKV: the question's attention, fused over the layers, says which tokens matter. The
+        first layers look at neighbours and say less.
+        """
+        end, first = len(self.ids), len(self.layers) // 2
+        totals = torch.zeros(self.n_tokens, device="cpu")
+
+        def see(states: AttentionStates, mask: Tensor) -> None:
+            if states.layer < first:
+                return
+            document = replace(states, keys=self.layers[states.layer].keys, mask=mask)
+            weights = window_attention(document, end - self.n_tokens)[..., : self.n_tokens]
+            totals.add_(weights.mean(dim=(0, 1, 2, 3)).cpu())
+
+        tokens = torch.arange(end, device="cpu")
+        self.recompute(torch.cat([tokens[: self.before], tokens[self.n_tokens :]]), see)
+        return totals / (len(self.layers) - first)
+
+    def value_change(self) -> Tensor:
+        """Return how far the values of each token are from what they would be, at the check layer.
+
+        Returns
+        -------
+        Tensor of float32, (n_tokens,)
+            Squared distance, of all KV heads.
+
+        References
+        ----------
+        CacheBlend's check layer, of values alone.
+        """
+        check, n_tokens = min(CHECK_LAYER, len(self.layers) - 1), self.n_tokens
+        changes = torch.zeros(n_tokens, device="cpu")
+
+        def attend(states: AttentionStates, compute: Compute) -> AttentionResult:
+            layer = self.layers[states.layer]
+            if states.layer < check:
+                return compute(None)  # causal among themselves: all are computed
+            changed = (layer.values[:, :, :n_tokens] - states.values).float().square()
+            if layer.present is not None:
+                changed = changed * layer.present[:, :, :n_tokens, None]
+            changes.add_(changed.sum(dim=(0, 1, 3)).cpu())
+            raise _Enough
+
+        self._run(torch.arange(n_tokens, device="cpu"), attend)
+        return changes
+
+    def _run(self, places: Tensor, attend: Handler) -> None:
+        """Let the model compute the tokens at these places, until `attend` has enough.
+
+        Nothing is cached: what they attend to is what `attend` says.
+        """
+        device = input_device(self.model)
+        ids, positions = self.ids[places].to(device), places.to(device)
+        # a mask that is ready is taken as it is, and none is made
+        ready = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
+        with suppress(_Enough), torch.no_grad(), intercept_attention(self.model, attend):
+            decoder_of(self.model)(
+                input_ids=ids[None],
+                position_ids=positions[None],
+                attention_mask=ready,
+                use_cache=False,
+            )
