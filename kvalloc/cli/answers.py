@@ -226,20 +226,20 @@ class Conversation:
             made. Everything that can be refused without the model is refused before it is loaded.
         """
         from kvalloc.extensions.lossless import verify_with
-        from kvalloc.online.application import cache_maker
-        from kvalloc.online.prompt_size import UNKNOWN, PromptSize
+        from kvalloc.online.application import decision_of
+        from kvalloc.online.decision import PromptSize
         from kvalloc.runtime.options import CacheOptions
 
         names = ("policy", "decode_every", "allow_other_model", "fitted")
         reduction = CacheOptions(**{name: getattr(options, name) for name in names})
-        make = cache_maker(options.profile, reduction, **target, solver=options.solver)
+        decision = decision_of(options.profile, reduction, **target, solver=options.solver)
         loaded = load(options.model, options)
         if options.profile is not None:
-            make(loaded.model, UNKNOWN)  # of another model it is refused before all reading
+            decision.cache(loaded.model)  # of another model it is refused before all reading
 
         def make_cache(ids: Sequence[int]) -> Any:
             row = np.array(ids, dtype=np.int64)
-            cache = make(loaded.model, PromptSize(tokens=row.size, rows=(row,)))
+            cache = decision.cache(loaded.model, PromptSize(tokens=row.size, rows=(row,)))
             if options.lossless:
                 verify_with(cache, loaded.model)
             return cache

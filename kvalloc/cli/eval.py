@@ -174,13 +174,13 @@ def eval(options: EvalOptions) -> None:
 
 def _profiles(options: EvalOptions) -> dict[str, BudgetProfile]:
     """Load the budget profiles, by short names; refuse options that no prompt can be read with."""
-    from kvalloc.online.application import cache_maker
+    from kvalloc.online.application import decision_of
     from kvalloc.runtime.options import CacheOptions
 
     widths = parse_numbers(options.plain_bits or (), "plain_bits")
     if applied := _typed(options, APPLIED):
         check_conflicts(applied)
-        cache_maker(None, CacheOptions(), **applied)
+        decision_of(None, CacheOptions(), **applied)
     if not (applied or options.profile or options.peer or widths):
         raise InputError(
             "there is nothing to evaluate; give --budget 20%, --memory 2MiB or a --profile"

@@ -27,38 +27,21 @@ from kvalloc.extensions.lossless import check_lossless, generate_lossless, verif
 from kvalloc.extensions.making import extended
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.formats.shipped_profiles import load_profile
+from kvalloc.models import names
 from kvalloc.models.loading import check_not_loaded
-from kvalloc.models.names import (
-    cache_among,
-    generation_argument,
-    is_paged,
-    uncompiled,
-    without_cache,
-)
 from kvalloc.models.structure import decoder_of
 from kvalloc.online.conflicts import check_conflicts, given_names
+from kvalloc.online.decision import Decision, PromptSize, StoredProfile
 from kvalloc.online.default import Default
 from kvalloc.online.per_prompt import NOT_OF_A_PROMPT, PromptOptions, PromptTarget
-from kvalloc.online.prompt_size import PromptSize
+from kvalloc.runtime import hooks
 from kvalloc.runtime.attention.masks import shown_columns
 from kvalloc.runtime.cache import BudgetCache
-from kvalloc.runtime.hooks import (
-    end_serving,
-    end_watching,
-    give_to_copies,
-    keep_from_copies,
-    named_arguments,
-    serve,
-    watch_calls,
-)
-from kvalloc.runtime.making import Way, build_rows
 from kvalloc.runtime.options import CacheOptions
 from kvalloc.runtime.refusals import check_generate, check_goes_on, setting
 from kvalloc.units import keywords_of, parse_bytes
 
 _LOG = logging.getLogger(__name__)
-
-_APPLIED = "_kvalloc_applied"
 
 OWN_MAKES_NONE = (
     "the {} that was given to it keeps all entries; leave it out, or pass the cache of an earlier "
@@ -104,11 +87,11 @@ def apply(
 
     The first call for a model runs two tokens through its layers (`kvalloc.models.probe`).
     A budget is a share of the bytes of a cache at 16 bits a number. Alone it is kept by default
-    (`kvalloc.online.default`), with ``memory`` beside it in a way that fits at its peak. ``memory``
-    alone is the largest budget that fits at its peak. The way is logged
-    (``kvalloc.online.default``, level INFO) and stands in ``last_cache.profile.detail``. Whoever
-    says how budgets are decided or entries are picked, such as ``scorer="snapkv",
-    solver="uniform"``, gets budgets decided for each prompt.
+    (`kvalloc.online.default`), with ``memory`` beside it by a method that fits at its peak.
+    ``memory`` alone is the largest budget that fits at its peak. The method is logged
+    (``kvalloc.online.default``, level INFO) and stands in ``last_cache.profile.detail``. With an
+    option on how budgets are decided or entries are picked, such as ``scorer="snapkv",
+    solver="uniform"``, budgets are decided for each prompt.
 
     Parameters
     ----------
@@ -131,11 +114,11 @@ def apply(
         at its row's share. By default each row has the budget as it has it alone.
     lossless : bool
         Answer as the full cache does, token by token: tokens are drafted with the reduced cache and
-        verified, several at once, with the full one, which on a GPU lies in the host's memory. What
-        that took is in ``last_cache.verifier``.
+        verified, several at once, with the full one, which on a GPU lies in the host's memory. The
+        counts are in ``last_cache.verifier``.
     **keywords
-        What each prompt is to reach, and how that is measured and decided; see
-        `kvalloc.online.per_prompt.PromptOptions`. It does not go with a profile.
+        The target of each prompt, and how it is measured and decided; see
+        `kvalloc.online.per_prompt.PromptOptions`. None goes with a profile.
 
     Returns
     -------
@@ -156,30 +139,24 @@ def apply(
     )
     request = {"profile": profile, "lossless": lossless, **vars(options), **keywords}
     check_conflicts(given_names(request))
-    model = uncompiled(model)
-    make = partial(cache_maker(profile, options, **keywords), model)
-    applied = Applied(model, make, lossless=lossless)
-    if profile is not None and (outlook := loss_outlook(load_profile(profile))):
+    decision = decision_of(profile, options, **keywords)
+    applied = Applied(names.uncompiled(model), decision, lossless=lossless)
+    if isinstance(decision, StoredProfile) and (outlook := loss_outlook(decision.profile)):
         _LOG.warning("%s", outlook)
     return applied
 
 
-def cache_maker(
+def decision_of(
     profile: BudgetProfile | str | Path | None,
     options: CacheOptions,
     **keywords: Unpack[PromptOptions],
-) -> Callable[[Any, PromptSize], BudgetCache]:
-    """Return what makes a cache of a model for a prompt; refuse what can be without a model.
+) -> Decision:
+    """Return the decision on all prompts; refuse the impossible as far as no model is needed.
 
     Parameters
     ----------
     profile, options, **keywords
         As for `apply`; a profile and a target do not exclude each other here.
-
-    Returns
-    -------
-    callable
-        Takes the model and the size of a prompt.
 
     Raises
     ------
@@ -190,8 +167,8 @@ def cache_maker(
         options = replace(options, memory=parse_bytes(memory))
     if profile is None:
         if Default.applies(policy=options.policy, **keywords):
-            return Default.parse(options=options, **keywords).cache
-        return PromptTarget.parse(options=options, **keywords).cache
+            return Default.parse(options=options, **keywords)
+        return PromptTarget.parse(options=options, **keywords)
     if isinstance(profile, str | Path):
         profile = load_profile(profile)
     if not isinstance(profile, BudgetProfile):
@@ -199,30 +176,24 @@ def cache_maker(
             f"the profile is a {type(profile).__name__}, expected a BudgetProfile, its file, or "
             "the name of a shipped one"
         )
-
-    def make(model: Any, size: PromptSize) -> BudgetCache:
-        lengths = size.lengths if size.chunked else None
-        way = Way(profile=profile, options=options)
-        return build_rows(model, [way], prompt_tokens=size.announced, lengths=lengths)
-
-    return make
+    return StoredProfile(profile=profile, options=options)
 
 
 class Applied:
     """Reduced caches in effect: from now on until `remove`, or until the ``with`` is left.
 
     Every ``generate()`` gets a fresh cache, and so does every forward of the model or its decoder
-    that would make one. Where that cannot be reduced, a warning says why each time, or an error if
-    a memory is given; so it does of a call that brings a cache of another kind, which keeps it.
-    Prompts may be prefilled in chunks (``prefill_chunk_size``).
-    Nesting works: the latest one counts, in whichever order they end.
+    that would make one. If that cannot be reduced, a warning says why each time, or an error if
+    a memory is given; the same holds for a call that brings a cache of another kind, which keeps
+    it. Prompts may be prefilled in chunks (``prefill_chunk_size``). Nesting works: the latest one
+    counts, in whichever order they end.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel
         A model that can generate.
-    make : callable
-        Makes a cache for a prompt of a size.
+    decision : Decision
+        Makes the cache of each prompt.
     lossless : bool
         Whether answers are verified with the full cache. A forward then makes a plain cache.
 
@@ -236,43 +207,32 @@ class Applied:
     UnsupportedModelError
         If the model cannot generate.
     KVAllocError
-        As `make`, which is called once.
+        As `Decision.cache`, which is called once.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        make: Callable[[PromptSize], BudgetCache],
-        *,
-        lossless: bool = False,
-    ) -> None:
+    def __init__(self, model: Any, decision: Decision, *, lossless: bool = False) -> None:
         check_not_loaded(model)
-        generate = getattr(model, "generate", None)
-        if generate is None:
+        if getattr(model, "generate", None) is None:
             raise UnsupportedModelError(
                 f"{type(model).__name__} cannot generate; pass the model with its language-model "
                 "head"
             )
         self.last_cache: BudgetCache | None = None
         self._model, self._decoder = model, decoder_of(model)
+        self._decision, self._lossless = decision, lossless
         # whether a model puts images between its tokens, so that these do not say what is read
         self._embeds = getattr(model, "base_model", model) is not self._decoder
-        # Made once, so that what cannot work is refused here; held, so that the hooks stay.
-        self._held: BudgetCache | None = make(self._size({}, None))
-        if lossless:
-            verify_with(self._held, model)
+        # Made now, so that what cannot work is refused here; held, so that the hooks stay.
+        self._held: BudgetCache | None = self._new_cache(self._size({}, None))
         self._limited = self._held.options.memory is not None or self._held.profile.fits_a_peak
-        self._make: Callable[[PromptSize], BudgetCache] = lambda size: extended(make(size))
         self._said: weakref.WeakSet[Any] = weakref.WeakSet()  # caches of others in forwards
         self._read_tokens: int | None = None  # of the latest cache, if a forward made it
-        self._warned_of_whole, self._lossless = False, lossless
-        serve(self._decoder, self._read)
-        self._watching = watch_calls(model) if self._embeds else None
-        self._before = {name: vars(model).get(name, _MISSING) for name in _REPLACED}
-        model.generate = _reduced(self, generate)
-        if self._limited and (paged := getattr(model, _PAGED, None)) is not None:
-            setattr(model, _PAGED, _refused(self, paged))
-        keep_from_copies(model, _without_applied)
+        self._warned_of_whole = False
+        hooks.serve(self._decoder, self._read)
+        self._watching = hooks.watch_calls(model) if self._embeds else None
+        if _IN_EFFECT not in vars(model):
+            _lend_methods(model)
+        vars(model)[_IN_EFFECT].append(self)
 
     def __repr__(self) -> str:
         state, cache = "in effect" if self.active else "removed", self.last_cache
@@ -281,26 +241,35 @@ class Applied:
 
     @property
     def active(self) -> bool:
-        """Return whether it is still in effect."""
+        """Whether it is still in effect."""
         return self._held is not None
 
     def remove(self) -> None:
         """Let the model generate as before; does nothing the second time."""
         if self._held is None:
             return
-        end_serving(self._decoder, self._read)
+        hooks.end_serving(self._decoder, self._read)
         if self._watching is not None:
-            end_watching(self._model, self._watching)
+            hooks.end_watching(self._model, self._watching)
         self._held = None
-        give_to_copies(self._model, _without_applied)
-        # One that ended earlier, below a later one, is still in the chain: take it out, too.
-        _uncover(vars(self._model), lambda applied: not applied.active)
+        in_effect: list[Applied] = vars(self._model)[_IN_EFFECT]
+        in_effect.remove(self)
+        if not in_effect:
+            hooks.give_to_copies(self._model, _take_methods_back)
+            _take_methods_back(vars(self._model))
+
+    def _new_cache(self, size: PromptSize) -> BudgetCache:
+        """Make the cache of a prompt."""
+        cache = extended(self._decision.cache(self._model, size))
+        if self._lossless:
+            verify_with(cache, self._model)
+        return cache
 
     def _read(
         self, arguments: Mapping[str, Any], begin: Callable[[BudgetCache], dict[str, Any]]
     ) -> dict[str, Any] | None:
         """Begin a forward that would make a cache with a reduced one; None leaves it as it is."""
-        ids, other = _prompt(arguments), cache_among(arguments)
+        ids, other = _prompt(arguments), names.cache_among(arguments)
         uses = arguments.get("use_cache")
         if uses is None:
             uses = getattr(self._decoder.config, "use_cache", True)
@@ -310,7 +279,7 @@ class Applied:
             return None  # the model names missing arguments itself
         size = self._size(arguments, ids)
         try:
-            cache = self._make(size)
+            cache = self._new_cache(size)
             begun = begin(cache)
         except UnsupportedRequestError as error:
             if self._limited:
@@ -326,6 +295,53 @@ class Applied:
         self.last_cache, self._read_tokens = cache, size.tokens
         return begun
 
+    def _generate(
+        self, generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a call of the model's ``generate()`` with a reduced cache."""
+        model = self._model
+        # a wrapper such as PEFT's has no name for the first argument
+        named = {"inputs": args[0]} if args else {}
+        arguments = named | hooks.named_arguments(generate, args, kwargs)
+        cache, ids = names.cache_among(kwargs), _prompt(arguments)
+        assists = bool(setting(model, arguments, "is_assistant"))
+        fresh = cache is None and not assists
+        if fresh:
+            check_assisted(model, arguments)
+            check_generate(model, arguments)
+            if setting(model, arguments, "cache_implementation") == "dynamic":
+                kwargs["cache_implementation"] = None  # generate() takes a cache or its name
+            cache = self._new_cache(self._size(arguments, ids, generates=True))
+            self.last_cache, self._read_tokens = cache, None
+        if cache is not None:  # under the name that this version of transformers takes
+            kwargs = {**names.without_cache(kwargs), names.generation_argument(): cache}
+        if not isinstance(cache, BudgetCache):
+            if not assists:
+                self._say_plain(cache, repeated=True)
+            return generate(*args, **kwargs)
+        if ids is not None:
+            _check_turn(cache, ids)
+            if cache.verifier is not None:
+                check_lossless(model, arguments)
+                streamer = kwargs.get("streamer")  # generate() passes it to no decoding but its own
+                kwargs["custom_generate"] = partial(generate_lossless, streamer=streamer)
+            elif is_assisted(model, arguments):
+                cache.activate_past_recording(int(ids.shape[1]))
+        seen = cache.get_seq_length()
+        try:
+            output = generate(*args, **kwargs)
+        except BaseException:
+            cache.take_back(seen)
+            raise
+        if fresh:  # what runs the model beside it, such as guidance, made caches of its own
+            self.last_cache, self._read_tokens = cache, None
+        cache.end_turn()
+        beams = (setting(model, arguments, "num_beams") or 1) > 1  # rows are not those returned
+        known = ids is not None and ids.ndim == 2 and not beams
+        written = getattr(output, "sequences", output)
+        cache.read_ids = written[:, : cache.get_seq_length()] if known else None
+        return output
+
     def _size(
         self, arguments: Mapping[str, Any], ids: Tensor | None, *, generates: bool = False
     ) -> PromptSize:
@@ -340,11 +356,10 @@ class Applied:
             return PromptSize(chunked=chunked)
         mask = shown_columns(arguments.get("attention_mask"))
         if not isinstance(mask, Tensor) or mask.shape != ids.shape[:2]:
-            mask = ids.new_ones(ids.shape[:2])
             pad, ends = setting_of("pad_token_id"), setting_of("eos_token_id")
             ends = ends if isinstance(ends, list) else [ends]
-            if generates and ids.ndim == 2 and pad is not None and pad not in ends:
-                mask = ids.ne(pad)
+            pads = generates and ids.ndim == 2 and pad is not None and pad not in ends
+            mask = ids.ne(pad) if pads else ids.new_ones(ids.shape[:2])
         if generates:
             counts = ("num_beams", "num_return_sequences")
             copies = max(setting_of(name) or 1 for name in counts)
@@ -360,7 +375,9 @@ class Applied:
         """Warn that another cache is used, once for each; refuse it if the memory is limited."""
         if isinstance(other, tuple | list) or (other in self._said and not repeated):
             return  # models refuse the first themselves
-        why = PAGED_MAKES_NONE if is_paged(other) else OWN_MAKES_NONE.format(type(other).__name__)
+        why = OWN_MAKES_NONE.format(type(other).__name__)
+        if names.is_paged(other):
+            why = PAGED_MAKES_NONE
         if self._limited:
             raise _beyond_memory(why)
         self._said.add(other)
@@ -385,98 +402,50 @@ def _warn_of_plain(why: object) -> None:
     warn_user(f"this forward makes a plain cache, and nothing is reduced: {why}")
 
 
-_MISSING = object()
+_IN_EFFECT = "_kvalloc_applied"
+"""The attribute of a model that lists the `Applied` in effect, the latest last."""
+
+_REPLACED = "_kvalloc_replaced"
+"""The attribute of a lent method with the model's own attribute of that name, or None."""
 
 _PAGED = "init_continuous_batching"
 """What ``generate_batch()`` calls before it starts the thread in which it runs the model."""
 
-_REPLACED = ("generate", _PAGED)
-"""Methods of a model that are replaced."""
 
+def _lend_methods(model: Any) -> None:
+    """Let methods of a model ask the latest `Applied`, until `_take_methods_back`."""
+    attributes = vars(model)
+    in_effect: list[Applied] = attributes.setdefault(_IN_EFFECT, [])
 
-def _uncover(attributes: dict[str, Any], ended: Callable[[Applied], bool]) -> None:
-    """Bring back the methods below ended ones."""
-    for name in _REPLACED:
-        current = attributes.get(name, _MISSING)
-        while (applied := getattr(current, _APPLIED, None)) is not None and ended(applied):
-            current = applied._before[name]
-        attributes[name] = current
-        if current is _MISSING:
-            del attributes[name]
+    def lend(name: str, answer: Callable[..., Any]) -> None:
+        if (method := getattr(model, name, None)) is not None:
 
+            @wraps(method)
+            def lent(*args: Any, **kwargs: Any) -> Any:
+                return answer(method, args, kwargs) if in_effect else method(*args, **kwargs)
 
-def _without_applied(state: dict[str, Any]) -> None:
-    """Let a copy of the model generate as a plain model."""
-    _uncover(state, lambda applied: True)
+            setattr(lent, _REPLACED, attributes.get(name))
+            attributes[name] = lent
 
-
-def _refused(applied: Applied, paged: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what begins ``generate_batch()``, refused while these are in effect."""
-
-    @wraps(paged)
-    def refused(*args: Any, **kwargs: Any) -> Any:
-        if applied.active:
+    def begin_batch(begin: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if any(one._limited for one in in_effect):
             raise _beyond_memory(PAGED_MAKES_NONE)
-        return paged(*args, **kwargs)
+        return begin(*args, **kwargs)
 
-    setattr(refused, _APPLIED, applied)
-    return refused
+    lend("generate", lambda *call: in_effect[-1]._generate(*call))
+    lend(_PAGED, begin_batch)
+    hooks.keep_from_copies(model, _take_methods_back)
 
 
-def _reduced(applied: Applied, generate: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `generate` with reduced caches, while these are in effect."""
-
-    @wraps(generate)
-    def reduced_generate(*args: Any, **kwargs: Any) -> Any:
-        if not applied.active:
-            return generate(*args, **kwargs)
-        model = applied._model
-        # a wrapper such as PEFT's has no name for the first argument
-        named = {"inputs": args[0]} if args else {}
-        arguments = named | named_arguments(generate, args, kwargs)
-        cache, ids = cache_among(kwargs), _prompt(arguments)
-        assists = bool(setting(model, arguments, "is_assistant"))
-        fresh = cache is None and not assists
-        if fresh:
-            check_assisted(model, arguments)
-            check_generate(model, arguments)
-            if setting(model, arguments, "cache_implementation") == "dynamic":
-                kwargs["cache_implementation"] = None  # generate() takes a cache or its name
-            cache = applied._make(applied._size(arguments, ids, generates=True))
-            if applied._lossless:
-                verify_with(cache, model)
-            applied.last_cache, applied._read_tokens = cache, None
-        if isinstance(cache, BudgetCache) and ids is not None:
-            _check_turn(cache, ids)
-            if cache.verifier is not None:
-                check_lossless(model, arguments)
-                streamer = kwargs.get("streamer")  # generate() passes it to no decoding but its own
-                kwargs["custom_generate"] = partial(generate_lossless, streamer=streamer)
-            elif is_assisted(model, arguments):
-                cache.activate_past_recording(int(ids.shape[1]))
-        if cache is not None:  # under the name that this version of transformers takes
-            kwargs = {**without_cache(kwargs), generation_argument(): cache}
-        if not isinstance(cache, BudgetCache):
-            if not assists:
-                applied._say_plain(cache, repeated=True)
-            return generate(*args, **kwargs)
-        seen = cache.get_seq_length()
-        try:
-            output = generate(*args, **kwargs)
-        except BaseException:
-            cache.take_back(seen)
-            raise
-        if fresh:  # what runs the model beside it, such as guidance, made caches of its own
-            applied.last_cache, applied._read_tokens = cache, None
-        cache.end_turn()
-        beams = (setting(model, arguments, "num_beams") or 1) > 1  # rows are not those returned
-        known = ids is not None and ids.ndim == 2 and not beams
-        written = getattr(output, "sequences", output)
-        cache.read_ids = written[:, : cache.get_seq_length()] if known else None
-        return output
-
-    setattr(reduced_generate, _APPLIED, applied)
-    return reduced_generate
+def _take_methods_back(attributes: dict[str, Any]) -> None:
+    """Bring back the methods that a model, or a copy with these attributes, had before."""
+    attributes.pop(_IN_EFFECT, None)
+    for name in ("generate", _PAGED):
+        method = attributes.get(name)
+        if hasattr(method, _REPLACED):
+            attributes[name] = getattr(method, _REPLACED)
+            if attributes[name] is None:
+                del attributes[name]
 
 
 def _check_turn(cache: BudgetCache, ids: Tensor) -> None:

@@ -22,14 +22,12 @@ from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.fitted import FittedModel
 from kvalloc.formats.shipped_profiles import find_fitted, fitted_of_same_sizes, load_fitted
 from kvalloc.models.attention import rotates_halves
-from kvalloc.models.loading import shape_of
 from kvalloc.models.structure import context_limit
 from kvalloc.online.conflicts import given_names
+from kvalloc.online.decision import Decision, PromptSize
 from kvalloc.online.methods import Immediate, Method, Setting, Solved, Whole, method_for
-from kvalloc.online.prompt_size import UNKNOWN, PromptSize
 from kvalloc.online.solved import grid_length, share_for_loss, shares_of_rows
-from kvalloc.runtime.cache import BudgetCache
-from kvalloc.runtime.making import Way, build_rows
+from kvalloc.runtime.making import Way
 from kvalloc.runtime.options import CacheOptions
 from kvalloc.shape import ModelShape
 from kvalloc.units import bytes_text, parse_share
@@ -46,7 +44,7 @@ _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Default:
+class Default(Decision):
     """The request of every prompt: a share of the bytes, within the memory of the options.
 
     Parameters
@@ -58,14 +56,13 @@ class Default:
     target_loss : float, optional
         Instead of a share: the smallest one that is predicted to lose no more, nats per token.
     options : CacheOptions
-        How the cache keeps the share, and the memory at its peak; without one the full cache is
-        taken to fit. Its fitted file is by default the one in the cache folder, or the one that
-        ships for the model; a policy is not taken.
+        How the cache keeps the share, and the memory at its peak; without one the full cache fits.
+        Its fitted file is by default the one in the cache folder, or the one that ships for the
+        model; a policy is not used.
     """
 
     share: float | None = None
     target_loss: float | None = None
-    options: CacheOptions = CacheOptions()
 
     @staticmethod
     def applies(**options: object) -> bool:
@@ -99,62 +96,48 @@ class Default:
         """Return whether the memory alone says the share."""
         return self.share is None and self.target_loss is None
 
-    def cache(self, model: Any, size: PromptSize = UNKNOWN) -> BudgetCache:
-        """Make a cache for one prompt; each row is served by its own length.
+    def ways(self, model: Any, shape: ModelShape, size: PromptSize) -> list[Way]:
+        """Return how each row is kept, by its own length.
 
-        Parameters
-        ----------
-        model : transformers.PreTrainedModel
-        size : PromptSize
-            If the length of a prompt is not known, its full cache is taken to fit.
+        If the length of a prompt is not known, its full cache is not held.
 
         Raises
         ------
         InputError
             If no method fits the memory, or there is no fitted file, and a loss is the target or
             rows are to share their bytes.
-        KVAllocError
-            As `kvalloc.make_cache`.
         """
-        setting = self.setting(shape_of(model), rotates=rotates_halves(model))
+        setting = self.setting(shape, rotates=rotates_halves(model))
         if self.target_loss is not None:
             setting = replace(setting, share=self._smallest_share(setting, self.target_loss, size))
-        elif self.share is None:
-            setting = replace(setting, share=self._largest_share(setting, size))
         if (across := self.options.across) is not None:
             use = f"{option('across', across)} shares bytes by"
             setting.require_file(use, "leave that out")
         if size.tokens is None:
-            way = Way(
-                profile=Immediate(setting=setting).profile(None),
-                options=replace(self.options, by_layer=Immediate.by_layer),
-            )
-            return build_rows(model, [way], prompt_tokens=size.announced, shape=setting.shape)
-        lengths = size.of_rows(range(size.n_rows)).lengths
-        settings = [setting] * len(lengths)
+            profile = Immediate(setting=setting).profile(None)
+            return [Way(profile=profile, options=replace(self.options, by_layer=True))]
+        size = size.of_rows(range(size.n_rows))
+        if self._memory_only:
+            setting = replace(setting, share=self._largest_share(setting, size))
+        settings = [setting] * size.n_rows
         if across is not None:
-            settings = _settings_of_rows(setting, lengths)
+            settings = _settings_of_rows(setting, size.lengths)
         limit = context_limit(model)
         methods = [
             method_for(one, tokens, limit=limit)
-            for one, tokens in zip(settings, lengths, strict=True)
+            for one, tokens in zip(settings, size.lengths, strict=True)
         ]
-        if not (setting.file and load_fitted(setting.file).shape.has_weights_of(setting.shape)):
+        if not (setting.file and load_fitted(setting.file).shape.has_weights_of(shape)):
             _warn_of_other_weights(setting, methods)
-        ways: dict[int, Way] = {}
-        for method, indices in self._that_fit(methods, size).items():
-            ways |= dict.fromkeys(indices, self._way(method, indices, size))
-        return build_rows(
-            model,
-            [ways[number] for number in range(len(lengths))],
-            prompt_tokens=size.announced,
-            lengths=size.lengths,
-            shape=setting.shape,
-        )
+        methods = self._that_fit(methods, size)
+        ways = {one: self._way(one, rows, size) for one, rows in _grouped(methods).items()}
+        return [ways[method] for method in methods]
 
     def _way(self, method: Method, indices: Sequence[int], size: PromptSize) -> Way:
         """Return how the cache keeps the rows that a method serves, and log it."""
-        detail, rest = _text(method, size.of_rows(indices))
+        rows = size.of_rows(indices)
+        profile = method.profile(rows.longest)
+        detail, rest = _text(method, profile, rows)
         if len(indices) < size.n_rows:
             names = ", ".join(map(str, indices))
             detail = f"row{'s' * (len(indices) > 1)} {names}: {detail}"
@@ -179,7 +162,7 @@ class Default:
         longer_profile = method.longer_profile()
         part = memory and memory * len(indices) // size.n_rows
         return Way(
-            profile=stated(method.profile(size.of_rows(indices).longest)),
+            profile=stated(profile),
             options=replace(self.options, by_layer=method.by_layer, memory=part),
             longer_profile=None if longer_profile is None else stated(longer_profile),
             within=within if self._memory_only else None,
@@ -187,10 +170,7 @@ class Default:
 
     def _largest_share(self, setting: Setting, size: PromptSize) -> float:
         """Return the largest share of a prompt that fits in the memory at its peak."""
-        if size.tokens is None:
-            return 1.0
         shape, memory = setting.shape, self.options.memory or 0
-        size = size.of_rows(range(size.n_rows))
         columns, rows, longest = size.columns, size.n_rows, size.longest
         # solved budgets fill their share, and values are fitted in float32
         wide = replace(shape, dtype_bytes=max(shape.dtype_bytes, 4))
@@ -243,20 +223,16 @@ class Default:
             )
         return Setting(shape=shape, share=self.share or 1.0, file=file, rotates=rotates)
 
-    def _that_fit(
-        self, methods: Sequence[Method], size: PromptSize
-    ) -> dict[Method, tuple[int, ...]]:
-        """Return the rows of each method; all are immediate if the memory asks for it."""
-        memory, groups = self.options.memory, _grouped(methods, size)
-        if memory is None:
-            return groups
+    def _that_fit(self, methods: list[Method], size: PromptSize) -> list[Method]:
+        """Return the method of each row; all are immediate if the memory asks for it."""
+        if (memory := self.options.memory) is None:
+            return methods
         immediate = [
             one if isinstance(one, Whole) else Immediate(setting=one.setting) for one in methods
         ]
-        choices = groups, _grouped(immediate, size)
         needs = [
-            sum(method.peak_bytes(size.of_rows(indices)) for method, indices in each.items())
-            for each in choices
+            sum(one.peak_bytes(size.of_rows(rows)) for one, rows in _grouped(choice).items())
+            for choice in (methods, immediate)
         ]
         if min(needs) > memory:
             in_rows = f" in {size.n_rows} rows" if size.n_rows > 1 else ""
@@ -268,16 +244,14 @@ class Default:
                 f"full cache is held, and {size_text(min(needs))} where it is evicted while it is "
                 f"read (the budget, and one layer in full); give more, {smaller} a shorter prompt"
             )
-        return choices[needs[0] > memory]
+        return immediate if needs[0] > memory else methods
 
 
-def _grouped(methods: Sequence[Method], size: PromptSize) -> dict[Method, tuple[int, ...]]:
-    """Return the rows of each method, the method of the longest row first."""
-    lengths = size.of_rows(range(size.n_rows)).lengths
-    longest_first = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+def _grouped(methods: Sequence[Method]) -> dict[Method, tuple[int, ...]]:
+    """Return the rows of each method."""
     return {
         method: tuple(row for row, other in enumerate(methods) if other == method)
-        for method in dict.fromkeys(methods[row] for row in longest_first)
+        for method in dict.fromkeys(methods)
     }
 
 
@@ -300,10 +274,10 @@ def _warn_of_other_weights(setting: Setting, methods: Sequence[Method]) -> None:
     _LOG.warning("%s", text)
 
 
-def _text(method: Method, size: PromptSize) -> tuple[str, str]:
+def _text(method: Method, profile: BudgetProfile, size: PromptSize) -> tuple[str, str]:
     """Return the line of detail of rows, and its end for the log: method, peak and cost."""
-    profile, lengths = method.profile(size.longest), size.lengths
-    shape, share, peak = profile.shape, method.setting.share, method.peak_bytes(size)
+    shape, share, lengths = profile.shape, method.setting.share, size.lengths
+    peak = method.peak_bytes(size)
     full, all_bytes = list(shape.full_layers), sum(full_bytes(shape, n) for n in lengths)
     kept = sum(profile.budgets_for(n)[full].mean() for n in lengths) / sum(lengths)
     stored = sum(map(profile.retained_bytes_at, lengths))

@@ -84,8 +84,8 @@ def fit(
         As `kvalloc.profile` takes them. By default prompts that kvalloc makes: prose, lists, code,
         facts and the model's own answers.
     output : str or Path, optional
-        The file to write, atomically, instead of the one in the cache folder. What is finished is
-        kept in ``OUTPUT.partial`` until then.
+        The file to write, atomically, instead of the one in the cache folder. Finished measurements
+        are kept in ``OUTPUT.partial`` until then.
     resume : bool
         Go on with what an earlier, killed call left there.
     progress : callable, optional
@@ -178,7 +178,7 @@ def fit(
 
 
 def _check_rotation(layers: Sequence[int], model: Any, item: None, advance: Advance) -> None:
-    """Refuse a model whose layers no surrogate can be fitted to, before prompts are made."""
+    """Refuse a model if no surrogate can be fitted to its layers, before prompts are made."""
     frequencies = rotary_frequencies(model)
     for layer in layers:
         surrogate_frequencies(frequencies[layer])

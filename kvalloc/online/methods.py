@@ -28,7 +28,7 @@ from kvalloc.errors import InputError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.policy import Policy
 from kvalloc.formats.shipped_profiles import load_fitted
-from kvalloc.online.prompt_size import PromptSize
+from kvalloc.online.decision import PromptSize
 from kvalloc.online.solved import (
     FEW_BELOW,
     SINKS,

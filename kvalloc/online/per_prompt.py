@@ -6,7 +6,6 @@ same solvers as everywhere decide, then the prompt is prefilled with eviction.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, replace
 from typing import Any, Self, Unpack
 
@@ -21,12 +20,10 @@ from kvalloc.allocation.request import Request, RequestOptions
 from kvalloc.errors import InfeasibleError, InputError, UnsupportedRequestError, option
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.measure.profiling import prompt_scores
-from kvalloc.models.loading import shape_of
 from kvalloc.models.structure import decoder_of
-from kvalloc.online.prompt_size import UNKNOWN, PromptSize
+from kvalloc.online.decision import Decision, PromptSize
 from kvalloc.problem.registry import get_solver
-from kvalloc.runtime.cache import BudgetCache
-from kvalloc.runtime.making import Way, build_rows
+from kvalloc.runtime.making import Way
 from kvalloc.runtime.options import CacheOptions
 from kvalloc.scorers import Scorer, get_scorer
 from kvalloc.shape import ModelShape
@@ -58,8 +55,14 @@ class PromptOptions(RequestOptions, total=False):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PromptTarget:
-    """What `PromptOptions` mean, checked.
+class PromptTarget(Decision):
+    """Budgets that are decided from each prompt, within its first forward.
+
+    A mini-prefill over the prompt comes first, then the solver, then the prefill with eviction.
+    That takes about as long as another prefill; no cache exists meanwhile, so peak memory is no
+    more than a reduced prefill takes. The ``profile`` of a cache is the decision once the prompt
+    has come, its ``row_profiles`` one for each row, its ``decision_seconds`` the time that deciding
+    took.
 
     Attributes
     ----------
@@ -71,8 +74,6 @@ class PromptTarget:
         First tokens, never evicted.
     solver : str
         Name of the solver.
-    options : CacheOptions
-        How the cache keeps its budgets.
 
     Raises
     ------
@@ -80,13 +81,16 @@ class PromptTarget:
         If a value is out of range, there is no such solver or scorer, or not exactly one target.
     UnsupportedRequestError
         If the scorer looks at tokens after a prompt.
+
+    References
+    ----------
+    XKV, Section IV-A.
     """
 
     request: Request
     scorer: Scorer
     sinks: int = 4
     solver: str = "auto"
-    options: CacheOptions = CacheOptions()
 
     def __post_init__(self) -> None:
         get_solver(self.solver)
@@ -102,76 +106,59 @@ class PromptTarget:
         options_set: dict[str, Any] = {
             name: value for name, value in keywords.items() if value is not None
         }
-        scorer = get_scorer(options_set.pop("scorer", "xkv"))
-        decided_by = {
-            name: options_set.pop(name) for name in ("solver", "sinks") if name in options_set
-        }
         if unknown := sorted(NOT_OF_A_PROMPT & options_set.keys()):
             raise InputError(
                 f"{option(unknown[0])} cannot be asked of each prompt; leave it out, or decide "
                 "once with 'kvalloc solve' and apply the profile"
             )
-        request = Request.parse(**options_set)
-        return cls(request=request, scorer=scorer, options=options or CacheOptions(), **decided_by)
+        return cls(
+            request=Request.parse(**options_set),
+            scorer=get_scorer(options_set.get("scorer", "xkv")),
+            sinks=options_set.get("sinks", cls.sinks),
+            solver=options_set.get("solver", cls.solver),
+            options=options or CacheOptions(),
+        )
 
-    def cache(self, model: Any, size: PromptSize = UNKNOWN) -> BudgetCache:
-        """Make a cache with budgets that are decided from its prompt.
-
-        In the prompt's forward, a mini-prefill over the prompt comes first, then the solver, then
-        the prefill with eviction. That takes about as long as another prefill; no cache exists
-        meanwhile, so peak memory stays that of a reduced prefill.
-
-        Parameters
-        ----------
-        model : transformers.PreTrainedModel
-        size : PromptSize, optional
-
-        Returns
-        -------
-        BudgetCache
-            Its ``profile`` is the decision once the prompt has come, its ``row_profiles`` one for
-            each row, its ``decision_seconds`` what deciding took.
+    def ways(self, model: Any, shape: ModelShape, size: PromptSize) -> list[Way]:
+        """Return how each row is kept, by its own budgets; equal rows, such as beams, by the same.
 
         Raises
         ------
-        KVAllocError
-            As `kvalloc.make_cache`.
-
-        References
-        ----------
-        XKV, Section IV-A.
+        UnsupportedRequestError
+            If the token ids of a prompt are not known.
+        InfeasibleError
+            If the target cannot be reached.
         """
-        undecided = self.options.with_policy(self._undecided(shape_of(model)))
+        whole = self.options.with_policy(self._whole(shape))
         options = replace(self.options, policy=None)  # it is the profile's now
         if not size.tokens:  # none has come: checked, and nothing more
-            return build_rows(model, [Way(profile=undecided, options=options)])
+            return [Way(profile=whole, options=options)]
         if not size.rows:
             raise UnsupportedRequestError(
                 "budgets of a prompt's own are decided from its token ids, but the decoder got "
                 "embeddings: inputs_embeds, or those of a model that puts images between its "
                 f"tokens; name {option('budget', '20%')} alone, or use a stored profile"
             )
-        begun, decoder = time.perf_counter(), decoder_of(model)
         request = replace(self.request, batch=len(size.rows))
         columns = max(size.tokens, *(row.size for row in size.rows))
-        ways: dict[bytes, Way] = {}  # beams have equal rows
+        ways: dict[bytes, Way] = {}
         for row in size.rows:
             if row.tobytes() not in ways:
-                profile = self._decided(request, undecided, decoder, row, columns)
+                profile = self._decided(request, whole, decoder_of(model), row, columns)
                 ways[row.tobytes()] = Way(profile=profile, options=options, once=True)
-        seconds = time.perf_counter() - begun
-        cache = build_rows(
-            model,
-            [ways[row.tobytes()] for row in size.rows],
-            prompt_tokens=size.announced,
-            lengths=[row.size for row in size.rows],
-        )
-        cache.decision_seconds = seconds
-        return cache
+        return [ways[row.tobytes()] for row in size.rows]
 
-    def _undecided(self, shape: ModelShape) -> BudgetProfile:
-        """Return the profile until a prompt has come: sinks and window, and everything is kept."""
-        context, target = self.sinks + self.scorer.window, self.request.target
+    def _whole(self, shape: ModelShape) -> BudgetProfile:
+        """Return the profile of a prompt that is too short for its budgets.
+
+        Later tokens make it longer, until the requested size leaves some out.
+        """
+        target, context = self.request.target, self.sinks + self.scorer.window
+        steering = target.steering()
+        if target.kind == "budget":
+            steering["share_of_16_bits"] = target.value
+        elif target.kind == "budget_tokens":
+            steering["length_rule"], context = "fixed", max(int(target.value), context)
         return BudgetProfile(
             shape=shape,
             level=self.request.level,
@@ -179,30 +166,20 @@ class PromptTarget:
             budgets=np.full((shape.n_layers, shape.n_kv_heads), context, dtype=np.int64),
             policy=self.scorer.policy(self.sinks),
             requested={"target": target.kind, "value": target.value},
-            **target.steering(),
-            detail="everything, until a prompt has come",
+            **steering,
+            detail="keeps the prompt whole, which is too short to leave any out",
         )
 
     def _decided(
         self,
         request: Request,
-        undecided: BudgetProfile,
+        whole: BudgetProfile,
         decoder: nn.Module,
         row: IntArray,
         columns: int,
     ) -> BudgetProfile:
         """Return the budgets of one row, in a batch of ``columns`` columns."""
-        shape, target = undecided.shape, request.target
-        whole = undecided.replace(
-            detail="keeps the prompt whole, which is too short to leave any out"
-        )
-        # later tokens make it longer, until the requested size leaves some out
-        if target.kind == "budget":
-            whole = whole.replace(share_of_16_bits=target.value)
-        elif target.kind == "budget_tokens":
-            tokens = max(int(target.value), whole.context_tokens)
-            budgets = np.full_like(whole.budgets, tokens)
-            whole = whole.replace(length_rule="fixed", context_tokens=tokens, budgets=budgets)
+        shape, target = whole.shape, request.target
         if row.size <= whole.context_tokens:
             everything = full_bytes(shape, row.size, request.batch)
             if target.kind == "memory" and everything > target.value:
@@ -219,5 +196,4 @@ class PromptTarget:
             if target.is_fixed:
                 raise
             return whole  # of a longer prompt the same share would hold sinks and window
-        decision = decide(posed, get_solver(self.solver), priced=False)
-        return decision.with_policy(undecided.policy)
+        return decide(posed, get_solver(self.solver), priced=False).with_policy(whole.policy)

@@ -18,9 +18,9 @@ from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.measure.step_times import DEVICES, StepTimes, device_steps, measure_steps
 from kvalloc.models.loading import shape_of
 from kvalloc.models.structure import context_limit
+from kvalloc.online.decision import PromptSize
 from kvalloc.online.default import Default
 from kvalloc.online.methods import Setting, Solved
-from kvalloc.online.prompt_size import PromptSize
 from kvalloc.online.solved import grid_length, share_for_loss
 from kvalloc.runtime.options import CacheOptions
 from kvalloc.runtime.plan import default_interval

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 import numpy as np
 
 from kvalloc.accounting.costs import CacheCosts, bytes_in_share
@@ -89,7 +91,7 @@ def solve_share(file: str, share: float, tokens: int) -> BudgetProfile | None:
     )
     try:
         posed = PosedRequest(scores=fitted.scores, request=request)
-        # whose bound is a dual one, which `kvalloc verify` proves again
+        # its bound is a dual one, which `kvalloc verify` proves again
         decided = decide(posed, get_solver("lagrangian"), priced=False)
         exact = get_solver("dp")  # on whose word it is the optimum
         if (decided.gap or 0.0) > LOOSE and exact.can_solve(posed.problem) is True:
@@ -104,8 +106,8 @@ def solve_share(file: str, share: float, tokens: int) -> BudgetProfile | None:
 def share_for_loss(file: str, loss: float, tokens: int) -> float:
     """Return the least share at which a whole cache is predicted to lose no more than this.
 
-    What is predicted is the sum of single losses, times what whole caches lost beside it at such a
-    share. It is searched once for a file, a loss and a length.
+    The prediction is the sum of single losses, times the model error at such a share. It is
+    searched once for a file, a loss and a length.
 
     Parameters
     ----------
@@ -121,13 +123,14 @@ def share_for_loss(file: str, loss: float, tokens: int) -> float:
     float
         To a thousandth; 1 where no smaller one is predicted to lose so little.
     """
-    low, high = 0, 1000  # of a thousand; bisected, since a larger share never loses more
-    while high - low > 1:
-        middle = (low + high) // 2
-        solved = solve_share(file, middle / 1000, tokens)
+
+    def meets(part: int) -> bool:
+        solved = solve_share(file, part / 1000, tokens)
         expected = None if solved is None else solved.expected_loss
-        low, high = (middle, high) if expected is None or expected > loss else (low, middle)
-    return high / 1000
+        return expected is not None and expected <= loss
+
+    # bisected, since a larger share never loses more
+    return (bisect_left(range(1, 1000), True, key=meets) + 1) / 1000
 
 
 @while_unchanged(maxsize=256)

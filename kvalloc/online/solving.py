@@ -88,8 +88,8 @@ def solve_measured(
     Returns
     -------
     BudgetProfile
-        Its `measured_loss` states the loss, its interval, the prompts and every try; what was
-        asked of the curves in the end is its `requested` target.
+        Its `measured_loss` states the loss, its interval, the prompts and every try; the target
+        that was solved last is its `requested` target.
 
     Raises
     ------
@@ -139,9 +139,9 @@ def _meet(
 ) -> BudgetProfile:
     """Return the smallest decision found with a measured loss within the target.
 
-    As long as none is, less is asked of the curves; then the way between what was asked for the
-    last that missed the target and for the first that met it is halved, in logarithms, until the
-    loss is near the target. Of another target it is the first decision.
+    As long as none is, a smaller loss is solved for. Then the interval between the last target that
+    missed and the first that met is halved, in logarithms, until the loss is near the target. For a
+    target other than a loss it is the first decision.
     """
     target, tries, missed = request.target.max_loss, list[MeasuredTry](), 0.0
     best: tuple[BudgetProfile, dict[str, Any]] | None = None

@@ -18,9 +18,9 @@ from kvalloc.extensions.saved import load_cache
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.fitted import FittedModel
 from kvalloc.models.loading import shape_of
+from kvalloc.online.decision import PromptSize
 from kvalloc.online.default import DETAIL, Default
 from kvalloc.online.methods import Immediate, SecondRead, Setting, Solved, Whole, method_for
-from kvalloc.online.prompt_size import PromptSize
 from kvalloc.online.solved import LOOSE, grid_length, solve_share
 from kvalloc.runtime.options import CacheOptions
 

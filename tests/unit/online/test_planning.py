@@ -12,10 +12,10 @@ from kvalloc.accounting.costs import plain_bytes, reading_bytes
 from kvalloc.errors import InputError
 from kvalloc.measure.step_times import DEVICES, Line, StepTimes, device_steps
 from kvalloc.models.loading import shape_of
+from kvalloc.online.decision import PromptSize
 from kvalloc.online.default import Default
 from kvalloc.online.methods import Solved, method_for
 from kvalloc.online.planning import Load, plan_batch
-from kvalloc.online.prompt_size import PromptSize
 from kvalloc.online.solved import grid_length, share_for_loss
 from kvalloc.runtime.options import CacheOptions
 from kvalloc.units import parse_bytes

@@ -16,10 +16,10 @@ import kvalloc
 from kvalloc.accounting.costs import full_bytes
 from kvalloc.errors import InputError, UnsupportedRequestError
 from kvalloc.models.loading import shape_of
+from kvalloc.online.decision import PromptSize
 from kvalloc.online.default import Default
 from kvalloc.online.methods import Immediate
 from kvalloc.online.per_prompt import PromptTarget
-from kvalloc.online.prompt_size import PromptSize
 from kvalloc.runtime.making import build_rows
 from kvalloc.runtime.options import CacheOptions
 
@@ -61,7 +61,7 @@ def cache_for(model, columns, rows, options):
         early = Immediate(setting=default.setting(shape))
         least = early.peak_bytes(replace(size, lengths=(columns,) * len(lengths)))
         default = replace(default, options=replace(kept, memory=least))
-    with patch("kvalloc.online.default.build_rows", of_the_prompt_alone):
+    with patch("kvalloc.online.decision.build_rows", of_the_prompt_alone):
         return default.cache(model, size)
 
 

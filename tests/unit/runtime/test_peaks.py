@@ -16,11 +16,11 @@ import kvalloc
 from kvalloc.accounting.costs import plain_bytes
 from kvalloc.errors import InputError
 from kvalloc.models.loading import shape_of
+from kvalloc.online.decision import PromptSize
 from kvalloc.online.default import Default
 from kvalloc.online.methods import Immediate
-from kvalloc.online.prompt_size import PromptSize
 from kvalloc.runtime.attention import torch as by_torch
-from kvalloc.runtime.making import build_cache
+from kvalloc.runtime.making import Way, build_rows
 from kvalloc.runtime.options import CacheOptions
 from kvalloc.scorers.lookahead import Lookahead
 
@@ -83,7 +83,8 @@ def test_the_peak_of_every_layer_is_what_the_mode_promises(mode, dtype, padded):
     size = 4 if mode == "matched" else dtype.itemsize  # fitted in float32
     layer = 2 * TOKENS * tiny.N_KV_HEADS * 2 * tiny.HEAD_DIM * size
     profile = profile_of(model, mode)
-    cache = build_cache(model, profile, CacheOptions(by_layer=profile.by_prompt))
+    options = CacheOptions(by_layer=profile.by_prompt)
+    cache = build_rows(model, [Way(profile=profile, options=options)])
 
     def prefill(cache):
         model(ids, attention_mask=mask, past_key_values=cache, logits_to_keep=1)

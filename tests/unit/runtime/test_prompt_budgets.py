@@ -12,8 +12,8 @@ from kvalloc.errors import InfeasibleError, UnsupportedRequestError
 from kvalloc.extensions.making import make_cache
 from kvalloc.measure.profiling import prompt_scores
 from kvalloc.models.loading import shape_of
+from kvalloc.online.decision import PromptSize
 from kvalloc.online.per_prompt import PromptTarget
-from kvalloc.online.prompt_size import PromptSize
 from kvalloc.scorers import get_scorer
 
 
