@@ -27,7 +27,7 @@ from kvalloc.models.structure import context_limit
 from kvalloc.online.default import Default
 from kvalloc.online.methods import PIECE, Immediate, Method, SecondRead, Setting, Solved, method_for
 from kvalloc.prompts.intervals import resampled_means
-from kvalloc.runtime.making import build_cache
+from kvalloc.runtime.making import Way, build_rows
 from kvalloc.runtime.options import CacheOptions
 from kvalloc.shape import ModelShape
 
@@ -111,7 +111,8 @@ def cache_of(
         assert isinstance(way, Solved), "nothing is decided for this model"
     else:
         way = {"twice": SecondRead, "early": Immediate}[name](setting=setting)
-    return build_cache(model, way.profile(tokens), CacheOptions(by_layer=way.by_layer))
+    options = CacheOptions(by_layer=way.by_layer)
+    return build_rows(model, [Way(profile=way.profile(tokens), options=options)])
 
 
 @torch.inference_mode()

@@ -8,7 +8,7 @@ from kvalloc.errors import InputError
 from kvalloc.extensions.assisted import Drafts
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.runtime.cache import BudgetCache
-from kvalloc.runtime.making import build_cache
+from kvalloc.runtime.making import Way, build_rows
 from kvalloc.runtime.options import CacheOptions
 
 
@@ -72,4 +72,5 @@ def make_cache(
         decode_every=decode_every,
         allow_other_model=allow_other_model,
     )
-    return extended(build_cache(model, profile, options, prompt_tokens=prompt_tokens))
+    way = Way(profile=profile, options=options)
+    return extended(build_rows(model, [way], prompt_tokens=prompt_tokens))

@@ -60,7 +60,7 @@ def make_layers(model: nn.Module, shape: ModelShape) -> list[Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """How rows of a batch are kept; see `build_cache`.
+    """How rows of a batch are kept; see `build_rows`.
 
     Attributes
     ----------
@@ -81,20 +81,6 @@ class Way:
     longer_profile: BudgetProfile | None = None
     within: Within | None = None
     once: bool = False
-
-
-def build_cache(
-    model: nn.Module,
-    profile: BudgetProfile,
-    options: CacheOptions,
-    *,
-    prompt_tokens: int | None = None,
-    longer_profile: BudgetProfile | None = None,
-    within: Within | None = None,
-) -> BudgetCache:
-    """Make a cache that keeps all rows of a batch in one way; see `build_rows`."""
-    way = Way(profile=profile, options=options, longer_profile=longer_profile, within=within)
-    return build_rows(model, [way], prompt_tokens=prompt_tokens)
 
 
 def build_rows(

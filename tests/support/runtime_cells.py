@@ -26,7 +26,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from kvalloc.accounting.costs import SCALE_BYTES, packed_row_bytes
 from kvalloc.errors import InputError, UnsupportedRequestError
-from kvalloc.runtime.making import build_cache
+from kvalloc.runtime.making import Way, build_rows
 from kvalloc.runtime.options import CacheOptions
 from kvalloc.runtime.policies import changed_policy, policy_class, policy_names
 from kvalloc.runtime.policies.base import EvictionPolicy
@@ -79,7 +79,8 @@ class Setting:
     def cache(self, decode_every: int | None = None, **changes: Any) -> Any:
         """Where each prompt hands out its entries at once, each layer hands out its own."""
         options = CacheOptions(by_layer=self.mode == "immediate", decode_every=decode_every)
-        return build_cache(self.model, self.profile, options, **changes)
+        way = Way(profile=self.profile, options=options)
+        return build_rows(self.model, [way], **changes)
 
     def shadow(self) -> Any:
         return tiny.Shadow(self.model)

@@ -12,7 +12,7 @@ from scorer_oracle import full_attention
 
 from kvalloc.errors import InputError
 from kvalloc.extensions.making import make_cache
-from kvalloc.runtime.making import build_cache
+from kvalloc.runtime.making import Way, build_rows
 from kvalloc.runtime.options import CacheOptions
 from kvalloc.runtime.selection import handed_out
 
@@ -101,7 +101,7 @@ def assert_best(cache, layers, scores, total):
 def test_the_best_of_each_layers_heads_stay_where_it_is_read(family):
     model, ids = tiny.tiny_model(family), tiny.prompt(CONTEXT)
     profile = by_prompt(model)
-    cache = build_cache(model, profile, CacheOptions(by_layer=True))
+    cache = build_rows(model, [Way(profile=profile, options=CacheOptions(by_layer=True))])
     run(model, ids, cache)
     assert cache.reduced
     scores = naive_scores(model, ids, profile)
@@ -118,7 +118,7 @@ def test_heads_of_a_layer_share_its_budget_in_chunks_and_while_decoding(model, c
     profile, rows = by_prompt(model), [tiny.prompt(n, seed=n) for n in (CONTEXT, 61)]
     ids, mask, positions = padded_rows(rows, "left")
     options = CacheOptions(by_layer=True, decode_every=decode_every)
-    cache = build_cache(model, profile, options, prompt_tokens=CONTEXT)
+    cache = build_rows(model, [Way(profile=profile, options=options)], prompt_tokens=CONTEXT)
     for first in range(0, CONTEXT, chunk):
         last = first + chunk
         run(model, ids[:, first:last], cache, mask[:, :last],
@@ -127,7 +127,7 @@ def test_heads_of_a_layer_share_its_budget_in_chunks_and_while_decoding(model, c
         wanted = profile.budgets_for(own.shape[1]).sum(axis=1)
         assert (cache.kept_tokens_by_row[row].sum(axis=1) == wanted).all()
     assert len(np.unique(cache.kept_tokens)) > 2
-    alone = build_cache(model, profile, options, prompt_tokens=CONTEXT)
+    alone = build_rows(model, [Way(profile=profile, options=options)], prompt_tokens=CONTEXT)
     for part in rows[0].split(chunk, dim=1):
         run(model, part, alone)
     if chunk == CONTEXT:

@@ -11,8 +11,7 @@ from prompt_runs import generate
 import kvalloc
 from kvalloc.accounting.stored import bytes_at_16_bits
 from kvalloc.runtime import turns
-from kvalloc.runtime.making import build_cache
-from kvalloc.runtime.options import CacheOptions
+from kvalloc.runtime.making import Way, build_rows
 
 TURN, SHARE = 60, "20%"
 
@@ -80,7 +79,7 @@ def test_a_conversation_goes_by_the_budgets_of_a_longer_text_once_their_share_ho
     short = tiny.make_profile(model, 20, 0.9, bits=np.full((4, 2), 4), **asked)
     longer = tiny.make_profile(model, 256, 0.4, bits=np.array([[8, 4]] * 4), **asked)
     assert longer.share_at(50) > 0.21 > longer.share_at(150)
-    cache = twin = build_cache(model, short, CacheOptions(), longer_profile=longer)
+    cache = twin = build_rows(model, [Way(profile=short, longer_profile=longer)])
     for turn in (20, 30, 100, 200):
         for one in {cache, twin}:
             with torch.no_grad():

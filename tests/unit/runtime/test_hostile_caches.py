@@ -24,7 +24,7 @@ import kvalloc
 from kvalloc.errors import KVAllocError, ProfileFileError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.saved_cache import SavedCacheHeader
-from kvalloc.runtime.making import build_cache
+from kvalloc.runtime.making import Way, build_rows
 from kvalloc.runtime.options import CacheOptions
 
 CONTEXT = 300
@@ -53,7 +53,7 @@ def saved(tmp_path_factory):
             bits = np.full_like(profile.budgets, 8)
             bits[:, 1], bits[1], bits[2, 0] = 4, 3, 16
             profile = profile.replace(bits=bits)
-        cache = build_cache(model, profile, CacheOptions(**options))
+        cache = build_rows(model, [Way(profile=profile, options=CacheOptions(**options))])
         mask = torch.ones(batch, CONTEXT, dtype=torch.long)
         mask[-1, :90] = name != "padded"
         with torch.no_grad():
