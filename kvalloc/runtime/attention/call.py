@@ -1,4 +1,4 @@
-"""What is asked of attention over kept entries, and what a backend is."""
+"""The contract of a backend: a call of attention over kept entries, and its answer."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ KERNEL_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 """What kernels read."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True, eq=False)
 class AttentionCall:
-    """What one layer's new tokens ask, beside the entries that are kept of the prompt.
+    """New tokens of one layer, and the tokens between them and the kept entries.
 
     All kept entries lie before all tokens that followed, so every new token sees each of them, and
     only the tokens that followed need a causal mask.

@@ -1,7 +1,7 @@
 """Attention of a few new tokens over kept entries in one pass on the CPU, written in C.
 
-Each entry is read once, as it is stored (float32, half precision, codes of 8 to 3 bits), by threads
-that share all entries of a layer equally, however different segments are. `cpu.c` is built when
+Each entry is read once, as it is stored: float32, half precision, codes of 8 to 3 bits. Threads
+share all entries of a layer equally, however different segments are. `cpu.c` is built when
 kvalloc is installed where there is a compiler (setup.py), and by ``make kernel``: on x86 twice, and
 the processor takes its own. Without it torch's operations do the same, slower.
 """
@@ -64,10 +64,6 @@ class _Part(ctypes.Structure):
         )
 
 
-_DESCRIBED: WeakKeyDictionary[Kept, tuple[Any, int, int, Any]] = WeakKeyDictionary()
-"""Made once for each eviction: the parts, where they and the spans are, and checked sizes."""
-
-
 class _Arguments(ctypes.Structure):
     """The same fields, in the same order, as ``arguments`` in cpu.c."""
 
@@ -81,6 +77,10 @@ class _Arguments(ctypes.Structure):
     )
 
 
+_ENTRIES: WeakKeyDictionary[Kept, tuple[_Arguments, tuple[int, ...], Any]] = WeakKeyDictionary()
+"""Made once for each eviction: arguments that say where the entries are, checked sizes, parts."""
+
+
 class CpuBackend(Backend):
     """Entries on the CPU, read by compiled code."""
 
@@ -92,7 +92,7 @@ class CpuBackend(Backend):
 
     def refusal(self, call: AttentionCall, kept: Kept) -> str | None:
         """Refuse types it does not read, gradients, too long a question, no compiler."""
-        if call.queries.device.type != "cpu":
+        if not call.queries.is_cpu:
             return "the entries are not on the CPU"
         rows = call.queries.shape[1] // call.keys.shape[1] * call.queries.shape[2]
         if not 0 < rows <= MOST_ROWS:
@@ -181,67 +181,70 @@ def cpu_attention(call: AttentionCall, kept: Kept, *, threads: int) -> Tensor:
     """Attend with a number of threads; see `CpuBackend.attend`."""
     _check_call(call)
     batch, n_query_heads, n_new, key_dim = call.queries.shape
-    n_kv_heads, n_following, value_dim = *call.keys.shape[1:3], call.values.shape[-1]
+    _, n_kv_heads, n_following, value_dim = call.values.shape
+    arguments = _entries(kept, batch, n_kv_heads, key_dim, value_dim)
     output = call.queries.new_empty(batch, n_new, n_query_heads, value_dim, dtype=torch.float32)
     # tensors behind pointers have names, so that they live until the call is over
-    queries = call.queries.float().contiguous()
-    latest, room = (call.keys, call.values), _room(call.keys, call.values)
-    if room is None:
-        latest, room = (call.keys.contiguous(), call.values.contiguous()), n_following
-    starts, sinks, kind = call.starts, call.sink_logits, _KINDS[call.queries.dtype]
-    described, sizes = _DESCRIBED.get(kept), (batch, n_kv_heads, key_dim, value_dim)
-    if described is None or described[3] != sizes:
-        _check_kept(kept, *sizes)
-        parts = (_Part * len(kept.parts))(*(_Part.of(part, value_dim) for part in kept.parts))
-        places = ctypes.addressof(parts), kept.spans.ctypes.data
-        described = _DESCRIBED[kept] = parts, *places, sizes
-    if starts is not None:
-        starts = starts.long().contiguous()
-    if sinks is not None:
-        sinks = sinks.float().contiguous()
-    arguments = _Arguments(
-        queries=queries.data_ptr(),
-        parts=described[1],
-        spans=described[2],
-        keys=latest[0].data_ptr(),
-        values=latest[1].data_ptr(),
-        starts=_place(starts),
-        sinks=_place(sinks),
-        output=output.data_ptr(),
-        n_segments=batch * n_kv_heads,
-        n_kv_heads=n_kv_heads,
-        n_rows=n_query_heads // n_kv_heads * n_new,
-        n_new=n_new,
-        n_following=n_following,
-        room=room,
-        key_dim=key_dim,
-        value_dim=value_dim,
-        following_kind=kind,
-        threads=threads,
-        scaling=call.scaling,
-        softcap=call.softcap or 0.0,
-    )
+    queries, keys, values = call.queries.float().contiguous(), call.keys, call.values
+    room = keys.stride(1) // key_dim  # tokens between two heads' first ones
+    for states, dim in ((keys, key_dim), (values, value_dim)):
+        if states.stride() != (n_kv_heads * room * dim, room * dim, dim, 1):
+            keys, values, room = keys.contiguous(), values.contiguous(), n_following
+            break
+    arguments.queries, arguments.output = queries.data_ptr(), output.data_ptr()
+    arguments.keys, arguments.values, arguments.room = keys.data_ptr(), values.data_ptr(), room
+    arguments.following_kind, arguments.threads = _KINDS[keys.dtype], threads
+    arguments.n_rows = n_query_heads // n_kv_heads * n_new
+    arguments.n_new, arguments.n_following = n_new, n_following
+    arguments.scaling, arguments.softcap = call.scaling, call.softcap or 0.0
+    if call.starts is not None:
+        starts = call.starts.long().contiguous()
+        arguments.starts = starts.data_ptr()
+    if call.sink_logits is not None:
+        sinks = call.sink_logits.float().contiguous()
+        arguments.sinks = sinks.data_ptr()
     library = kernel_library()
     assert isinstance(library, ctypes.CDLL)
     if library.attend(ctypes.byref(arguments)):
         raise MemoryError("no memory for attention over kept entries")
-    return output.to(call.queries.dtype)
+    dtype = call.queries.dtype
+    return output if dtype == torch.float32 else output.to(dtype)
+
+
+def _entries(kept: Kept, *sizes: int) -> _Arguments:
+    """Return new arguments that hold where the entries of a layer are; `sizes` are checked once."""
+    known = _ENTRIES.get(kept)
+    if known is None or known[1] != sizes:
+        batch, n_kv_heads, key_dim, value_dim = sizes
+        _check_kept(kept, *sizes)
+        parts = (_Part * len(kept.parts))(*(_Part.of(part, value_dim) for part in kept.parts))
+        arguments = _Arguments(
+            parts=ctypes.addressof(parts),
+            spans=kept.spans.ctypes.data,
+            n_segments=batch * n_kv_heads,
+            n_kv_heads=n_kv_heads,
+            key_dim=key_dim,
+            value_dim=value_dim,
+        )
+        known = _ENTRIES[kept] = arguments, sizes, parts
+    return _Arguments.from_buffer_copy(known[0])
 
 
 def _check_call(call: AttentionCall) -> None:
     """Raise if tensors for C do not fit together: C reads storage without a look."""
     queries, keys, values = states = call.queries, call.keys, call.values
     batch, n_query_heads, n_new, key_dim = queries.shape
-    n_kv_heads, n_following = keys.shape[1:3]
+    _, n_kv_heads, n_following, value_dim = values.shape
     if (
         keys.shape != (batch, n_kv_heads, n_following, key_dim)
-        or values.shape[:3] != keys.shape[:3]
+        or values.shape != (batch, n_kv_heads, n_following, value_dim)
         or not n_kv_heads
         or n_query_heads % n_kv_heads
         or not 0 < n_query_heads // n_kv_heads * n_new <= MOST_ROWS
         or 0 < n_following < n_new
         or queries.dtype not in _KINDS
-        or any(one.dtype != queries.dtype or not one.is_cpu for one in states)
+        or not queries.dtype == keys.dtype == values.dtype
+        or not (queries.is_cpu and keys.is_cpu and values.is_cpu)
         or (call.sink_logits is not None and call.sink_logits.numel() != n_query_heads)
         or (call.starts is not None and call.starts.shape != (batch,))
     ):
@@ -276,18 +279,6 @@ def _check_kept(kept: Kept, batch: int, n_kv_heads: int, key_dim: int, value_dim
             f"{value_dim} numbers in {batch} rows, but its cache keeps others; use this model with "
             "its full cache"
         )
-
-
-def _room(*several: Tensor) -> int | None:
-    """Return the tokens between two heads' first ones; None where it is not the same for all."""
-    batch, n_heads, _, dim = several[0].shape
-    room = several[0].stride(1) // dim
-    for states in several:
-        dim = states.shape[3]
-        row = n_heads * room * dim if batch > 1 else states.stride(0)
-        if states.stride() != (row, room * dim, dim, 1):
-            return None
-    return room
 
 
 def _place(tensor: Tensor | None) -> int | None:
