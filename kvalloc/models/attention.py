@@ -267,6 +267,7 @@ class _Active:
     module_ids: frozenset[int]
     rotations: Mapping[int, Rotation]
     outer: _Active | None
+    known: bool = False  # whether the handler knows the layers' weights and frequencies
 
 
 class _ConfigView:
@@ -377,6 +378,7 @@ class AttentionSwitch:
         self._module_ids = frozenset(map(id, modules))
         self._decoder = weakref.ref(decoder)
         self._modules = _attention_modules(modules)
+        self._views = [_ConfigView(module.config, id(module)) for module in self._modules]
         # the layers of some families have an index, too; their attention comes behind them
         self._attention = {
             module.layer_idx: module for module in self._modules if module.layer_idx is not None
@@ -429,10 +431,14 @@ class AttentionSwitch:
         active = _Active(handler, self._module_ids, self.rotations, None)
         return _answered(active, base_implementation(module.config), module, *states, **kwargs)
 
-    def enter(self, handler: Handler) -> Token[_Active | None]:
-        """Switch interception on; returns what `leave` needs."""
+    def enter(self, handler: Handler, *, known: bool = False) -> Token[_Active | None]:
+        """Switch interception on; returns what `leave` needs.
+
+        If the handler knows the layers, states show it no output projection and no frequencies.
+        """
         self._count(1)
-        return _active.set(_Active(handler, self._module_ids, self.rotations, _active.get()))
+        outer = _active.get()
+        return _active.set(_Active(handler, self._module_ids, self.rotations, outer, known))
 
     def leave(self, token: Token[_Active | None]) -> None:
         """Switch interception off again."""
@@ -458,11 +464,12 @@ class AttentionSwitch:
             return
         with _lock:
             within = _within[decoder] = _within.get(decoder, 0) + step
-            for module in self._modules:
+            for module, view in zip(self._modules, self._views, strict=True):
                 # a module takes long to be set anything
                 config, attributes = module.config, vars(module)
                 if within and type(config) is not _ConfigView:
-                    attributes["config"] = _ConfigView(config, id(module))
+                    vars(view)["_viewed"] = config
+                    attributes["config"] = view
                 elif not within and type(config) is _ConfigView:
                     attributes["config"] = config._viewed
 
@@ -556,6 +563,12 @@ def _answered(
 
     scaling, softcap = kwargs.get("scaling"), kwargs.get("softcap")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
+    details: dict[str, Any] = {}
+    if not active.known:
+        details = {
+            "output_projection": _output_projection(module, query.shape[1] * value.shape[-1]),
+            "frequencies": current_frequencies(active.rotations.get(layer, "it is not known yet")),
+        }
     states = AttentionStates(
         layer=layer,
         queries=query,
@@ -566,8 +579,7 @@ def _answered(
         # sdpa knows neither, and says so: scores leave them out as well
         softcap=None if softcap is None or base == "sdpa" else float(softcap),
         sink_logits=None if base == "sdpa" else _sink_logits(module, kwargs),
-        output_projection=_output_projection(module, query.shape[1] * value.shape[-1]),
-        frequencies=current_frequencies(active.rotations.get(layer, "it is not known yet")),
+        **details,
     )
     return active.handler(states, compute)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -14,30 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from kvalloc.accounting import IntArray
-from kvalloc.errors import (
-    ModelMismatchError,
-    UnsupportedModelError,
-    UnsupportedRequestError,
-    option,
-)
-from kvalloc.models.attention import AttentionStates, Compute, without_autocast
+from kvalloc.errors import ModelMismatchError, UnsupportedRequestError
 from kvalloc.runtime import hooks, prompt, refusals, turns
-from kvalloc.runtime.attention.backends import attend
-from kvalloc.runtime.attention.call import AttentionCall
 from kvalloc.runtime.checks import Checks
-from kvalloc.runtime.door import Batch, Door, shown
-from kvalloc.runtime.evict import Running, evict
+from kvalloc.runtime.door import Door
 from kvalloc.runtime.extension import Extension
 from kvalloc.runtime.figures import CacheFigures
-from kvalloc.runtime.forwards import HookedCache
-from kvalloc.runtime.pieces import part
+from kvalloc.runtime.forwards import HALF_WAY, Forward, HookedCache
 from kvalloc.runtime.rows import Method, Row
 from kvalloc.runtime.store import Store
 
-HALF_WAY = (
-    "a forward with this cache failed half-way, so its layers disagree; call cache.reset() and "
-    "start with the prompt again"
-)
 TURN_BROKEN_OFF = (
     "an answer broke off after {:,} tokens of its turn, and what was evicted meanwhile, or slid "
     "out of a window, cannot come back; call cache.reset() and start with the prompt again, or go "
@@ -96,11 +82,10 @@ class BudgetCache(CacheFigures, HookedCache):
 
     def _forget(self) -> None:
         self.rows: list[Row] = []
-        self._running: Running | None = None
+        self.forward: Forward | None = None
         self.prompt_read = prompt.ReadTokens()
-        self._broken: str | None = None
-        self._in_pieces = False  # while pieces of a forward run, all but the last
-        self._checks = Checks()
+        self.broken: str | None = None
+        self.in_pieces = False  # while pieces of a forward run, all but the last
 
     def __repr__(self) -> str:
         """Return model, tokens and share; a line for each layer would fill screens."""
@@ -114,64 +99,12 @@ class BudgetCache(CacheFigures, HookedCache):
     @property
     def interrupted(self) -> str | None:
         """Reason why only `reset` helps: a forward failed half-way; None if none did."""
-        return self._broken or (None if self._running is None else HALF_WAY)
+        return self.broken or (None if self.forward is None else HALF_WAY)
 
-    # What the hooks call
+    # What a forward asks
 
-    def ahead(
-        self, decoder: nn.Module, arguments: Mapping[str, Any]
-    ) -> tuple[list[Any], Mapping[str, Any]]:
-        """Run the pieces of a forward, all but the last.
-
-        It is cut where the memory does not take it whole, and where extensions ask for it.
-
-        Returns
-        -------
-        list
-            The decoder's outputs.
-        mapping
-            Arguments of the last piece.
-        """
-        outputs = list[Any]()
-        if self._in_pieces:
-            return outputs, arguments
-        for one in self.extensions:
-            arguments = one.begin(self, arguments)
-        seen = self.get_seq_length()
-        end = seen + refusals.new_tokens_shape(arguments)[1]
-        columns = {column for one in self.extensions for column in one.cuts(self, end)}
-        columns.update(turns.cuts(self, seen, end))
-        _, ready = shown(arguments)
-        if columns and ready:
-            raise UnsupportedRequestError(
-                "a forward with an attention mask that is not causal, given or made by the model "
-                f"around its images, cannot be read in pieces; leave out {option('memory')}, or "
-                "tokens that may be taken back"
-            )
-        self._in_pieces = True
-        try:
-            for column in sorted(columns):
-                new = column - self.get_seq_length()
-                outputs.append(decoder(**part(arguments, slice(new), column)))
-                arguments = part(arguments, slice(new, None))
-                for one in self.extensions:
-                    one.read(self)
-                turns.catch_up(self)
-        finally:
-            self._in_pieces = False
-        return outputs, arguments
-
-    def begin_forward(
-        self, decoder: nn.Module, arguments: Mapping[str, Any]
-    ) -> Mapping[str, Any] | None:
-        """Check a forward before it runs, and plan its evictions.
-
-        Returns
-        -------
-        mapping or None
-            Arguments to change: the mask of known padding where the caller gave none, for the
-            layers that are transformers' own and may still store some.
-        """
+    def check_owner(self, decoder: nn.Module) -> None:
+        """Refuse a forward of another model, or of an interrupted cache."""
         if self.decoder() is not decoder:
             raise ModelMismatchError(
                 f"this cache was made for another {self._name} object than the "
@@ -180,152 +113,15 @@ class BudgetCache(CacheFigures, HookedCache):
             )
         if self.interrupted is not None:
             raise UnsupportedRequestError(self.interrupted)
-        refusals.check_forward(decoder, arguments, self.batch)
-        seen, shape = self.get_seq_length(), refusals.new_tokens_shape(arguments)
-        refusals.check_turn(decoder, seen, shape[1])
-        columns, ready = shown(arguments)
-        if ready and self.reduced:
-            raise UnsupportedRequestError(
-                "an attention mask that is not causal, given or made by the model around its "
-                "images, does not fit layers that keep different entries; pass a 2-D "
-                "attention_mask or none, and images in the first prompt alone"
-            )
-        columns = None if ready and self.door.complete else columns
-        may_change = self.door.complete and not self.reduced
-        batch = self.door.enter(shape, seen, columns, may_change=may_change)
-        running = Running(batch, turns.room_tokens(self))
-        try:
-            if batch.follows:
-                running.n_queries = turns.noted_queries(self, batch)
-            else:
-                prompt.begin(self, running, arguments)
-        except BaseException:
-            self.door.abandon()
-            raise
-        for layer, store in self.stores.items():
-            store.fresh = layer in running.planned
-        self._running = running
-        if (
-            ready
-            or not batch.hides
-            or all(isinstance(layer, Store) and layer.kept is not None for layer in self.layers)
-        ):
-            return None
-        return {"attention_mask": self.door.mask(self.layers[0].device)}
-
-    def attend(self, states: AttentionStates, compute: Compute) -> Any:
-        """Run one layer's attention over all that it holds; then evict."""
-        store = self.layers[states.layer]
-        if not isinstance(store, Store):
-            output = compute(states.mask)
-            _free_slid_out(store, states)
-            return output
-        running = self._running
-        assert running is not None
-        batch, queries = running.batch, states.queries
-        if store.kept is None or store.tail is None:
-            output = compute(states.mask)
-            if running.n_queries or running.planned or running.observing:
-                queries = batch.aligned(queries)
-        else:
-            queries = batch.aligned(queries)
-            output = self._answer(store, replace(states, queries=queries), compute, batch)
-        self._attended(store, states, queries.detach(), running)
-        return output
-
-    def _answer(self, store: Store, states: AttentionStates, compute: Compute, batch: Batch) -> Any:
-        assert store.kept is not None
-        assert store.tail is not None
-        if batch.new == 1:
-            for one in self.extensions:
-                if (answer := one.answer(self, store, states, compute)) is not None:
-                    return answer
-        starts = batch.starts(store.tail.starts, states.queries.device)
-        return batch.in_columns(attend(AttentionCall.of(states, starts), store.kept)), None
-
-    def _attended(
-        self, store: Store, states: AttentionStates, queries: Tensor, running: Running
-    ) -> None:
-        """Note queries and evict, once a layer has attended to all that it holds."""
-        layer, batch = states.layer, running.batch
-        if store.template is None:
-            store.template = _without_tokens(states)
-        if not batch.follows:
-            # `kvalloc.models.probe` asks this first, but it may have failed
-            pairs = (states.keys, store.keys), (states.values, store.values)
-            if not all(shown is stored or shown.is_set_to(stored) for shown, stored in pairs):
-                raise UnsupportedModelError(
-                    f"layer {layer} attends to other keys or values than its cache returned, so "
-                    "nothing can be evicted or rounded; use this model with its full cache"
-                )
-        if running.n_queries:
-            store.notes.queries.add(queries, batch.lengths, running.n_queries)
-            store.notes.noted_until = store.seen
-        with self._checks.collected():  # the host reads its checks once a forward
-            planned = running.planned.get(layer, ())
-            evicted = np.array([row for eviction, _ in planned for row in eviction.rows], dtype=int)
-            for eviction in running.observing:
-                with without_autocast(store.keys):
-                    eviction.without(evicted).observe(layer, store)
-            if planned:
-                running.waiting.append(layer)
-            elif running.observing:
-                store.notes.queries.trim(running.n_queries_after)
-            if len(running.waiting) >= running.together:
-                self._evict_waiting(running)
-
-    def _evict_waiting(self, running: Running) -> None:
-        """Evict in the layers that wait for it."""
-        waited = running.waiting
-        for eviction, targets in running.due().items():
-            evict(self, eviction, targets)
-        for layer in waited:
-            self.stores[layer].notes.queries.trim(running.n_queries_after)
-
-    def end_forward(self, *, completed: bool) -> None:
-        """Clean up after a forward, also a failed one."""
-        running, self._running = self._running, None
-        if running is None:  # it was interrupted, and `reset` has tidied up before this
-            return
-        batch = running.batch
-        if not completed:
-            self._failed(batch)
-            return
-        with self.half_way():  # it reads the checks of its layers
-            self._evict_waiting(running)
-        tokens = self.door.tokens(batch)
-        self.door.commit(batch)
-        pairs = zip(self.rows, tokens.tolist(), strict=True)
-        self.rows = [replace(row, seen=seen) for row, seen in pairs]
-        if batch.completes:
-            prompt.end(self)
-        elif batch.follows and not any(one.holds for one in self.extensions):
-            turns.catch_up(self)
-
-    def _failed(self, batch: Batch) -> None:
-        """Clean up after a forward that failed: a turn that broke off was not read."""
-        self._checks = Checks()
-        self.door.abandon()
-        for store in self.stores.values():
-            store.fresh = False
-            if batch.follows and store.seen > batch.seen:
-                store.take_back(store.seen - batch.seen, batch.lengths)
-                if store.notes.noted_until > batch.seen:
-                    store.notes.queries.undo()
-                    store.notes.noted_until = batch.seen
-        if {layer.get_seq_length() for layer in self.layers} != {batch.seen}:
-            self._broken = HALF_WAY
-        elif not batch.seen:
-            self.rows = []
 
     @contextmanager
     def half_way(self) -> Iterator[None]:
-        """Mark the cache as broken if anything inside fails; read the collected checks."""
-        self._broken = HALF_WAY
-        with self._checks.collected():
+        """Mark the cache as broken if anything inside fails; read its checks at once."""
+        self.broken, checks = HALF_WAY, Checks()
+        with checks.collected():
             yield
-        self._checks.read()
-        self._broken = None
+        checks.read()
+        self.broken = None
 
     def end_turn(self) -> None:
         """Keep no more than the budget of all tokens seen: a turn has been read and answered.
@@ -354,7 +150,7 @@ class BudgetCache(CacheFigures, HookedCache):
         ModelMismatchError
             If the caller is not a forward of the cache's own model.
         """
-        running = self._running
+        running = None if self.forward is None else self.forward.running
         if running is None:
             raise ModelMismatchError(
                 f"this cache works only inside a forward of the {self._name} object that it was "
@@ -393,7 +189,7 @@ class BudgetCache(CacheFigures, HookedCache):
             try:
                 self.crop(-more)
             except UnsupportedRequestError:
-                self._broken = TURN_BROKEN_OFF.format(more)
+                self.broken = TURN_BROKEN_OFF.format(more)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove tokens from the end, at most back to the end of the compressed prompt.
@@ -544,37 +340,13 @@ class BudgetCache(CacheFigures, HookedCache):
             if store.tail is not None:  # views of it
                 memo[id(store.keys)] = memo[id(store.values)] = None
         memo[id(self.number)] = clone.number
-        memo[id(self._running)] = None
+        memo[id(self.forward)] = None
         clone.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items()})
         for store in clone.stores.values():
             if store.tail is not None:
                 store.keys, store.values = store.tail.states
-        if self._running is not None:  # no hook and no ``with`` will end it
-            clone._running, clone._broken = None, HALF_WAY
+        if self.forward is not None:  # no hook and no ``with`` will end it
+            clone.forward, clone.broken = None, HALF_WAY
         if (decoder := self.decoder()) is not None:
             hooks.retain(clone, decoder)
         return clone
-
-
-def _without_tokens(states: AttentionStates) -> AttentionStates:
-    """Return the part of a layer's attention that is the same in all forwards of a prompt."""
-    queries, keys, values = (  # a view would keep them all alive
-        tensor[:1, :, :0].detach().clone()
-        for tensor in (states.queries, states.keys, states.values)
-    )
-    return replace(states, queries=queries, keys=keys, values=values, mask=None)
-
-
-def _free_slid_out(layer: Any, states: AttentionStates) -> None:
-    """Give back the storage of prompt tokens that have left a sliding window.
-
-    transformers keeps a view of the last tokens in the storage of the whole prompt. After one
-    decoded token it has one entry more than the view, and to free that would copy the whole window
-    for each token; it goes with the next one.
-    """
-    if states.queries.shape[2] == 1:
-        return
-    for name in ("keys", "values"):
-        view: Tensor = getattr(layer, name)
-        if view.untyped_storage().nbytes() > view.nbytes:
-            setattr(layer, name, view.clone(memory_format=torch.contiguous_format))

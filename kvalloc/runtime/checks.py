@@ -21,7 +21,7 @@ def ensure(holds: Tensor, fail: Callable[[], None]) -> None:
     ----------
     holds : Tensor of bool, ()
     fail : callable
-        Raises, if it does not; may read what it says from the device.
+        Raises if it does not; may read numbers for its message from the device.
     """
     pending = _pending.get()
     if pending is not None:
@@ -34,12 +34,12 @@ class Checks:
     """Conditions that are collected and not yet read: a host that reads waits for the device."""
 
     def __init__(self) -> None:
-        self._noted: Pending = []
+        self.noted: Pending = []
 
     @contextmanager
     def collected(self) -> Iterator[None]:
         """Note what `ensure` is given inside instead of reading it."""
-        token = _pending.set(self._noted)
+        token = _pending.set(self.noted)
         try:
             yield
         finally:
@@ -47,7 +47,7 @@ class Checks:
 
     def read(self) -> None:
         """Fail as the first condition wants that does not hold, if any does not; forget them."""
-        pending, self._noted = self._noted, []
+        pending, self.noted = self.noted, []
         flags = [holds for holds, _ in pending]
         for holds, (_, fail) in zip(_values(flags) if flags else [], pending, strict=True):
             if not holds:

@@ -220,7 +220,7 @@ class Door:
     def tokens(self, batch: Batch) -> IntArray:
         """Return the tokens of each row after a forward, (rows,)."""
         if self._visible is None:
-            return np.full(batch.rows, batch.seen + batch.new)
+            return batch.seen + batch.lengths
         counts: IntArray = self._visible.sum(dim=1).numpy()
         return counts
 
@@ -246,7 +246,7 @@ class Door:
         return self._columns[row]
 
     def place(self, row: int) -> object:
-        """Return a key that is equal for rows whose tokens are in the same columns."""
+        """Return a key that is equal for rows with tokens in the same columns."""
         columns = self.columns(row)
         if isinstance(columns, slice):
             return columns.start, columns.stop

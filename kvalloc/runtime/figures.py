@@ -79,7 +79,7 @@ class CacheFigures(Cache):
     @property
     def batch(self) -> int:
         """Rows that are stored; 0 before the first forward."""
-        return next(iter(self.stores.values())).rows
+        return next(layer for layer in self.layers if isinstance(layer, Store)).rows
 
     @property
     def retained_bytes(self) -> int:
@@ -125,7 +125,7 @@ class CacheFigures(Cache):
 
     @property
     def kept_tokens(self) -> IntArray:
-        """Entries stored now, ``(n_layers, n_kv_heads)``; where rows differ, those of the most."""
+        """Entries stored now, ``(n_layers, n_kv_heads)``; the largest number if rows differ."""
         counts: IntArray = self.kept_tokens_by_row.max(axis=0, initial=0)
         return counts
 

@@ -5,18 +5,33 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import Token
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from kvalloc.errors import UnsupportedModelError, UnsupportedRequestError
+from kvalloc.errors import UnsupportedModelError, UnsupportedRequestError, option
 from kvalloc.models import names
-from kvalloc.models.attention import AttentionStates, AttentionSwitch, Compute
+from kvalloc.models.attention import AttentionStates, AttentionSwitch, Compute, without_autocast
+from kvalloc.runtime import prompt, refusals, turns
+from kvalloc.runtime.attention.backends import attend
+from kvalloc.runtime.attention.call import AttentionCall
+from kvalloc.runtime.checks import Checks
+from kvalloc.runtime.door import Batch, shown
+from kvalloc.runtime.evict import Running, evict
+from kvalloc.runtime.pieces import part
+from kvalloc.runtime.refusals import new_tokens_shape
+from kvalloc.runtime.store import Store
+
+HALF_WAY = (
+    "a forward with this cache failed half-way, so its layers disagree; call cache.reset() and "
+    "start with the prompt again"
+)
 
 _counter = itertools.count()
 caches: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -47,17 +62,16 @@ Serve: TypeAlias = Callable[
 that does, or None."""
 
 
-@dataclass(slots=True)
-class OpenForward:
-    """A forward that runs.
+class Forward:
+    """A forward with a cache: begun, answered layer by layer, and ended.
 
     Attributes
     ----------
     cache : BudgetCache
     outputs : list
         Of its first pieces.
-    begun : bool
-        Whether the cache has begun it.
+    running : Running or None
+        Its new tokens and planned evictions; None before it is begun.
     token : Token or None
         What the switch needs to be left.
     attended : int
@@ -68,18 +82,191 @@ class OpenForward:
         What of Dynamo's is to watch Python again after it.
     """
 
-    cache: Any
-    outputs: list[Any] = field(default_factory=list)
-    begun: bool = False
-    token: Token[Any] | None = None
-    attended: int = 0
-    mask: Tensor | None = None
-    callback: Any = None
+    def __init__(self, cache: Any, outputs: Sequence[Any] = ()) -> None:
+        self.cache, self.outputs = cache, outputs
+        self.running: Running | None = None
+        self.token: Token[Any] | None = None
+        self.attended = 0
+        self.mask: Tensor | None = None
+        self.callback: Any = None
+        self._checks = Checks()
+
+    def begin(self, decoder: nn.Module, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Check a forward before it runs, and plan its evictions.
+
+        Returns
+        -------
+        mapping
+            Arguments to change: the mask of known padding where the caller gave none, for the
+            layers that are transformers' own and may still store some.
+        """
+        cache, door, (rows, new) = self.cache, self.cache.door, new_tokens_shape(arguments)
+        cache.check_owner(decoder)
+        refusals.check_forward(decoder, arguments, cache.batch)
+        seen = cache.get_seq_length()
+        refusals.check_turn(decoder, seen, new)
+        columns, ready = shown(arguments)
+        if ready and cache.reduced:
+            raise UnsupportedRequestError(
+                "an attention mask that is not causal, given or made by the model around its "
+                "images, does not fit layers that keep different entries; pass a 2-D "
+                "attention_mask or none, and images in the first prompt alone"
+            )
+        columns = None if ready and door.complete else columns
+        may_change = columns is not None and door.complete and not cache.reduced
+        batch = door.enter((rows, new), seen, columns, may_change=may_change)
+        running = Running(batch, turns.room_tokens(cache))
+        try:
+            if batch.follows:
+                running.n_queries = turns.noted_queries(cache, batch)
+            else:
+                prompt.begin(cache, running, arguments)
+        except BaseException:
+            door.abandon()
+            raise
+        for layer in running.planned:
+            cache.layers[layer].fresh = True
+        self.running, cache.forward = running, self
+        if (
+            ready
+            or not batch.hides
+            or all(isinstance(layer, Store) and layer.kept is not None for layer in cache.layers)
+        ):
+            return {}
+        return {"attention_mask": door.mask(cache.layers[0].device)}
 
     def attend(self, states: AttentionStates, compute: Compute) -> Any:
-        """Answer one layer's attention."""
+        """Answer one layer's attention over all that it holds; then evict."""
         self.attended += 1
-        return self.cache.attend(states, compute)
+        store, running = self.cache.layers[states.layer], self.running
+        if not isinstance(store, Store):
+            output = compute(states.mask)
+            _free_slid_out(store, states)
+            return output
+        assert running is not None
+        batch, aligned = running.batch, states
+        if batch.order is not None:
+            aligned = replace(states, queries=batch.aligned(states.queries))
+        if store.kept is None:
+            output = compute(states.mask)
+        else:
+            output = self._answer(store, aligned, compute, batch)
+        if store.template is None:
+            store.template = _without_tokens(states)
+        if not batch.follows:
+            _check_shown(store, states)
+        if running.n_queries:
+            store.notes.queries.add(aligned.queries.detach(), batch.lengths, running.n_queries)
+            store.notes.noted_until = store.seen
+        if running.planned or running.observing:
+            self._evict(states.layer, store, running)
+        return output
+
+    def _answer(self, store: Any, states: AttentionStates, compute: Compute, batch: Batch) -> Any:
+        """Answer new tokens, in order, from what a reduced layer holds."""
+        if batch.new == 1:
+            for one in self.cache.extensions:
+                if (answer := one.answer(self.cache, store, states, compute)) is not None:
+                    return answer
+        starts = batch.starts(store.tail.starts, states.queries.device)
+        return batch.in_columns(attend(AttentionCall.of(states, starts), store.kept)), None
+
+    def _evict(self, layer: int, store: Store, running: Running) -> None:
+        """Evict once a layer has read a forward of the prompt; else its policy notes it."""
+        planned = running.planned.get(layer, ())
+        with self._checks.collected():  # the host reads its checks once a forward
+            evicted = np.array([row for eviction, _ in planned for row in eviction.rows], dtype=int)
+            for eviction in running.observing:
+                with without_autocast(store.keys):
+                    eviction.without(evicted).observe(layer, store)
+            if planned:
+                running.waiting.append(layer)
+            elif running.observing:
+                store.notes.queries.trim(running.n_queries_after)
+            if len(running.waiting) >= running.together:
+                self._evict_waiting(running)
+
+    def _evict_waiting(self, running: Running) -> None:
+        """Evict in the layers that wait for it."""
+        layers = running.waiting
+        for eviction, targets in running.due().items():
+            evict(self.cache, eviction, targets)
+        for layer in layers:
+            self.cache.layers[layer].notes.queries.trim(running.n_queries_after)
+
+    def end(self, *, completed: bool) -> None:
+        """Clean up after a forward, also a failed one."""
+        cache, running = self.cache, self.running
+        if running is None or cache.forward is not self:  # `reset` has tidied up before this
+            return
+        batch, cache.forward = running.batch, None
+        if not completed:
+            self._fail(batch)
+            return
+        if running.waiting or self._checks.noted:
+            with cache.half_way():
+                self._evict_waiting(running)
+                self._checks.read()
+        tokens = cache.door.tokens(batch).tolist()
+        cache.door.commit(batch)
+        cache.rows = [replace(row, seen=n) for row, n in zip(cache.rows, tokens, strict=True)]
+        if batch.completes:
+            prompt.end(cache)
+        elif batch.follows and not any(one.holds for one in cache.extensions):
+            turns.catch_up(cache)
+
+    def _fail(self, batch: Batch) -> None:
+        """Clean up after a forward that failed: a turn that broke off was not read."""
+        cache = self.cache
+        cache.door.abandon()
+        for store in cache.stores.values():
+            store.fresh = False
+            if batch.follows and store.seen > batch.seen:
+                store.take_back(store.seen - batch.seen, batch.lengths)
+                if store.notes.noted_until > batch.seen:
+                    store.notes.queries.undo()
+                    store.notes.noted_until = batch.seen
+        if {layer.get_seq_length() for layer in cache.layers} != {batch.seen}:
+            cache.broken = HALF_WAY
+        elif not batch.seen:
+            cache.rows = []
+
+
+def _check_shown(store: Store, states: AttentionStates) -> None:
+    """Refuse a layer that attends to anything but what its cache returned.
+
+    `kvalloc.models.probe` asks this first, but it may have failed.
+    """
+    pairs = (states.keys, store.keys), (states.values, store.values)
+    if not all(shown is stored or shown.is_set_to(stored) for shown, stored in pairs):
+        raise UnsupportedModelError(
+            f"layer {states.layer} attends to other keys or values than its cache returned, so "
+            "nothing can be evicted or rounded; use this model with its full cache"
+        )
+
+
+def _without_tokens(states: AttentionStates) -> AttentionStates:
+    """Return the part of a layer's attention that is the same in all forwards of a prompt."""
+    queries, keys, values = (  # a view would keep them all alive
+        tensor[:1, :, :0].detach().clone()
+        for tensor in (states.queries, states.keys, states.values)
+    )
+    return replace(states, queries=queries, keys=keys, values=values, mask=None)
+
+
+def _free_slid_out(layer: Any, states: AttentionStates) -> None:
+    """Give back the storage of prompt tokens that have left a sliding window.
+
+    transformers keeps a view of the last tokens in the storage of the whole prompt. After one
+    decoded token it has one entry more than the view, and to free that would copy the whole window
+    for each token; it goes with the next one.
+    """
+    if states.queries.shape[2] == 1:
+        return
+    for name in ("keys", "values"):
+        view: Tensor = getattr(layer, name)
+        if view.untyped_storage().nbytes() > view.nbytes:
+            setattr(layer, name, view.clone(memory_format=torch.contiguous_format))
 
 
 @dataclass(slots=True)
@@ -92,7 +279,7 @@ class Installed:
     column: bool  # whether the forward takes the column of a new token
     graphs: bool  # whether this torch has what a compiled model's token needs
     caches: int = 0
-    open_forwards: dict[int, OpenForward] = field(default_factory=dict)
+    open_forwards: dict[int, Forward] = field(default_factory=dict)
     serving: list[weakref.WeakMethod[Serve]] = field(default_factory=list)
     forward: Any = None  # what the module got as a forward of its own
     bare: set[int] = field(default_factory=set)  # threads that call the model without a cache
@@ -120,9 +307,9 @@ def begin(
     decoded: bool = False,
 ) -> dict[str, Any]:
     """Begin a forward with a cache, also a compiled one of one token; returns its arguments."""
-    outputs, arguments = cache.ahead(module, arguments)
+    outputs, arguments = _read_ahead(module, cache, arguments)
     running, thread = entry.open_forwards, threading.get_ident()
-    forward = OpenForward(cache, outputs)
+    forward = Forward(cache, outputs)
     with lock:
         if any(one.cache is cache for one in running.values()):  # this thread's own was closed
             raise UnsupportedRequestError(
@@ -131,38 +318,83 @@ def begin(
             )
         running[thread] = forward
     try:
-        changed = cache.begin_forward(module, arguments)
+        changed = forward.begin(module, arguments)
     except BaseException:
         with lock:
             running.pop(thread, None)
         raise
     running[thread] = forward  # where budgets were decided, the model has run in between
-    forward.begun = True
-    arguments = {**names.without_cache(arguments), entry.argument: cache, **(changed or {})}
+    arguments = {**names.without_cache(arguments), entry.argument: cache, **changed}
     if decoded:
         forward.mask = arguments.get("attention_mask")
     else:
-        forward.token = entry.switch.enter(forward.attend)
+        known = all(store.template is not None for store in cache.stores.values())
+        forward.token = entry.switch.enter(forward.attend, known=known)
     return arguments
 
 
-def close(entry: Installed, *, completed: bool) -> list[Any]:
+def _read_ahead(
+    decoder: nn.Module, cache: Any, arguments: Mapping[str, Any]
+) -> tuple[list[Any], Mapping[str, Any]]:
+    """Run the pieces of a forward, all but the last.
+
+    It is cut where the memory does not take it whole, and where extensions ask for it.
+
+    Returns
+    -------
+    list
+        The decoder's outputs.
+    mapping
+        Arguments of the last piece.
+    """
+    outputs = list[Any]()
+    if cache.in_pieces:
+        return outputs, arguments
+    for one in cache.extensions:
+        arguments = one.begin(cache, arguments)
+    (_, new), seen = new_tokens_shape(arguments), cache.get_seq_length()
+    if new < 2:
+        return outputs, arguments
+    columns = {column for one in cache.extensions for column in one.cuts(cache, seen + new)}
+    columns.update(turns.cuts(cache, seen, seen + new))
+    if columns and shown(arguments)[1]:
+        raise UnsupportedRequestError(
+            "a forward with an attention mask that is not causal, given or made by the model "
+            f"around its images, cannot be read in pieces; leave out {option('memory')}, or "
+            "tokens that may be taken back"
+        )
+    cache.in_pieces = True
+    try:
+        for column in sorted(columns):
+            new = column - cache.get_seq_length()
+            outputs.append(decoder(**part(arguments, slice(new), column)))
+            arguments = part(arguments, slice(new, None))
+            for one in cache.extensions:
+                one.read(cache)
+            turns.catch_up(cache)
+    finally:
+        cache.in_pieces = False
+    return outputs, arguments
+
+
+def close(entry: Installed, *, completed: bool) -> Sequence[Any]:
     """End this thread's forward, if one is open; return the outputs of its first pieces."""
     with lock:  # another thread may be looking through them
         forward = entry.open_forwards.pop(threading.get_ident(), None)
-    if forward is not None and forward.begun:
-        if forward.token is not None:
-            entry.switch.leave(forward.token)
+    if forward is None:
+        return ()
+    if forward.token is not None:
+        entry.switch.leave(forward.token)
+    if forward.running is not None:
         layers, calls = len(forward.cache.layers), forward.attended
+        forward.end(completed=completed and calls == layers)
         if completed and calls != layers:
-            forward.cache.end_forward(completed=False)
             raise UnsupportedModelError(
                 f"{calls} attention calls went through transformers' attention interface in a "
                 f"forward of {layers} layers, expected one of each; load the model with "
                 'attn_implementation="sdpa", and do not compile its layers'
             )
-        forward.cache.end_forward(completed=completed)
-    return [] if forward is None else forward.outputs
+    return forward.outputs
 
 
 def hooked_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

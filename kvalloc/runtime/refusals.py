@@ -151,8 +151,8 @@ def check_turn(decoder: nn.Module, seen: int, new: int) -> None:
         If it is one of these.
     """
     check_goes_on(seen + new, seen)
-    limit = context_limit(decoder)
-    if seen and new > 1 and limit is not None and seen + new > limit:
+    limit = context_limit(decoder) if seen and new > 1 else None
+    if limit is not None and seen + new > limit:
         raise InputError(
             f"{seen} tokens in the cache and {new} that follow are beyond the {limit} tokens that "
             "the model was made for; shorten the turn or begin a new conversation"
@@ -259,8 +259,8 @@ def new_tokens(arguments: Mapping[str, Any]) -> Tensor:
     UnsupportedRequestError
         If there is neither.
     """
-    among = (arguments.get(name) for name in ("inputs_embeds", "input_ids"))
-    tokens = next((one for one in among if isinstance(one, Tensor)), None)
-    if tokens is None:
+    tokens = arguments.get("inputs_embeds")
+    tokens = arguments.get("input_ids") if tokens is None else tokens
+    if not isinstance(tokens, Tensor):
         raise UnsupportedRequestError("this forward has neither input_ids nor inputs_embeds")
     return tokens

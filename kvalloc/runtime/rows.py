@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
@@ -62,7 +63,7 @@ class Method:
             or across_layers
         )
 
-    @property
+    @cached_property
     def goes_on(self) -> bool:
         """Whether rows evict after their prompt, too."""
         return self.profile.reduces or self.options.memory is not None

@@ -85,7 +85,8 @@ def catch_up(cache: Any) -> None:
         for number in _followed(cache)
         if full or (row := cache.rows[number]).seen - row.evicted_at >= _interval(cache, row)
     ]
-    _settle(cache, due)
+    if due:
+        _settle(cache, due)
 
 
 def end(cache: Any) -> None:

@@ -276,7 +276,7 @@ def test_a_forward_that_ends_while_another_begins_disturbs_nobody(model, monkeyp
     profile, ids = tiny.make_profile(model, CONTEXT, 0.3), tiny.prompt(CONTEXT)
     within, end = threading.Event(), threading.Event()
 
-    class Looked(forwards.OpenForward):
+    class Looked(forwards.Forward):
         """Whoever compares its cache lets the other thread go on first."""
 
         @property
