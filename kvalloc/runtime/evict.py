@@ -214,8 +214,8 @@ class Eviction:
         n_queries = wanted_queries(self.policy, int(self.prompt[rows[0]]), whole=self.whole)
         n_queries = max(n_queries, new if self.policy.observes else 0)
         queries = template.queries
-        if store.notes.queries.pieces:
-            queries = store.notes.queries.of(rows, n_queries)
+        if store.notes.queries.tokens:
+            (queries,) = store.notes.queries.of(rows, n_queries)
         states = template
         if head is not None:
             group = queries.shape[1] // n_heads

@@ -156,7 +156,7 @@ class Forward:
         if not batch.follows:
             _check_shown(store, states)
         if running.n_queries:
-            store.notes.queries.add(aligned.queries.detach(), batch.lengths, running.n_queries)
+            store.notes.queries.note(aligned.queries.detach(), batch.lengths, running.n_queries)
             store.notes.noted_until = store.seen
         if running.planned or running.observing:
             self._evict(states.layer, store, running)

@@ -11,106 +11,69 @@ from torch import Tensor
 
 from kvalloc.accounting import IntArray
 from kvalloc.models.attention import Observed
-from kvalloc.runtime.tail import rows_of
+from kvalloc.runtime.tail import BLOCK_TOKENS, Latest
 
 
-class Queries:
-    """The latest queries of each row.
-
-    Attributes
-    ----------
-    pieces : list of (ndarray, Tensor)
-        Of one forward after the other: how many are of each row, (rows,), and the queries,
-        (rows, n_query_heads, n, head_dim), each row's at the end.
-    """
+class Queries(Latest):
+    """The latest queries of each row; none at first."""
 
     def __init__(self) -> None:
-        self.pieces: list[tuple[IntArray, Tensor]] = []
-        self._before: list[tuple[IntArray, Tensor]] = []
+        nothing = torch.empty(1, 1, 0, 1, device="cpu")
+        super().__init__([nothing], np.zeros(1, np.int64))
+        self._before = self.buffers, self.tokens, self.starts
 
-    def add(self, queries: Tensor, lengths: IntArray, limit: int) -> None:
-        """Add the queries of a forward, and forget those that are not among the latest ``limit``.
+    def note(self, queries: Tensor, lengths: IntArray, limit: int) -> None:
+        """Add the queries of a forward, and keep the latest ``limit`` of each row.
 
-        Of single tokens, up to twice as many stay, so that few of them take the time for it.
+        Single tokens are trimmed once twice that number, or a block, is stored: rarely.
+
+        Parameters
+        ----------
+        queries : Tensor, (rows, n_query_heads, n_new, head_dim)
+        lengths : ndarray of int64, (rows,)
+            Tokens of each row among the new ones; they are the last ones.
+        limit : int
         """
-        self._before = [*self.pieces]
-        self.pieces.append((lengths, queries))
-        if queries.shape[2] > 1 or len(self.pieces) > 2 * limit:
-            self.trim(limit, frees=False)
+        self._before, n_new = (self.buffers, self.tokens, self.starts), int(queries.shape[2])
+        if n_new > limit:
+            queries = queries[:, :, n_new - limit :].clone()
+            lengths = np.minimum(lengths, limit)
+        max_tokens = max(2 * limit, BLOCK_TOKENS)
+        if self.tokens:
+            self.append((queries,), lengths, max_tokens)
+        else:
+            self._fill((queries,), lengths)
+        if n_new > min(1, limit) or self.tokens >= max_tokens:
+            self.trim(limit)
 
     def undo(self) -> None:
-        """Undo the latest `add`: its forward failed."""
-        self.pieces = self._before
+        """Undo the latest `note`: its forward failed."""
+        self.buffers, self.tokens, self.starts = self._before
 
-    def trim(self, limit: int, *, frees: bool = True) -> None:
-        """Forget all but the latest ``limit`` of each row; ``frees`` copies cut pieces."""
-        newer = np.zeros_like(self.pieces[-1][0]) if self.pieces else np.zeros(0, np.int64)
-        for place in range(len(self.pieces) - 1, -1, -1):
-            lengths, queries = self.pieces[place]
-            if (newer >= limit).all():
-                del self.pieces[: place + 1]
-                return
-            left = np.where(newer < limit, lengths, 0)  # those of a row follow each other
-            count = int(np.minimum(left, np.maximum(limit - newer, 0)).max())
-            if count < queries.shape[2] and (frees or place == len(self.pieces) - 1):
-                queries = queries[:, :, queries.shape[2] - count :].clone()
-                left = np.minimum(left, count)
-            self.pieces[place] = left, queries
-            newer = newer + lengths
+    def trim(self, limit: int) -> None:
+        """Forget all but the latest ``limit`` of each row."""
+        if self.tokens > limit:
+            lengths = np.minimum(self.lengths, limit)
+            self._keep(self.tokens - int(lengths.max()), lengths)
 
-    @property
-    def counts(self) -> IntArray:
-        """Queries of each row, (rows,)."""
-        return np.asarray(sum(lengths for lengths, _ in self.pieces))
-
-    def signature(self, row: int) -> tuple[int, ...]:
+    def signature(self, row: int) -> int:
         """Return a key that is equal for rows with queries of one shape."""
-        return tuple(int(lengths[row]) for lengths, _ in self.pieces)
+        return int(self.lengths[row]) if self.tokens else 0
 
-    def of(self, rows: IntArray, limit: int) -> Tensor:
-        """Return the latest queries of rows of one signature, (n_rows, n_query_heads, n, dim)."""
-        parts: list[Tensor] = []
-        for lengths, queries in reversed(self.pieces):
-            count = min(int(lengths[rows[0]]), limit)
-            limit -= count
-            if count:
-                parts.insert(0, rows_of(queries, rows)[:, :, queries.shape[2] - count :])
-        if not parts:
-            _, queries = self.pieces[0]
-            return rows_of(queries, rows)[:, :, :0]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
-
-    def cut(self, counts: IntArray) -> None:
-        """Forget the latest ``counts`` queries of each row."""
-        for place in range(len(self.pieces) - 1, -1, -1):
-            lengths, queries = self.pieces[place]
-            removed = np.minimum(counts, lengths)
-            counts = counts - removed
-            if not removed.any():
-                continue
-            if (removed == lengths).all():
-                del self.pieces[place]
-                continue
-            left, end = lengths - removed, int((lengths - removed).max())
-            index = np.arange(end) + (queries.shape[2] - removed - end)[:, None]
-            taken = torch.from_numpy(np.maximum(index, 0)).to(queries.device)[:, None, :, None]
-            taken = taken.expand(-1, queries.shape[1], -1, queries.shape[3])
-            self.pieces[place] = (left, queries.gather(2, taken))
+    def cut(self, removed: IntArray) -> None:
+        """Forget the latest queries of each row, (rows,) of them, as far as there are any."""
+        if self.tokens:
+            super().cut(np.minimum(removed, self.lengths))
 
     def forget(self, rows: IntArray) -> None:
         """Forget the queries of some rows."""
-        for place, (lengths, queries) in enumerate(self.pieces):
-            lengths = lengths.copy()
-            lengths[rows] = 0
-            self.pieces[place] = (lengths, queries)
-        self.pieces = [piece for piece in self.pieces if piece[0].any()]
+        if self.tokens:
+            super().forget(rows)
 
     def select(self, rows: Tensor) -> None:
         """Let row i go on with the queries of row ``rows[i]``."""
-        sources = rows.cpu().numpy()
-        self.pieces = [
-            (lengths[sources], queries[rows.to(queries.device)]) for lengths, queries in self.pieces
-        ]
+        if self.tokens:
+            super().select(rows)
 
 
 @dataclass(slots=True)

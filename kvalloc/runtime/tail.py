@@ -1,8 +1,8 @@
-"""Tokens since a layer's latest eviction, the latest of each row at the end."""
+"""The latest tokens of each row, which are at the end: those since a layer's latest eviction."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -35,137 +35,162 @@ def room_for(tokens: int, interval: int) -> int:
     return min(-(-tokens // one) * one for one in (BLOCK_TOKENS, interval))
 
 
-class Tail:
-    """Keys and values of the latest tokens of each row, in storage with some room.
+class Latest:
+    """States of the latest tokens of each row, such as keys and values, in storage with some room.
 
     A row that has fewer than another has places of no token in front of its own.
 
     Attributes
     ----------
-    buffers : tuple of Tensor, each (rows, n_kv_heads, room, head_dim)
-        Contiguous.
+    buffers : tuple of Tensor, each (rows, heads, room, head_dim)
     tokens : int
         Places in use, from the first.
-    lengths : ndarray of int64, (rows,)
-        Tokens of each row.
+    starts : ndarray of int64, (rows,), or None
+        Places of no token in front of each row's; None where there are none.
     """
 
-    def __init__(self, keys: Tensor, values: Tensor, lengths: IntArray) -> None:
-        self.buffers, self.tokens, self.lengths = (keys, values), int(keys.shape[2]), lengths
-        self._alone = 0  # tokens that came one at a time
+    def __init__(self, buffers: Iterable[Tensor], lengths: IntArray) -> None:
+        self._fill(buffers, lengths)
+
+    def _fill(self, buffers: Iterable[Tensor], lengths: IntArray) -> None:
+        """Hold the states in these buffers, without room."""
+        self.buffers = tuple(buffers)
+        self._use(int(self.buffers[0].shape[2]), lengths)
+
+    def _use(self, tokens: int, lengths: IntArray) -> None:
+        """Set how many places are in use, and how many tokens of each row are in them."""
+        self.tokens, starts = tokens, tokens - lengths
+        self.starts: IntArray | None = starts if starts.any() else None
 
     @property
-    def states(self) -> tuple[Tensor, Tensor]:
-        """Keys and values, (rows, n_kv_heads, tokens, head_dim) each, as views."""
-        keys, values = self.buffers
-        return keys.narrow(2, 0, self.tokens), values.narrow(2, 0, self.tokens)
+    def lengths(self) -> IntArray:
+        """Tokens of each row, (rows,)."""
+        rows = len(self.buffers[0])
+        return np.full(rows, self.tokens) if self.starts is None else self.tokens - self.starts
 
     @property
-    def starts(self) -> IntArray | None:
-        """Places of no token in front of each row's; None where there are none."""
-        starts = self.tokens - self.lengths
-        return starts if starts.any() else None
+    def states(self) -> tuple[Tensor, ...]:
+        """Views of the places in use, (rows, heads, tokens, head_dim) each."""
+        return tuple(buffer.narrow(2, 0, self.tokens) for buffer in self.buffers)
 
-    @property
-    def has_room(self) -> bool:
-        """Whether one more token takes no more storage."""
-        return self.tokens < int(self.buffers[0].shape[2])
-
-    def add(self, states: tuple[Tensor, Tensor], lengths: IntArray, *, interval: int) -> None:
-        """Add keys and values, (rows, n_kv_heads, n_new, head_dim) each.
-
-        Several at once take what they take: a turn may be as long as memory has room for.
+    def append(self, states: tuple[Tensor, ...], lengths: IntArray, room: int = 0) -> None:
+        """Append states of new tokens, (rows, heads, n_new, head_dim) each.
 
         Parameters
         ----------
         states : tuple of Tensor
         lengths : ndarray of int64, (rows,)
             Tokens of each row among the new places; they are the last ones.
-        interval : int
-            Tokens between two evictions.
+        room : int
+            Places for which storage is made if there is none for the new tokens.
         """
-        n_new, both = int(states[0].shape[2]), self.lengths + lengths
-        frozen, end = self._frozen(states), self.tokens + n_new
-        apart = (self.lengths > 0) & (lengths < n_new)
-        if apart.any():  # tokens of a row follow each other
-            old = self.states
-            whole = [torch.cat(pair, dim=2) for pair in zip(old, states, strict=True)]
-            end = int(both.max())
+        n_new = int(states[0].shape[2])
+        end, in_all_rows = self.tokens + n_new, min(lengths.tolist()) == n_new
+        if not in_all_rows:
+            old, both = self.lengths, self.lengths + lengths
+        if not in_all_rows and ((old > 0) & (lengths < n_new)).any():
+            # tokens of a row follow each other
+            pairs = zip(self.states, states, strict=True)
+            whole, end = [torch.cat(pair, dim=2) for pair in pairs], int(both.max())
             place = np.arange(end) - (end - both[:, None])  # among the row's own
-            first = self.tokens - self.lengths[:, None]
-            skipped = np.where(place >= self.lengths[:, None], n_new - lengths[:, None], 0)
-            self._gather(whole, first + place + skipped)
-        elif frozen or end > int(self.buffers[0].shape[2]):
-            self._alone += n_new == 1
-            few = n_new > 1 or self._alone <= FIRST_TOKENS
-            room = end if frozen or few else room_for(end, interval)
-            shape = (*states[0].shape[:2], room - end)
-            keys, values = (
-                torch.cat([old, new, new.new_empty(*shape, new.shape[-1])], dim=2)
-                for old, new in zip(self.states, states, strict=True)
+            skipped = np.where(place >= old[:, None], n_new - lengths[:, None], 0)
+            self._gather(whole, self.tokens - old[:, None] + place + skipped)
+        elif (frozen := self._frozen(states)) or end > int(self.buffers[0].shape[2]):
+            shape = (*states[0].shape[:2], 0 if frozen else max(room - end, 0))
+            self.buffers = tuple(
+                torch.cat([before, new, new.new_empty(*shape, new.shape[-1])], dim=2)
+                for before, new in zip(self.states, states, strict=True)
             )
-            self.buffers = keys, values
         else:
-            self._alone += n_new == 1
             for buffer, new in zip(self.buffers, states, strict=True):
                 buffer.narrow(2, self.tokens, n_new).copy_(new)
-        self.tokens, self.lengths = end, both
+        if in_all_rows:
+            self.tokens = end
+        else:
+            self._use(end, both)
 
     def cut(self, removed: IntArray) -> None:
         """Remove the latest tokens of each row, (rows,) of them, and free them."""
         lengths = self.lengths - removed
+        end = int(lengths.max())
         if (removed == removed[0]).all():
-            self._keep(self.tokens - int(removed[0]) - int(lengths.max()), int(lengths.max()))
+            self._keep(self.tokens - int(removed[0]) - end, lengths)
         else:
-            end = int(lengths.max())
             place = np.arange(end) + (self.tokens - removed - end)[:, None]
             self._gather(self.states, place)
-            self.tokens = end
-        self.lengths = lengths
+            self._use(end, lengths)
 
     def _gather(self, states: Sequence[Tensor], places: IntArray) -> None:
         """Take these places, (rows, n), from now on; those below 0 are of no token."""
         index = on_device(np.maximum(places, 0), states[0].device)[:, None, :, None]
-        keys, values = (
+        self.buffers = tuple(
             tensor.gather(2, index.expand(*tensor.shape[:2], -1, tensor.shape[3]))
             for tensor in states
         )
-        self.buffers = keys, values
 
     def forget(self, rows: IntArray) -> None:
         """Remove all tokens of some rows; what no row needs is freed."""
-        self.lengths = self.lengths.copy()
-        self.lengths[rows] = 0
-        longest = int(self.lengths.max())
-        self._keep(self.tokens - longest, longest)
+        lengths = self.lengths.copy()
+        lengths[rows] = 0
+        self._keep(self.tokens - int(lengths.max()), lengths)
 
-    def _keep(self, first: int, count: int) -> None:
-        """Copy ``count`` places from ``first`` on: a slice would keep all alive."""
-        self.buffers = tuple(  # type: ignore[assignment]
-            buffer.narrow(2, first, count).clone(memory_format=torch.contiguous_format)
-            for buffer in self.buffers
-        )
-        self.tokens, self._alone = count, 0
+    def _keep(self, first: int, lengths: IntArray) -> None:
+        """Copy the longest row's places from ``first`` on: a slice would keep all alive."""
+        places = (buffer.narrow(2, first, int(lengths.max())) for buffer in self.buffers)
+        copies = [one.clone(memory_format=torch.contiguous_format) for one in places]
+        self._fill(copies, lengths)
 
     def select(self, rows: Tensor) -> None:
         """Let row i go on with what row ``rows[i]`` has."""
-        keys, values = (state[rows.to(state.device)] for state in self.states)
-        self.__init__(keys, values, self.lengths[rows.cpu().numpy()])  # type: ignore[misc]
+        states = [state[rows.to(state.device)] for state in self.states]
+        self._fill(states, self.lengths[rows.cpu().numpy()])
 
-    def of(self, rows: IntArray) -> tuple[Tensor, Tensor]:
-        """Return keys and values of rows that have equally many, (n_rows, n_kv_heads, n, dim)."""
+    def of(self, rows: IntArray, limit: int | None = None) -> tuple[Tensor, ...]:
+        """Return the latest states of rows that have equally many, (n_rows, heads, n, dim) each."""
         count = int(self.lengths[rows[0]])
-        return tuple(  # type: ignore[return-value]
-            rows_of(state, rows)[:, :, self.tokens - count :] for state in self.states
-        )
+        count = count if limit is None else min(count, limit)
+        return tuple(rows_of(state, rows)[:, :, self.tokens - count :] for state in self.states)
 
     def _frozen(self, states: tuple[Tensor, ...]) -> bool:
         """Whether the storage must not change: gradients go through it, or torch forbids it."""
         if self.buffers[0].is_inference() and not torch.is_inference_mode_enabled():
             return True
-        keys, values = self.buffers
         needs = torch.is_grad_enabled() and any(one.requires_grad for one in states)
-        return needs or keys.requires_grad or values.requires_grad
+        return needs or any(buffer.requires_grad for buffer in self.buffers)
+
+
+class Tail(Latest):
+    """Keys and values of the tokens since a layer's latest eviction; contiguous."""
+
+    def __init__(self, keys: Tensor, values: Tensor, lengths: IntArray) -> None:
+        super().__init__((keys, values), lengths)
+
+    def _fill(self, buffers: Iterable[Tensor], lengths: IntArray) -> None:
+        self._n_single = 0  # tokens that came one at a time
+        super()._fill(buffers, lengths)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more token takes no more storage."""
+        return self.tokens < int(self.buffers[0].shape[2])
+
+    def add(self, states: tuple[Tensor, ...], lengths: IntArray, *, interval: int) -> None:
+        """Append keys and values, with room if single tokens go on coming.
+
+        Several at once take what they take: a turn may be as long as memory has room for.
+
+        Parameters
+        ----------
+        states, lengths
+            As for `append`.
+        interval : int
+            Tokens between two evictions.
+        """
+        room, is_single = 0, states[0].shape[2] == 1
+        self._n_single += is_single
+        if is_single and self._n_single > FIRST_TOKENS and not self.has_room:
+            room = room_for(self.tokens + 1, interval)
+        self.append(states, lengths, room)
 
 
 def rows_of(states: Tensor, rows: IntArray) -> Tensor:

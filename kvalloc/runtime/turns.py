@@ -117,7 +117,7 @@ def _is_full(cache: Any) -> bool:
 def _settle(cache: Any, rows: Sequence[int]) -> None:
     """Go back to the budgets of all tokens that these rows have seen, if anything ranks them."""
     stores: dict[int, Store] = cache.stores
-    query_counts = [store.notes.queries.counts for store in stores.values()]
+    query_counts = [store.notes.queries.lengths for store in stores.values()]
     queries = np.min([np.broadcast_to(counts, len(cache.rows)) for counts in query_counts], axis=0)
     due = [n for n in rows if queries[n] or not cache.rows[n].method.after.query_rows(1)]
     if not due:

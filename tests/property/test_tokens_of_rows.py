@@ -57,13 +57,13 @@ def test_tails_and_queries_are_of_the_latest_tokens_of_each_row(data):
             tokens, lengths, states = new_tokens(draw, len(rows))
             interval = draw(st.sampled_from([1, 9, 200]))
             tail.add((states, states.expand(-1, -1, -1, 3)), lengths, interval=interval)
-            queries.add(states, lengths, most)
+            queries.note(states, lengths, most)
             rows = [row + own for row, own in zip(rows, tokens, strict=True)]
             noted = np.minimum(noted + lengths, most)
         elif step == "trim":
             queries.trim(most)
             noted = np.minimum(noted, most)
-            assert sum(own.shape[2] for _, own in queries.pieces) <= most * len(rows)
+            assert queries.buffers[0].shape[2] <= most or queries.tokens < most
         elif step == "cut":
             gone = lengths_of(draw, [len(row) for row in rows])
             for latest in (tail, queries):
@@ -82,19 +82,19 @@ def test_tails_and_queries_are_of_the_latest_tokens_of_each_row(data):
                 latest.select(places)
             noted = noted[places.numpy()]
         check_tail(tail, rows)
-        assert (noted <= (queries.counts if queries.pieces else 0)).all()
-        for place, row in enumerate(rows if queries.pieces else ()):
-            count = int(queries.counts[place])
+        assert (noted <= queries.lengths).all()
+        for place, row in enumerate(rows if queries.tokens else ()):
+            count = int(queries.lengths[place])
             for wanted in (min(count, most), count):
-                found = queries.of(np.array([place]), wanted)
+                (found,) = queries.of(np.array([place]), wanted)
                 assert same_numbers(found, row[len(row) - wanted :])
 
 
 def test_what_is_before_forgotten_queries_is_forgotten_too():
     queries = Queries()
-    queries.add(torch.randn(2, 1, 1, 1), np.array([1, 1]), 3)
-    queries.add(torch.randn(2, 1, 5, 1), np.array([5, 1]), 3)
-    assert queries.counts.tolist() == [3, 2]
+    queries.note(torch.randn(2, 1, 1, 1), np.array([1, 1]), 3)
+    queries.note(torch.randn(2, 1, 5, 1), np.array([5, 1]), 3)
+    assert queries.lengths.tolist() == [3, 2]
 
 
 def check_tail(tail, rows):

@@ -113,9 +113,9 @@ def test_4096_tokens_stay_within_the_share_and_the_stated_slack():
         assert (cache.kept_tokens == budgets + seen - settled).all()
         assert cache.retained_bytes <= profile.retained_bytes_at(settled) + slack
         for layer in cache.layers:
-            held = [queries for _, queries in layer.notes.queries.pieces]
-            assert sum(own.shape[2] for own in held) <= votes
-            assert all(own.untyped_storage().nbytes() <= own.nbytes for own in held)
+            for held in layer.notes.queries.buffers:
+                assert held.shape[2] <= votes
+                assert held.untyped_storage().nbytes() <= held.nbytes
     assert cache.get_seq_length() == prompt + 4096
 
 
