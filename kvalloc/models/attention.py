@@ -98,6 +98,8 @@ class AttentionStates:
     absent : Tensor of bool, (batch, n_kv_heads, n_tokens), or None
         True at places of no entry, where heads hold different numbers; no query sees them. Scorers
         that observe chunks are not shown any.
+    counts : Tensor of int64, (batch, n_kv_heads), or None
+        How many entries each head has, on the host, where some places are of none.
     key_bits : ndarray of int64, (n_kv_heads,), or None
         Width at which each head's kept keys will be stored; None where they stay as they are.
     layers : tuple of int
@@ -125,6 +127,7 @@ class AttentionStates:
     positions: Tensor | None = None
     later: Observed | None = None
     absent: Tensor | None = None
+    counts: Tensor | None = None
     key_bits: IntArray | None = None
     layers: tuple[int, ...] = ()
     shared: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
@@ -148,6 +151,7 @@ class AttentionStates:
             mask=mask,
             sink_logits=None if self.sink_logits is None else self.sink_logits[its],
             absent=None if self.absent is None else self.absent[:, mine],
+            counts=None if self.counts is None else self.counts[:, mine],
             positions=None if self.positions is None else self.positions[:, mine],
             layer=layers[place],
             layers=(),

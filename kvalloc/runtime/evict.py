@@ -106,6 +106,8 @@ class Eviction:
         Whether more of the prompt is to come.
     whole : bool
         Whether the prompt stayed whole, with nothing observed yet.
+    by_prompt : bool
+        Whether heads share budgets, so that each one's scores are asked for.
     new_only : bool
         Whether entries kept by earlier evictions stay, and targets are for new entries.
     scored : dict
@@ -124,14 +126,22 @@ class Eviction:
     remember: bool = False
     more: bool = False
     whole: bool = False
+    by_prompt: bool = False
     new_only: bool = False
     scored: dict[tuple[int, bytes, int | None], Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, row: Row, rows: IntArray, policy: EvictionPolicy, **event: Any) -> Eviction:
         """Return an eviction in rows that are kept as one of them is."""
-        limits = row.profile.policy
-        return cls(rows=rows, policy=policy, sinks=limits.sinks, window=limits.window, **event)
+        limits, by_prompt = row.profile.policy, row.profile.by_prompt
+        return cls(
+            rows=rows,
+            policy=policy,
+            sinks=limits.sinks,
+            window=limits.window,
+            by_prompt=by_prompt,
+            **event,
+        )
 
     def by_layers(
         self, goals: Mapping[int, Mapping[int, IntArray]]
@@ -154,11 +164,18 @@ class Eviction:
 
     # What a policy looks at
 
+    @property
+    def _at_once(self) -> bool:
+        """Return whether heads that hold different numbers of entries are looked at in one call."""
+        policy = self.policy
+        alone = policy.across_layers and not (policy.observes or policy.combines)
+        return alone and not self.by_prompt
+
     def bundles(self, store: Store) -> list[Bundle]:
         """Return bundles of rows of equal shape, or single heads where heads differ."""
         notes, alike = store.notes, dict[Hashable, list[int]]()
         for row in self.rows.tolist():
-            apart = not (self.new_only or store.is_even(row))
+            apart = not (self.new_only or self._at_once or store.is_even(row))
             apart |= any(
                 noted_row == row and head is not None for noted_row, head in notes.observed
             )
@@ -226,6 +243,7 @@ class Eviction:
             keys=candidates.keys,
             values=candidates.values,
             absent=candidates.absent,
+            counts=candidates.counts,
             older=max(int(queries.shape[2]) - new, 0),
             observed=store.notes.observed_of(rows.tolist(), head, n_heads),
             later=store.notes.later_of(rows.tolist(), head, n_heads),
@@ -463,6 +481,8 @@ class Eviction:
         states, positions, _ = self.look(stores, bundle, latest=front > 0)
         n_tokens = int(states.keys.shape[2])
         kept = torch.ones_like(states.keys[..., 0], dtype=torch.bool)
+        if states.absent is not None and not front:
+            kept = ~states.absent
         goes = bool((budgets < n_tokens).any())
         if goes:
             scores = self.scored.pop((layer, rows.tobytes(), head), None)
@@ -550,7 +570,7 @@ def evict(cache: Any, eviction: Eviction, targets: Mapping[int, IntArray]) -> No
     """Evict in these layers of a cache, by scores of all of them if the heads share budgets."""
     stores, profiles = cache.stores, [cache.rows[row].profile for row in eviction.rows]
     with without_autocast(cache.layers[0].keys):
-        if targets and profiles[0].by_prompt:
+        if targets and eviction.by_prompt:
             targets = eviction.hand_out(stores, targets, profiles)
         for listener in cache.extensions:
             listener.planned(targets)
@@ -583,14 +603,14 @@ def check_kept(
         If a head keeps more or fewer entries than its budget.
     """
     counts, expected = kept.sum(dim=-1), budgets.to(kept.device)
+    layers, first_head = states.layers or (states.layer,), states.first_head
 
     def fail() -> None:
         row, head = (counts != expected).nonzero()[0].tolist()
-        layers = states.layers or (states.layer,)
         place, number = divmod(head, counts.shape[1] // len(layers))
         raise SolverError(
             f"the policy {policy.name} kept {int(counts[row, head])} entries in KV head "
-            f"{states.first_head + number} of layer {layers[place]}, row {row}, whose budget is "
+            f"{first_head + number} of layer {layers[place]}, row {row}, whose budget is "
             f"{int(budgets[row, head])}; a policy must meet it exactly"
         )
 

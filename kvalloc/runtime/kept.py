@@ -554,13 +554,14 @@ class Kept:
         stored = [tensor for part in self.parts for tensor in part.tensors()]
         return stored + [one.segments for one in self._work.values()]
 
-    def _numbers_of(self, rows: IntArray) -> IntArray:
-        """Return the numbers of all segments of rows, row by row."""
-        return (np.asarray(rows)[:, None] * self.heads + np.arange(self.heads)).ravel()
+    def _numbers_of(self, rows: IntArray, head: int | None = None) -> IntArray:
+        """Return the numbers of the segments of rows, row by row, of all KV heads or of one."""
+        heads = np.arange(self.heads) if head is None else np.array([head])
+        return (np.asarray(rows)[:, None] * self.heads + heads).ravel()
 
-    def of_rows(self, rows: IntArray) -> list[Part]:
+    def of_rows(self, rows: IntArray, head: int | None = None) -> list[Part]:
         """Return the segments of different rows, of each part a copy, or itself if it is all."""
-        segments = self._numbers_of(rows)
+        segments = self._numbers_of(rows, head)
         inside = [np.flatnonzero(np.isin(part.segments, segments)) for part in self.parts]
         pairs = zip(self.parts, inside, strict=True)
         return [part.taken(places) for part, places in pairs if len(places)]
@@ -577,8 +578,10 @@ class Kept:
         parts = [part for part in parts if len(part.segments)]
         return replace(self, parts=tuple(parts), rows=len(rows))
 
-    def padded(self, rows: IntArray) -> tuple[Tensor, Tensor, Tensor]:
+    def padded(self, rows: IntArray, head: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return keys, values and positions of rows, with as many places in all of their heads.
+
+        Of all KV heads, or of one.
 
         Returns
         -------
@@ -587,9 +590,9 @@ class Kept:
         positions : Tensor of int32, (n_rows, n_kv_heads, most)
             Beyond all columns at these.
         """
-        lengths = self.lengths[rows]
-        shape = (len(rows), self.heads, int(lengths.max(initial=0)))
-        parts = self.of_rows(rows)
+        lengths = self.lengths[rows] if head is None else self.lengths[rows, head, None]
+        shape = (*lengths.shape, int(lengths.max(initial=0)))
+        parts = self.of_rows(rows, head)
         if len(parts) == 1 and (lengths == shape[2]).all():
             whole = parts[0].unpacked(self.like)
             keys, values = (
@@ -599,7 +602,7 @@ class Kept:
         places = int(np.prod(shape))
         keys, values = (tensor.new_zeros(places, tensor.shape[-1]) for tensor in self.like)
         positions = torch.full((places,), NO_COLUMN, dtype=torch.int32, device=keys.device)
-        order = np.searchsorted(self._numbers_of(rows), np.arange(self.rows * self.heads))
+        order = np.searchsorted(self._numbers_of(rows, head), np.arange(self.rows * self.heads))
         for part in parts:
             unpacked = part.unpacked(self.like)
             firsts = order[part.segments] * shape[2] - part.spans.starts

@@ -15,7 +15,15 @@ from kvalloc.errors import InputError
 from kvalloc.runtime.checks import ensure
 
 
-def keep_best(scores: Tensor, budgets: Tensor, *, sinks: int, window: int) -> Tensor:
+def keep_best(
+    scores: Tensor,
+    budgets: Tensor,
+    *,
+    sinks: int,
+    window: int,
+    absent: Tensor | None = None,
+    counts: Tensor | None = None,
+) -> Tensor:
     """Return the mask of entries that each KV head keeps: sinks, window, and the best others.
 
     Parameters
@@ -26,6 +34,8 @@ def keep_best(scores: Tensor, budgets: Tensor, *, sinks: int, window: int) -> Te
         Entries that each KV head keeps, sinks and window included; best on the host.
     sinks, window : int
         First and last tokens of each row that are never evicted.
+    absent, counts : Tensor, optional
+        Places of no entry, and how many entries each head has; see `AttentionStates`.
 
     Returns
     -------
@@ -45,9 +55,14 @@ def keep_best(scores: Tensor, budgets: Tensor, *, sinks: int, window: int) -> Te
     >>> keep_best(scores, torch.tensor([[4]]), sinks=1, window=1).int().tolist()
     [[[1, 1, 1, 0, 0, 1]]]
     """
-    free = evictable(scores, sinks=sinks, window=window)
-    counts = free_counts(scores, budgets, sinks=sinks, window=window)
-    return ~free | best_entries(scores, counts, among=free)
+    wanted = free_counts(scores, budgets, sinks=sinks, window=window, counts=counts)
+    if absent is None or counts is None:
+        free = evictable(scores, sinks=sinks, window=window)
+        return ~free | best_entries(scores, wanted, among=free)
+    place = (~absent).cumsum(dim=-1) - 1  # of each entry among those of its head
+    ends = counts.to(scores.device)[..., None] - window
+    free = (place >= sinks) & (place < ends) & ~absent
+    return ~(free | absent) | best_entries(scores, wanted, among=free)
 
 
 def evictable(entries: Tensor, *, sinks: int, window: int) -> Tensor:
@@ -68,7 +83,9 @@ def evictable(entries: Tensor, *, sinks: int, window: int) -> Tensor:
     return ((place >= sinks) & (place < entries.shape[2] - window)).expand(entries.shape[:3])
 
 
-def free_counts(entries: Tensor, budgets: Tensor, *, sinks: int, window: int) -> Tensor:
+def free_counts(
+    entries: Tensor, budgets: Tensor, *, sinks: int, window: int, counts: Tensor | None = None
+) -> Tensor:
     """Return how many `evictable` entries each KV head keeps, (batch, n_kv_heads).
 
     Parameters
@@ -77,19 +94,22 @@ def free_counts(entries: Tensor, budgets: Tensor, *, sinks: int, window: int) ->
         As there.
     budgets : Tensor of int64, (batch, n_kv_heads)
         Entries that each KV head keeps, sinks and window included; best on the host.
+    counts : Tensor of int64, (batch, n_kv_heads), optional
+        How many entries each head has, if not all of these.
 
     Raises
     ------
     InputError
         If a budget is below sinks and window or above the number of tokens.
     """
-    n_tokens = int(entries.shape[2])
-    protected = min(sinks + window, n_tokens)
+    n_tokens = torch.full_like(budgets, entries.shape[2]) if counts is None else counts
+    protected = n_tokens.clamp(max=sinks + window)
     wrong = (budgets < protected) | (budgets > n_tokens)
     if bool(wrong.any()):
         raise InputError(
-            f"a budget of {int(budgets[wrong][0])} entries does not fit a prompt of {n_tokens} "
-            f"tokens with {sinks} sinks and a window of {window}; solve again with larger budgets"
+            f"a budget of {int(budgets[wrong][0])} entries does not fit a prompt of "
+            f"{int(n_tokens[wrong][0])} tokens with {sinks} sinks and a window of {window}; solve "
+            "again with larger budgets"
         )
     return budgets - protected
 

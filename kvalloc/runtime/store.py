@@ -30,8 +30,9 @@ class Candidates:
         Which token of its row each is.
     front : int
         Number of first places that earlier evictions kept, places of no entry included.
-    absent : Tensor of bool, (n_rows, n_kv_heads, n), or None
-        True at places of no entry, where heads hold different numbers.
+    absent, counts : Tensor, (n_rows, n_kv_heads, n) and (n_rows, n_kv_heads), or None
+        Places of no entry, and how many entries each head has, where they hold different numbers;
+        see `AttentionStates`.
     """
 
     keys: Tensor
@@ -39,6 +40,7 @@ class Candidates:
     positions: Tensor
     front: int = 0
     absent: Tensor | None = None
+    counts: Tensor | None = None
 
 
 class Store(DynamicLayer):  # type: ignore[no-untyped-call]
@@ -189,12 +191,15 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
             return Candidates(keys=keys, values=values, positions=positions)
         lengths = self.kept.lengths[rows][:, heads]
         front = int(lengths.max(initial=0))
-        before = [states[:, heads, :front] for states in self.kept.padded(rows)]
+        before = self.kept.padded(rows, head)
         keys, values, positions = (
             torch.cat(pair, dim=2) for pair in zip(before, (keys, values, positions), strict=True)
         )
-        absent = positions == NO_COLUMN if (lengths != front).any() else None
-        return Candidates(keys=keys, values=values, positions=positions, front=front, absent=absent)
+        found = Candidates(keys=keys, values=values, positions=positions, front=front)
+        if (lengths == front).all():
+            return found
+        counts = torch.from_numpy(lengths + end)
+        return replace(found, absent=positions == NO_COLUMN, counts=counts)
 
     # Evicting
 

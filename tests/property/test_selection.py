@@ -35,6 +35,20 @@ def test_selection(case):
     kept = keep_best(torch.from_numpy(scores), budgets, sinks=sinks, window=window).numpy()
     again = keep_best(torch.from_numpy(scores), budgets, sinks=sinks, window=window).numpy()
     assert np.array_equal(kept, again)
+    # beside places of no entry, which are anywhere, the same entries stay
+    absent = np.random.default_rng(tokens).random((batch, heads, tokens + 9)).argsort() >= tokens
+    spread = np.full(absent.shape, 9.0, dtype=np.float32)
+    spread[~absent] = scores.ravel()
+    among = keep_best(
+        torch.from_numpy(spread),
+        budgets,
+        sinks=sinks,
+        window=window,
+        absent=torch.from_numpy(absent),
+        counts=torch.full((batch, heads), tokens),
+    ).numpy()
+    assert not (among & absent).any()
+    assert np.array_equal(among[~absent].reshape(kept.shape), kept)
     must = {*range(sinks), *range(tokens - window, tokens)}
     for row in range(batch):
         for head in range(heads):

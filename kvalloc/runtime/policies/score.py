@@ -39,8 +39,10 @@ class Score(EvictionPolicy):
 
     def keep(self, states: AttentionStates, budgets: Tensor, **limits: Unpack[Limits]) -> Tensor:
         """Choose by the scores, of one KV head after the other if many; see `keep`."""
-        if not self.scorer.by_head or states.keys.shape[2] <= SHORT_TOKENS:
-            return keep_best(self.scores(states, sinks=limits["sinks"]), budgets, **limits)
+        few = states.keys.shape[2] <= SHORT_TOKENS or states.counts is not None
+        if not self.scorer.by_head or few:
+            scores = self.scores(states, sinks=limits["sinks"])
+            return keep_best(scores, budgets, absent=states.absent, counts=states.counts, **limits)
         kept = torch.ones(states.keys.shape[:3], dtype=torch.bool, device=states.keys.device)
         for head in (budgets < kept.shape[2]).any(dim=0).nonzero()[:, 0].tolist():
             scores = self.scores(states.kv_head(head), sinks=limits["sinks"])
