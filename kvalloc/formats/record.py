@@ -450,14 +450,15 @@ def require_kind(path: str | Path, kinds: Sequence[type[FileRecord]]) -> str:
     kind, is_file = kind_of(path), os.path.isfile(path)
     if kind in [one.NAME for one in kinds] or (not kind and is_file and len(kinds) == 1):
         return kind
+    way_out = "name another file, or make this one again"
     if kind:
         value, way_out = _with_article(kind), WHAT_TO_DO[kind].format(path)
     elif is_file:
-        value, way_out = _foreign_content(path), "name another file, or make this one again"
+        value = _foreign_content(path)
+    elif os.path.exists(path):
+        value = "a folder" if os.path.isdir(path) else "no plain file"
     else:
-        value = "no plain file" if os.path.exists(path) else "missing"
-        value = "a folder" if os.path.isdir(path) else value
-        way_out = f"{near_file(path)}check the path"
+        value, way_out = "missing", f"{near_file(path)}check the path"
     expected = " or ".join(_with_article(one.NAME) for one in kinds)
     expected = kinds[0].expected() if len(kinds) == 1 else expected
     raise ProfileFileError(path, field="file", value=value, expected=expected, way_out=way_out)

@@ -152,8 +152,9 @@ class SavedCacheHeader(FileRecord):
     def read_seconds(self) -> float | None:
         """Seconds of reading the prompt, if a note has them."""
         seconds = self.notes.get("read_seconds")
-        known = isinstance(seconds, int | float) and 0 <= seconds < MAX_SECONDS
-        return float(seconds) if known else None
+        if isinstance(seconds, int | float) and 0 <= seconds < MAX_SECONDS:
+            return float(seconds)
+        return None
 
     @property
     def ids(self) -> list[int] | None:
