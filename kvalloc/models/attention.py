@@ -163,7 +163,7 @@ class AttentionStates:
         return head_states
 
     @classmethod
-    def together(cls, shown: Sequence[AttentionStates]) -> AttentionStates:
+    def joined(cls, shown: Sequence[AttentionStates]) -> AttentionStates:
         """Return several layers of equal sizes as one, which has the heads of all of them.
 
         They have no mask, notes or evicted entries.

@@ -215,7 +215,7 @@ class Eviction:
         looks = [self._look(*one, bundle, latest=latest) for one in stores.items()]
         states, positions, front = looks[0]
         if len(looks) > 1:  # nothing has gone of these: all have the same positions
-            states = AttentionStates.together([one for one, _, _ in looks])
+            states = AttentionStates.joined([one for one, _, _ in looks])
             positions = positions[:, :1].expand(states.keys.shape[:3])
         return states, positions, front
 

@@ -390,12 +390,13 @@ def _row_mask(states: AttentionStates, first: int, end: int) -> Tensor | None:
     """
     import torch
 
-    mask: Any = states.mask
+    stated: Any = states.mask
     n_tokens = states.keys.shape[2]
-    if mask is None:
+    if stated is None:
         return None
-    if not isinstance(mask, torch.Tensor):
-        return _block_rows(mask, states, first, end)
+    if not isinstance(stated, torch.Tensor):
+        return _block_rows(stated, states, first, end)
+    mask: Tensor = stated
     rows, n_new = end - first, states.queries.shape[2]
     if mask.dim() == 2:  # flash attention gets the padding alone, 1 for a real token
         causal = torch.ones(rows, n_tokens, dtype=torch.bool, device=mask.device)

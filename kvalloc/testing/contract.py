@@ -182,7 +182,7 @@ class SolverContract:
                 assert solution.bound is None or math.isfinite(solution.bound), name
 
     def test_it_accepts_units_without_a_choice(self, solver: Solver) -> None:
-        """One option for each unit, in the bytes that these options take."""
+        """Solve problems with one option for each unit, in the bytes that these options take."""
         for name, problem in self._problems(solver):
             first = np.zeros((problem.n_units, 1), dtype=np.int64)
             single = problem.replace(constraints=()).with_capacity(problem.min_cost_bytes)

@@ -37,14 +37,16 @@ class ScorerContract:
 
         generator = torch.Generator().manual_seed(n_tokens)
         sizes = (3, 4, n_tokens, 8), (3, 2, n_tokens, 8), (3, 2, n_tokens, 8)
-        tensors = (torch.randn(size, generator=generator) for size in sizes)
+        queries, keys, values = (torch.randn(size, generator=generator) for size in sizes)
         return AttentionStates(
             layer=0,
+            queries=queries,
+            keys=keys,
+            values=values,
             scaling=8**-0.5,
             mask=None,
             frequencies=torch.tensor([1.0, 0.3, 0.1, 0.03]),
             output_projection=torch.randn(32, 32, generator=generator),
-            **dict(zip(TENSORS, tensors, strict=True)),
             **more,
         )
 
