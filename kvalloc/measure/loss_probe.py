@@ -161,7 +161,7 @@ class LossProbe:
         Parameters
         ----------
         layer : int
-            The one layer whose entries are hidden.
+            The one layer with hidden entries.
         keep : Tensor of bool, (n_variants, n_kv_heads, n_tokens)
             Which entries of the prompt each variant keeps there.
         bits : ndarray of int64, (n_variants, n_kv_heads), optional

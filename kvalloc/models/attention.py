@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 _PREFIX = "kvalloc_"
 
 _HEAD = "head"
-"""Under which states share those of one KV head."""
+"""Key of the states of one KV head in `AttentionStates.shared`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +86,7 @@ class AttentionStates:
     first_head : int
         Number of the first KV head: not 0 if heads are shown separately.
     gaps : bool
-        Whether entries between those of the queries' own tokens are evicted, so that the last keys
+        Whether entries between the queries' own tokens are evicted, so that the last keys
         are of other tokens; the mask tells which keys each query sees.
     displaced : bool
         Whether all queries stand behind the newest token: without a mask, each sees every key.

@@ -303,7 +303,7 @@ def is_compiled(module: nn.Module) -> bool:
     return compiled or "_orig_mod" in attributes["_modules"]
 
 
-_NUMBERS = {float, np.float64}
+_FLOATS = {float, np.float64}
 """Exact types, which are compared in far less time than `isinstance` takes."""
 
 
@@ -321,9 +321,9 @@ def own_parts(module: Any) -> Iterator[tuple[str, Any]]:
     bitsandbytes stores scales beside a weight. Dropout changes no answer.
     """
     attributes, wraps = vars(module), _wraps_layer(type(module))
-    if not _NUMBERS.isdisjoint(map(type, attributes.values())):  # few modules have any
+    if not _FLOATS.isdisjoint(map(type, attributes.values())):  # few modules have any
         for name, value in attributes.items():
-            if type(value) in _NUMBERS and name != "p" and "drop" not in name:
+            if type(value) in _FLOATS and name != "p" and "drop" not in name:
                 yield name, value
     tensors = {**attributes["_parameters"], **attributes["_buffers"]}
     yield from ((name, tensor) for name, tensor in tensors.items() if tensor is not None)
