@@ -312,7 +312,7 @@ def outcome(posed: PosedRequest, choice: IntArray, value: float) -> dict[str, An
     shape, full = scores.shape, list(scores.shape.full_layers)
     elsewhere = sliding_entries(shape, problem.context_tokens)
     budgets = np.full((shape.n_layers, shape.n_kv_heads), elsewhere, dtype=np.int64)
-    budgets[full] = problem.chosen_tokens(choice).reshape(len(full), -1)
+    budgets[full] = problem.tokens[problem.units, choice].reshape(len(full), -1)
     if problem.bits is not None:
         bits = np.full_like(budgets, 16)
         bits[full] = problem.bits[problem.units, choice].reshape(len(full), -1)

@@ -278,7 +278,7 @@ class BudgetProfile(JsonRecord):
     @property
     def retained_bytes(self) -> int:
         """Bytes stored at the reference context and batch, in whole pages, positions included."""
-        return self.retained_bytes_at(self.context_tokens, self.batch)
+        return int(self.head_bytes_at(self.context_tokens).sum()) * self.batch
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -441,7 +441,7 @@ class BudgetProfile(JsonRecord):
         rounds = self._rounds or (self.reduces and shape.dtype_bytes > HALF_BYTES)
         if rounds or (kept[list(shape.full_layers)] < context_tokens).any():
             kept = -(-kept // self.page_tokens) * self.page_tokens
-            stored = head_bytes(kept, self.widths, shape)
+            stored = head_bytes(kept, 16 if self.bits is None else self.bits, shape)
         else:
             stored = stored_bytes(kept, 16, shape)
         sliding = list(shape.sliding_layers)

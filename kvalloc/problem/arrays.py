@@ -311,9 +311,9 @@ class AllocationProblem:
         if int(counts.min()) < 1 or int(counts.max()) > shape[1]:
             unit = int(np.argmin(counts))
             raise InputError(f"problem: unit {unit} has {int(counts[unit])} options, expected >= 1")
-        if not _all_finite(self.values):
+        if not math.isfinite(float(self.values.sum())):
             raise InputError("problem: values are not all finite numbers")
-        if not _all_finite(self.weights) or float(self.weights.min()) < 0:
+        if not math.isfinite(float(self.weights.sum())) or float(self.weights.min()) < 0:
             raise InputError("problem: weights must be finite and not negative")
 
     def _measure_options(self) -> None:
@@ -564,10 +564,6 @@ def first_where(holds: Callable[[IntArray], BoolArray], low: IntArray, high: Int
         low = np.where(is_true, low, np.minimum(middle + 1, high))
         high = np.where(is_true, middle, high)
     return high
-
-
-def _all_finite(array: FloatArray) -> bool:
-    return math.isfinite(float(array.min())) and math.isfinite(float(array.max()))
 
 
 def _distinct_rows(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
