@@ -136,8 +136,8 @@ def decide(
     InputError, InfeasibleError, SolverError
         As `solve`.
     """
-    scores, request, problem = posed.scores, posed.request, posed.problem
     options = options_of(solver)
+    scores, request, problem = posed.scores, posed.request, posed.problem
     if average == "curves":
         answer = solve_problem(problem, solver, time_limit_seconds=time_limit)
     else:
@@ -162,6 +162,7 @@ def decide(
         policy=scores.policy,
         requested=requested,
         **request.target.steering(),
+        **outcome(posed, answer.choice, answer.value),
         solver=solver.name,
         solver_options=options,
         decided_by=answer.decided_by,
@@ -173,7 +174,6 @@ def decide(
         prices=answer.prices,
         termination=answer.termination.value,
         **prices,
-        **outcome(posed, answer.choice, answer.value),
         score_digest=scores.digest,
         problem_digest=problem.digest(),
         **provenance("python", "numpy"),
