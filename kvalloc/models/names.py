@@ -307,12 +307,6 @@ _FLOATS = {float, np.float64}
 """Exact types, which are compared in far less time than `isinstance` takes."""
 
 
-@cache
-def _wraps_layer(kind: type[Any]) -> bool:
-    """Return whether PEFT puts modules of a type around the layer that an adapter changes."""
-    return hasattr(kind, "adapter_layer_names")
-
-
 def own_parts(module: Any) -> Iterator[tuple[str, Any]]:
     """Yield by name what a module computes with: numbers, tensors, active adapters, modules.
 
@@ -320,7 +314,7 @@ def own_parts(module: Any) -> Iterator[tuple[str, Any]]:
     into the layer, are left out, so that the result is the same as without the module around it.
     bitsandbytes stores scales beside a weight. Dropout changes no answer.
     """
-    attributes, wraps = vars(module), _wraps_layer(type(module))
+    attributes, wraps = vars(module), hasattr(type(module), "adapter_layer_names")
     if not _FLOATS.isdisjoint(map(type, attributes.values())):  # few modules have any
         for name, value in attributes.items():
             if type(value) in _FLOATS and name != "p" and "drop" not in name:

@@ -227,7 +227,7 @@ class Default(Decision):
         """Return the method of each row; all are immediate if the memory asks for it."""
         if (memory := self.options.memory) is None:
             return methods
-        immediate = [
+        immediate: list[Method] = [
             one if isinstance(one, Whole) else Immediate(setting=one.setting) for one in methods
         ]
         needs = [

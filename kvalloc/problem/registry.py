@@ -237,7 +237,6 @@ def json_value(value: Any) -> Any:
     return value
 
 
-@cache
 def plugin_options(cls: type[Any]) -> dict[str, inspect.Parameter]:
     """Return the options of a plug-in, by name.
 
@@ -247,6 +246,12 @@ def plugin_options(cls: type[Any]) -> dict[str, inspect.Parameter]:
         Their annotations resolved where that is possible; without the scorer that a policy is
         given.
     """
+    kind: Any = cls  # mypy takes no class for hashable
+    return _plugin_options(kind)
+
+
+@cache
+def _plugin_options(cls: Any) -> dict[str, inspect.Parameter]:
     if cls.__init__ is object.__init__:
         return {}
     try:
