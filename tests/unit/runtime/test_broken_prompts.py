@@ -11,7 +11,7 @@ from prompt_runs import failing_with, run
 import kvalloc
 from kvalloc.errors import InputError, KVAllocError, SolverError, UnsupportedRequestError
 from kvalloc.extensions.making import make_cache
-from kvalloc.runtime.cache import BudgetCache
+from kvalloc.runtime.forwards import Forward
 from kvalloc.runtime.policies.score import Score
 from kvalloc.runtime.selection import keep_best
 
@@ -114,15 +114,15 @@ def test_queries_before_a_turn_that_failed_in_attention_still_vote(model, monkey
     for cache in caches:
         for chunk in (*tiny.prompt(CONTEXT).split(CHUNK, dim=1), tiny.prompt(20, seed=1)):
             run(model, chunk, cache)
-    attend = BudgetCache.attend
+    attend = Forward.attend
 
-    def fail(cache, states, compute):
+    def fail(forward, states, compute):
         if states.layer == 1:
             raise ZeroDivisionError
-        return attend(cache, states, compute)
+        return attend(forward, states, compute)
 
     with monkeypatch.context() as patch, torch.no_grad(), pytest.raises(ZeroDivisionError):
-        patch.setattr(BudgetCache, "attend", fail)
+        patch.setattr(Forward, "attend", fail)
         model(tiny.prompt(9, seed=2), past_key_values=caches[0])
     for cache in caches:
         cache.end_turn()
