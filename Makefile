@@ -90,7 +90,7 @@ CHECKED := $(addprefix tests/unit/,accounting allocation cli evaluate formats in
 check: lint types imports ## for every few edits: lint, types, imports, and the tests without a model
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile \
 		-m 'not model and not slow and not gpu' $(CHECKED) \
-		--ignore tests/unit/solvers/test_ilp_constraints.py
+		--ignore tests/unit/solvers/test_ilp.py
 
 # In the order of the folders, with the slow files of tests/integration first: by number of tests,
 # as pytest-xdist would have it, the slowest come last and one worker waits for the other.

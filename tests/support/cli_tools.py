@@ -62,6 +62,13 @@ def run(*arguments: object) -> Ran:
     return Ran(code, out.getvalue(), err.getvalue())
 
 
+def succeed(*arguments: object) -> Ran:
+    """Run a command line that must end with 0."""
+    ran = run(*arguments)
+    assert ran.code == 0, ran
+    return ran
+
+
 def files_in(folder: Path) -> dict[str, bytes]:
     """Every file below a folder with its content."""
     return {

@@ -13,7 +13,7 @@ from kvalloc.allocation.request import Request
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.formats.evaluation import Evaluation
 from kvalloc.formats.score_profile import ScoreProfile
-from kvalloc.problem import AllocationProblem
+from kvalloc.problem import AllocationProblem, GroupCap
 from kvalloc.shape import ModelShape
 
 Array = npt.NDArray[Any]
@@ -177,6 +177,29 @@ def make_problem(
         if name != "costs" or not isinstance(fields[name], np.ndarray):
             fields[name] = np.array(fields[name], dtype=dtype)
     return AllocationProblem(**fields)
+
+
+def with_crossing_caps(
+    problem: AllocationProblem,
+    shares: tuple[float, float],
+    *,
+    parts: int,
+    room: float,
+    sides: Any = (),
+) -> AllocationProblem:
+    """A problem with caps on all but the last and all but the first of its parts.
+
+    Each cap leaves a share of what its units take at most; the capacity leaves `room` of all.
+    """
+    n, caps = problem.n_units, []
+    groups = {"a": range((parts - 1) * n // parts), "b": range(n // parts, n)}
+    for (name, units), share in zip(groups.items(), shares, strict=True):
+        low, high = (int(problem.costs[list(units), at].sum()) for at in (0, -1))
+        size = int(low + share * (high - low))
+        caps.append(GroupCap(name=name, units=tuple(units), capacity_bytes=size))
+    free = problem.max_cost_bytes - problem.min_cost_bytes
+    capped = problem.replace(constraints=(*caps, *sides))
+    return capped.with_capacity(int(problem.min_cost_bytes + room * free))
 
 
 def concave_values(rng: np.random.Generator, n_units: int, n_options: int, kind: int = 0) -> Array:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from factories import make_losses, make_scores
+from scripted_solver import OPTIMAL, Scripted, says
 
 import kvalloc
 from kvalloc.errors import SolverError
 from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.problem import AllocationProblem, GroupCap, Sense, Solution, Solver, Termination
+from kvalloc.problem import AllocationProblem, GroupCap, Sense
 from kvalloc.testing import brute_force, tiny_problems
 
 Forgery = Callable[[BudgetProfile], dict[str, Any]]
@@ -77,29 +78,14 @@ def forged_profiles() -> Iterator[tuple[str, BudgetProfile, Any]]:
             yield f"{name}, {asked}", poor.replace(**forge(poor)), scores
 
 
-class Liar(Solver):
-    """Says of some choice that nothing is better."""
+def liar(choice: Any, prices: tuple[float, ...] = ()) -> Scripted:
+    """A solver that says of some choice that nothing is better."""
 
-    name: ClassVar[str] = "liar"
-    summary: ClassVar[str] = "says of some choice that nothing is better"
+    def answer(problem: AllocationProblem) -> Any:
+        bound = problem.objective(choice)
+        return says(choice, bound=bound, termination=OPTIMAL, prices=prices)(problem)
 
-    def __init__(self, choice: Any, prices: tuple[float, ...] = ()) -> None:
-        self.choice, self.prices = np.asarray(choice), prices
-
-    def can_solve(self, problem: AllocationProblem) -> bool | str:
-        return True
-
-    def solve(
-        self, problem: AllocationProblem, *, time_limit_seconds: float | None = None
-    ) -> Solution:
-        objective = problem.objective(self.choice)
-        return Solution(
-            choice=self.choice,
-            objective=objective,
-            bound=objective,
-            termination=Termination.OPTIMAL,
-            prices=self.prices,
-        )
+    return Scripted(answer)
 
 
 SIDES = ("nested_caps", "crossing_caps", "max_distinct", "mixed")
@@ -110,8 +96,8 @@ LIED_ABOUT = (
 )
 
 
-def lies() -> Iterator[tuple[str, AllocationProblem, Liar]]:
-    """Tiny problems, and a liar about each: without prices, and with prices of nothing."""
+def lies() -> Iterator[tuple[str, AllocationProblem, Any, tuple[float, ...]]]:
+    """Tiny problems, a poor choice of each, and no prices of its limits or prices of nothing."""
     for name, problem in tiny_problems(6 * len(LIED_ABOUT), kinds=LIED_ABOUT, seed=600):
         best, poor = brute_force(problem), worst_choice(problem)
         if best is None or poor is None:
@@ -120,7 +106,7 @@ def lies() -> Iterator[tuple[str, AllocationProblem, Liar]]:
             continue
         caps = sum(isinstance(one, GroupCap) for one in problem.constraints)
         for prices in ((), (0.0,) * (1 + caps)):
-            yield name, problem, Liar(poor, prices)
+            yield name, problem, poor, prices
 
 
 def worst_choice(problem: AllocationProblem) -> Any:

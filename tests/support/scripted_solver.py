@@ -24,7 +24,7 @@ class Scripted(Solver):
     def can_solve(self, problem: AllocationProblem) -> bool | str:
         if isinstance(self.able, Exception):
             raise self.able
-        return self.able  # type: ignore[no-any-return]
+        return self.able(problem) if callable(self.able) else self.able  # type: ignore[no-any-return]
 
     def solve(
         self, problem: AllocationProblem, *, time_limit_seconds: float | None = None

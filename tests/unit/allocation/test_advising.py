@@ -9,13 +9,11 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from scripted_solver import Scripted
 
-from kvalloc.accounting.costs import POSITION_BYTES
 from kvalloc.allocation.decision import solve
 from kvalloc.allocation.infeasibility import advise
 from kvalloc.allocation.request import Request, Target
 from kvalloc.errors import InfeasibleError, InputError
 
-ENTRY = make_shape().bytes_per_entry
 SLIDING = make_shape(layer_types=("full", "sliding", "full"), sliding_window=8)
 
 
@@ -31,35 +29,10 @@ def test_a_rule_that_cannot_where_others_can_keeps_its_word():
     assert caught.value.nearest == 0.5
 
 
-def test_sliding_layers_are_part_of_the_cap_that_is_offered():
-    shape = make_shape(n_layers=3, layer_types=("full", "sliding", "full"), sliding_window=9)
-    scores = make_scores(1, shape=shape)
-    request = Request.parse(budget=0.9, cap=("0-1=400B",))
-    sliding, floors = 2 * 8 * ENTRY, 2 * 5 * (ENTRY + POSITION_BYTES)
-    found = advise(scores, request, InfeasibleError("no"))
-    assert f"cap='0-1={sliding + floors}B'" in str(found)
-    solve(scores, budget=0.9, cap=f"0-1={sliding + floors}B")
-
-
 def test_what_was_not_searched_to_the_end_says_so():
     request = Request.parse(target_retention=0.9, cap=("0=300B",))
     error = InfeasibleError("a word of the solver")
     assert advise(make_scores(0), request, error, time_limit_seconds=0.0) is error
-
-
-TIGHT = [
-    ({"budget": 0.02, "cap": "0=150B"}, "budget=0.02 is not possible with cap='0=150B', and nei"),
-    ({"budget": 0.02, "cap": "0=500B"}, "the least is budget='"),
-    ({"budget_tokens": 10, "page": 32, "context": 12}, "ask for at least budget_tokens=12$"),
-    ({"budget_tokens": 6, "page": 16, "context": 7}, "ask for at least budget_tokens=7$"),
-    ({"memory": 500, "page": 16, "context": 10}, "ask for at least memory="),
-]
-
-
-@pytest.mark.parametrize(("asked", "words"), TIGHT)
-def test_below_the_floors_too_only_what_is_possible_is_offered(asked, words):
-    with pytest.raises(InfeasibleError, match=words):
-        solve(make_scores(0), **asked)
 
 
 GOALS = [

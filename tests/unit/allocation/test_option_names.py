@@ -11,7 +11,7 @@ from cli_tools import run
 from factories import make_scores
 
 import kvalloc
-from kvalloc.errors import KVAllocError, by_interface, command, naming_flags, option, several
+from kvalloc.errors import KVAllocError, naming_flags, option
 from kvalloc.formats.score_profile import ScoreProfile
 
 PACKAGE = Path(kvalloc.__file__).parent
@@ -66,27 +66,6 @@ def _without_options(text):
     text = re.sub(r"'kvalloc (\w+) (.*?)'", r"kvalloc.\1(\2)", text)
     text = FLAG.sub(lambda flag: flag[0][2:], text).replace("=True", "")
     return re.sub(r"[-_=' ,()]+", " ", text).strip()
-
-
-@pytest.mark.parametrize(
-    ("write", "python", "typed"),
-    [
-        (lambda: option("target_loss", 0.25), "target_loss=0.25", "--target-loss 0.25"),
-        (lambda: option("resume", True), "resume=True", "--resume"),
-        (lambda: option("text", keyword="texts"), "texts", "--text"),
-        (lambda: several(page=2, batch=5), "page=2, batch=5", "--page 2 --batch 5"),
-        (lambda: command("profile", bits=(16, 8), shard=None),
-         "kvalloc.profile(bits=(16, 8), shard)",
-         "'kvalloc profile --bits 16,8 --shard'"),
-        (lambda: by_interface(python="kvalloc.save_cache(cache, )", flags="--save-cache"),
-         "kvalloc.save_cache(cache, )", "--save-cache"),
-    ],
-)  # fmt: skip
-def test_options_are_written_in_both_ways(write, python, typed):
-    assert write() == python
-    with naming_flags():
-        assert write() == typed
-    assert write() == python
 
 
 def test_a_command_in_one_thread_leaves_the_messages_of_another():

@@ -4,7 +4,7 @@ import logging
 import re
 
 import runtime_oracle as tiny
-from cli_tools import run
+from cli_tools import run, succeed
 from factories import make_scores
 
 import kvalloc
@@ -23,7 +23,7 @@ def test_the_loss_of_retention_stands_beside_what_its_bytes_could_reach(tmp_path
     assert lost > 100 * least > 0
     assert flags in run("inspect", SHIPPED).out
     page = tmp_path / "r.html"
-    assert run("report", SHIPPED, "-o", page).code == 0
+    succeed("report", SHIPPED, "-o", page)
     assert flags in page.read_text()
 
 

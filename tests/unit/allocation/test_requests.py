@@ -1,19 +1,11 @@
 """What a user may ask for, and what a request becomes."""
 
 import re
-import tomllib
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
-from factories import (
-    make_bits,
-    make_losses,
-    make_posed,
-    make_scores,
-    make_shape,
-)
+from factories import make_bits, make_posed, make_scores, make_shape
 
 from kvalloc.accounting.costs import POSITION_BYTES, full_bytes
 from kvalloc.allocation.decision import solve
@@ -54,29 +46,6 @@ def test_what_people_write(read, given, found):
 def test_what_cannot_be_read(read, words, given):
     with pytest.raises(InputError, match=words):
         read(given)
-
-
-REFUSED = tomllib.loads(
-    Path(__file__).with_name("refused_requests.toml").read_text(encoding="utf-8")
-)
-MAKERS = {"scores": make_scores, "losses": make_losses, "bits": make_bits}
-
-
-@pytest.mark.parametrize(
-    ("made", "row"), [(made, row) for made, rows in REFUSED.items() for row in rows]
-)
-def test_what_cannot_be_asked(made, row):
-    """By the request itself, or of a score profile by ``solve``."""
-    asked = row["asked"]
-    with pytest.raises(InputError, match=row["words"]) as caught:
-        if made == "request":
-            Request.parse(**asked)
-        else:
-            shape = make_shape(max_context_tokens=100)
-            scores = MAKERS[made](shape=shape, **row.get("of", {}))
-            target = {} if {"target_retention", "target_loss"} & {*asked} else {"budget": 0.5}
-            solve(scores, **target, **asked)
-    assert "\n" not in str(caught.value)
 
 
 def test_the_problem_of_a_hand_computed_profile():

@@ -4,12 +4,7 @@ import re
 
 import numpy as np
 import pytest
-from factories import (
-    make_bits,
-    make_losses,
-    make_scores,
-    make_shape,
-)
+from factories import make_bits, make_losses, make_scores, make_shape
 from refusals import untrue
 
 import kvalloc

@@ -1,18 +1,13 @@
 """Problems of too many options: solved by parts, with what that can cost inside the bound."""
 
+import itertools
+
 import numpy as np
 import pytest
 
 from kvalloc.allocation.verification import solve_problem
 from kvalloc.errors import InfeasibleError
-from kvalloc.problem import (
-    Aggregate,
-    AllocationProblem,
-    GroupCap,
-    MaxDistinct,
-    Sense,
-    Termination,
-)
+from kvalloc.problem import Aggregate, AllocationProblem, GroupCap, MaxDistinct, Sense, Termination
 from kvalloc.problem.registry import get_solver
 from kvalloc.solvers import _coarse
 from kvalloc.testing import brute_force, tiny_problems
@@ -85,14 +80,27 @@ def test_limits_hold_and_the_gap_is_that_of_the_whole_problem(name, sides, gap):
         assert answer.objective <= best.objective <= answer.bound + 1e-12
 
 
-@pytest.mark.parametrize("kind", ["concave", "losses", "unequal_costs", "unequal_options"])
-@pytest.mark.parametrize("name", ["lagrangian", "hull", "ilp"])
+WORST = ("worst:concave", "worst:losses")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *itertools.product(
+            ("lagrangian", "hull", "ilp"),
+            ("concave", "losses", "unequal_costs", "unequal_options"),
+        ),
+        *(("max_min", kind) for kind in WORST),
+    ],
+)
 def test_the_bound_of_parts_is_never_beaten(kind, name, monkeypatch):
-    """Of five options at a time, against the optimum over all of them."""
+    """Of five options at a time, against the optimum over all of them.
+
+    The level of the worst unit is known without a search, so without limits it is exact.
+    """
     sides = ("", "+nested_caps", "+crossing_caps", "+max_distinct")
-    wide = [
-        larger_problem(kind, seed=seed, n_layers=4, n_heads=2, n_options=40) for seed in range(4)
-    ]
+    wide = [] if kind in WORST else range(4)
+    wide = [larger_problem(kind, seed=n, n_layers=4, n_heads=2, n_options=40) for n in wide]
     tiny = [one for _, one in tiny_problems(20, kinds=[f"{kind}{side}" for side in sides], seed=3)]
     cases = [(one, solve_problem(one, get_solver("dp")).objective) for one in wide]
     cases += [(one, best.objective) for one in tiny if (best := brute_force(one)) is not None]
@@ -105,6 +113,8 @@ def test_the_bound_of_parts_is_never_beaten(kind, name, monkeypatch):
             answer = solve_problem(problem, solver)
             assert not problem.is_better(best, answer.bound, 1e-10)
             assert not problem.is_better(answer.objective, best, 1e-10)
+            if kind in WORST and not problem.constraints:
+                assert answer.termination is Termination.OPTIMAL
             solved += 1
     assert solved >= 8
 
@@ -120,23 +130,3 @@ def test_parts_are_no_worse_than_equal_budgets_and_know_what_is_impossible():
         with pytest.raises(InfeasibleError, match="raise the caps or ask for that") as error:
             solve_problem(tight, get_solver(name))
         assert 0 < (error.value.nearest or 0.0) < 0.6
-
-
-def test_parts_of_the_worst_unit_keep_their_bound(monkeypatch):
-    """The worst unit's level is known without a search, so without limits it stays exact."""
-    sides = ("", "+nested_caps", "+crossing_caps")
-    kinds = [f"worst:{curves}{side}" for side in sides for curves in ("concave", "losses")]
-    for limit in ("MOST_OPTIONS", "MOST_LIMITED", "PART_OPTIONS", "PART_CAPPED"):
-        monkeypatch.setattr(_coarse, limit, 0)
-    solved = 0
-    for case, problem in tiny_problems(24, kinds=kinds, seed=31):
-        best, solver = brute_force(problem), get_solver("max_min")
-        if best is None or solver.can_solve(problem) is not True:
-            continue
-        answer = solve_problem(problem, solver)
-        assert not problem.is_better(best.objective, answer.bound, 1e-9), case
-        assert not problem.is_better(answer.objective, best.objective, 1e-9), case
-        if not problem.constraints:
-            assert answer.termination is Termination.OPTIMAL, case
-        solved += 1
-    assert solved >= 5

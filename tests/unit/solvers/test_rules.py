@@ -1,7 +1,6 @@
 """Budget rules against their sources: hand-computed cases and the figures in METHODS."""
 
 import itertools
-import math
 
 import numpy as np
 import pytest
@@ -14,8 +13,8 @@ from kvalloc.allocation.decision import solve
 from kvalloc.allocation.formulation import formulate
 from kvalloc.allocation.request import Request
 from kvalloc.allocation.verification import solve_problem
-from kvalloc.errors import InfeasibleError, InputError, SolverError
-from kvalloc.problem import Aggregate, GroupCap, Termination
+from kvalloc.errors import InfeasibleError, SolverError
+from kvalloc.problem import Termination
 from kvalloc.problem.registry import get_solver
 from kvalloc.solvers.pyramid import pyramid_line
 
@@ -44,13 +43,6 @@ def test_the_line_by_hand():
     clipped = pyramid_line(128, 3, context_tokens=208, protected_tokens=8)  # room 200 < 234
     assert clipped.tolist() == [208, 128, 48]
     assert pyramid_line(50, 1, context_tokens=100, protected_tokens=8).tolist() == [50]
-
-
-def test_a_pyramid_of_heads_gives_all_heads_of_a_layer_the_same():
-    scores = make_scores(shape=make_shape(n_layers=5, n_kv_heads=3), context_tokens=100)
-    profile = solve(scores, budget_tokens=50, solver="pyramid", level="head")
-    assert profile.budgets.sum() == 5 * 3 * 50
-    assert np.all(np.ptp(profile.budgets, axis=1) <= 1)
 
 
 def test_a_pyramid_of_two_pages():
@@ -108,16 +100,6 @@ def test_both_safeguards_by_hand(scores, tokens, options, budgets):
     solver = f"adaptive_head:{options}"
     profile = solve(scores, budget_tokens=tokens, solver=solver, level="head")
     assert profile.budgets[0].tolist() == budgets
-
-
-@pytest.mark.parametrize("safeguard", ["reference", "floor"])
-def test_every_layer_gets_the_same_and_none_is_lost(safeguard):
-    scores = make_scores(7, shape=make_shape(n_layers=6, n_kv_heads=4), context_tokens=60)
-    for tokens in (6, 17, 30, 59, 60):
-        solver = f"adaptive_head:safeguard={safeguard}"
-        profile = solve(scores, budget_tokens=tokens, solver=solver, level="head")
-        assert profile.budgets.sum(axis=1).tolist() == [4 * tokens] * 6
-        assert profile.budgets.min() >= 5
 
 
 # --- uniform ---------------------------------------------------------------------------------
@@ -210,20 +192,6 @@ def test_everything_is_optimal_only_where_it_is_proven(solver):
     assert (everything.termination == "optimal") == (solver in ("greedy", "ilp"))
 
 
-def test_the_mean_of_allocations_is_feasible_and_never_above_the_bound():
-    for solver in EVERY:
-        for target in ({"budget": 0.4}, {"target_retention": 0.85}):
-            profile = decided(solver, 1, average="allocations", **target)
-            assert profile.solver_options["average"] == "allocations"
-            assert profile.termination == Termination.HEURISTIC.value
-            if "budget" in target:
-                assert profile.retained_bytes <= profile.requested["bytes"]
-                assert profile.objective <= profile.bound + 1e-12
-            else:
-                assert profile.retention >= 0.85 - 1e-12
-                assert profile.objective >= profile.bound
-
-
 # Weights of the published rules against hand-computed cases
 
 
@@ -241,6 +209,7 @@ LINE = np.linspace(0, 1, 41)
 ERRORS = {"weights": [5, 5, 90], "floor_tokens": 10}
 SIMILAR = {"weight": "two_groups", "weights": [0.2, 0.3, 0.9, 0.8], "small_share": 0.4}
 UNEQUAL = {"counts": [9, 5]}
+PAGES = np.broadcast_to(np.arange(0, 144, 16), (2, 9))
 HEADS = {"layers": [0, 0, 1, 1], "heads": [0, 1, 0, 1]}
 
 
@@ -255,6 +224,8 @@ HEADS = {"layers": [0, 0, 1, 1], "heads": [0, 1, 0, 1]}
         # LAVa divides by the most possible; without that 3 : 2 of 6 = 3.6 : 2.4
         ([EQUAL, SHORT], 6, UNEQUAL, {"weight": "normalized_entropy"}, [3, 3]),
         ([EQUAL, SHORT], 6, UNEQUAL, {"weight": "entropy"}, [4, 2]),
+        # pages of 16: the gain of a page is spread over its entries, log 128 : log 16 = 7 : 4
+        ([EQUAL, ONE], 176, {"tokens": PAGES}, {}, [7, 4]),
         # ZigZagKV: 90% takes 8, 4 and 1 entries
         ([EQUAL, HALVES, ONE], 13, {}, {"weight": "threshold", "threshold": 0.9}, [8, 4, 1]),
         # HeadKV: mean 10; beta 2 gives 5 to each and shares out 20 by importance
@@ -279,14 +250,6 @@ def test_the_published_rules_by_hand(values, capacity, more, options, choice):
     assert chosen(make_problem(values, capacity=capacity, **more), **options) == choice
 
 
-def test_pages_spread_their_gain_over_their_entries():
-    tokens = np.broadcast_to(np.array([0, 16, 32], dtype=np.int64), (2, 3))
-    problem = make_problem([[0.0, 0.5, 1.0], [0.0, 1.0, 1.0]], tokens=tokens, capacity=32)
-    solver = get_solver("proportional")
-    shares = solver._shares(problem, math.inf)
-    assert shares[0] / shares[1] == pytest.approx(math.log(32) / math.log(16))
-
-
 def test_a_target_takes_the_fewest_entries():
     problem = make_problem([EQUAL, HALVES], target=1.5)
     answer = solve_problem(problem, get_solver("proportional"))
@@ -294,25 +257,6 @@ def test_a_target_takes_the_fewest_entries():
     fewer = make_problem([EQUAL, HALVES], capacity=answer.cost_bytes - 1)
     assert solve_problem(fewer, get_solver("proportional")).value < 1.5
     assert answer.termination is Termination.HEURISTIC
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"weight": "variance"}, "expected one of entropy"),
-        ({"weight": "given"}, "needs weights, and none are given"),
-        ({"weight": "entropy", "weights": [1.0]}, "takes no weights, and some given"),
-        ({"weights": [1.0, float("nan")]}, "finite numbers >= 0"),
-        ({"weights": "1;2"}, "expected numbers such as"),
-        ({"weights": []}, "at least one"),
-        ({"beta": 0.5}, "beta is 0.5, expected 1..inf"),
-        ({"max_multiple": "much"}, "max_multiple is 'much', expected a valid number"),
-        ({"power": float("nan")}, "power is nan"),
-    ],
-)
-def test_bad_options(options, message):
-    with pytest.raises(InputError, match=message):
-        get_solver("proportional", **options)
 
 
 def test_weights_of_another_problem():
@@ -398,8 +342,6 @@ def test_refusals():
         solve_problem(of_heads([FAR, FAR], capacity=19), get_solver("head_classes"))
     with pytest.raises(SolverError, match="got 1 numbers as importance, expected 2"):
         solve_problem(of_heads([FAR, FAR], capacity=10), streaming(importance=[1.0]))
-    with pytest.raises(InputError, match="must be >= 0"):
-        get_solver("head_classes", recent_tokens=-1)
 
 
 def test_a_target_above_what_keeping_everything_gives():
@@ -410,16 +352,12 @@ def test_a_target_above_what_keeping_everything_gives():
         solve_problem(problem, solver)
 
 
-# PrefixKV against hand-computed cases, and the worst unit against brute force
+# PrefixKV against hand-computed cases
 
 
 MAX_MIN = get_solver("max_min")
 STEEP = [0.0, 0.8, 0.9, 1.0]
 FLAT = [0.0, 0.4, 0.7, 1.0]
-
-
-def worst(values, **changes):
-    return make_problem(values, aggregate=Aggregate.WORST, **changes)
 
 
 @pytest.mark.parametrize(
@@ -455,13 +393,3 @@ def test_the_rule_looks_at_shares_whatever_the_mass_and_weight():
     assert answer.choice.tolist() == [1, 2]
     assert answer.termination is Termination.HEURISTIC
     assert answer.bound_source == "dual"
-
-
-CAPPED_TWO = GroupCap(name="device 0", units=(0, 1), capacity_bytes=3)
-
-
-def test_a_target_that_the_caps_rule_out_says_what_can_be_had():
-    problem = worst([STEEP, FLAT], target=0.8, constraints=(CAPPED_TWO,))
-    with pytest.raises(InfeasibleError, match=r"0\.7 within the side constraints") as caught:
-        solve_problem(problem, MAX_MIN)
-    assert caught.value.nearest == 0.7

@@ -1,0 +1,87 @@
+"""Options and texts that cannot be are refused in one line that says why: see refused.toml."""
+
+import json
+import tomllib
+from functools import partial
+from pathlib import Path
+
+import pytest
+from factories import make_bits, make_losses, make_scores, make_shape
+from letters import Letters
+from tiny_models import WordTokenizer, tiny_profile, words
+
+import kvalloc
+from kvalloc.allocation.request import Request
+from kvalloc.errors import KVAllocError
+from kvalloc.measure.loss_plan import LossPlan
+from kvalloc.measure.sampling import choose_samples
+from kvalloc.models.loading import load_model
+from kvalloc.problem.registry import get_solver
+from kvalloc.prompts.calibration import calibration_prompts
+from kvalloc.prompts.tasks import find_tasks
+from kvalloc.prompts.tasks.longbench import read_records
+from kvalloc.prompts.texts import read_prompts, read_texts
+from kvalloc.scorers import get_scorer
+
+REFUSED = tomllib.loads(Path(__file__).with_name("refused.toml").read_text(encoding="utf-8"))
+
+
+def decided(make):
+    def solve(of=None, **options):
+        scores = make(shape=make_shape(max_context_tokens=100), **(of or {}))
+        target = {} if {"target_retention", "target_loss"} & {*options} else {"budget": 0.5}
+        kvalloc.solve(scores, **target, **options)
+
+    return solve
+
+
+def choose(texts=None, **options):
+    texts = [words(100)] if texts is None else texts
+    choose_samples(texts, WordTokenizer(), context_tokens=10, least_tokens=4, **options)
+
+
+def make_cases(name, n_cases=3, n_tokens=5000, **options):
+    [task] = find_tasks([name])
+    task.make(Letters(), n_cases, n_tokens, 0, **options)
+
+
+def calibrate(n_prompts=6, n_tokens=300, kinds=("needle", "kl"), **options):
+    calibration_prompts(WordTokenizer(), n_prompts, n_tokens, kinds=kinds, **options)
+
+
+def shape(layer_types=("full",) * 3, **sizes):
+    make_shape(layer_types=tuple(layer_types), **{"n_query_heads": 4, **sizes})
+
+
+def written(name, content):
+    if content is not None:
+        Path(name).write_text(content, encoding="utf-8")
+    return Path(name)
+
+
+def read_record(**record):
+    read_records(written("p.jsonl", json.dumps(record)))
+
+
+CALLS = {
+    "request": Request.parse,
+    **{"scores": decided(make_scores), "losses": decided(make_losses), "bits": decided(make_bits)},
+    "compare": partial(kvalloc.compare, make_scores(0), budget="40%"),
+    **{"solver": get_solver, "scorer": get_scorer, "profile": tiny_profile, "loss": LossPlan},
+    "texts": lambda name, content=None: read_texts([written(name, content)]),
+    "prompts": lambda content: read_prompts(written("p.jsonl", content)),
+    "records": read_record,
+    "model": lambda source, content=None: written(source, content) and load_model(source),
+    **{"samples": choose, "task": make_cases, "calibration": calibrate, "shape": shape},
+}
+
+
+@pytest.mark.parametrize(
+    ("call", "row"), [(call, row) for call, rows in REFUSED.items() for row in rows]
+)
+def test_what_cannot_be_is_named_in_one_line(call, row, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    of = {"of": row["of"]} if "of" in row else {}
+    with pytest.raises(KVAllocError, match=row["words"]) as caught:
+        CALLS[call](**row["asked"], **of)
+    assert "\n" not in str(caught.value)
