@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from cli_tools import refused, run
+from cli_tools import refused, run, succeed
 from factories import make_budget_profile, make_losses, make_shape
 
 from kvalloc.errors import InputError, MissingDependencyError, UnsupportedRequestError
@@ -310,8 +310,7 @@ def test_the_command_writes_and_says_what_is_lost(file):
 def test_score_curves_are_exported_as_a_table(tmp_path):
     scores = make_losses(per="layer")
     scores.save(tmp_path / "s.safetensors")
-    ran = run("export", tmp_path / "s.safetensors", "--to", "csv", "-o", tmp_path / "c")
-    assert ran.code == 0
+    succeed("export", tmp_path / "s.safetensors", "--to", "csv", "-o", tmp_path / "c")
     rows = [line.split(",") for line in (tmp_path / "c").read_text().splitlines()]
     assert rows[0] == ["layer", "head", "curve", "tokens", "value"]
     assert len(rows) == 1 + 3 * 2 * (scores.ranks.size + scores.loss_tokens.size)
