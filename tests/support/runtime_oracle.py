@@ -296,6 +296,19 @@ class Oracle(Shadow):
         return torch.cat(out, dim=1)
 
 
+def logits_after(
+    model: Any, prompt: torch.Tensor, following: torch.Tensor, shown: dict[int, torch.Tensor]
+) -> torch.Tensor:
+    """Logits at the tokens after a prompt, of whose entries some layers show only these.
+
+    Token ids are (batch, n_tokens), what a layer shows is bool, (batch, n_kv_heads, n_tokens).
+    """
+    shadow = Shadow(model)
+    shadow.logits(prompt)
+    shadow.shown = shown
+    return shadow.logits(following)
+
+
 def as_stored(numbers: torch.Tensor) -> torch.Tensor:
     """Return numbers as a reduced cache keeps them where they are not rounded further."""
     half = numbers.half()

@@ -80,6 +80,9 @@ def test_files_of_others_stay(output):
     assert files_in(checkpoint_folder(output)) == {"mine.txt": b"mine"}
 
 
+LINK = object()
+
+
 @pytest.mark.parametrize("resume", [False, True])
 @pytest.mark.parametrize(
     "theirs",
@@ -89,27 +92,26 @@ def test_files_of_others_stay(output):
         {"manifest.json": '{"name": "an extension of a browser"}'},
         {"manifest.json": "[]", "piece.safetensors": "mine", "lock": "mine"},
         {"manifest.json": "{", ".a.tmp": "mine"},
-        "a link",
-        "a link inside",
+        {"lock": LINK},
+        LINK,
         "a file",
     ],
 )
 def test_a_folder_that_kvalloc_did_not_make_is_refused_and_stays(output, theirs, resume):
-    folder = checkpoint_folder(output)
-    other = output.with_name("other")
-    other.mkdir()
-    (other / "lock").write_text("mine")
-    if isinstance(theirs, dict):
-        folder.mkdir()
-        for name, content in theirs.items():
-            (folder / name).write_text(content)
-    elif theirs == "a link inside":
-        folder.mkdir()
-        (folder / "lock").symlink_to(other / "lock")
-    elif theirs == "a link":
-        folder.symlink_to(other)
-    else:
-        folder.write_text("mine")
+    output.with_name("other").mkdir()
+    (output.with_name("other") / "lock").write_text("mine")
+
+    def put(path, content):
+        if isinstance(content, dict):
+            path.mkdir()
+            for name, inside in content.items():
+                put(path / name, inside)
+        elif content is LINK:
+            path.symlink_to(output.with_name("other"))
+        else:
+            path.write_text(content)
+
+    put(checkpoint_folder(output), theirs)
     before = _looks(output.parent)
     for work in (
         lambda: check_output(output, resume=resume),

@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 import torch
+from factories import make_budget_profile
+from runtime_oracle import logits_after
 from tiny_models import VOCABULARY, tiny_model
 
 from kvalloc.errors import InputError
-from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.measure import loss_curves
 from kvalloc.measure.cache_loss import CacheLosses
 from kvalloc.measure.job import Job
@@ -14,7 +15,6 @@ from kvalloc.measure.loss_curves import estimate_losses, measure_losses
 from kvalloc.measure.loss_plan import LossPlan
 from kvalloc.measure.loss_probe import LossProbe
 from kvalloc.measure.sampling import Sample
-from kvalloc.models.attention import intercept_attention
 from kvalloc.models.loading import shape_of
 from kvalloc.scorers import get_scorer
 
@@ -24,21 +24,13 @@ QUESTION, ANSWER = torch.tensor([11, 4, 7, 9, 30]), torch.tensor([5, 9, 17, 3])
 FULL_LAYERS = {"llama": (0, 1, 2), "qwen3": (0, 1, 2), "gemma3": (1,)}
 
 
-def make_probe(
-    kind="llama",
-    *,
-    n_tokens=40,
-    answer=None,
-    question=None,
-    scorer=SCORER,
-    **options,
-):
+def make_probe(kind="llama", *, n_tokens=40, answer=None, question=None, **options):
     model = tiny_model(kind, **options)
     ids = torch.randint(2, VOCABULARY, (n_tokens,), generator=torch.Generator().manual_seed(1))
     answer, question = (None if one is None else one.numpy() for one in (answer, question))
     sample = Sample(token_ids=ids.numpy(), answer_ids=answer, question_ids=question)
     more = {"continuation_tokens": 6, "shape": shape_of(model)}
-    return model, ids, LossProbe(model, sample, scorer, sinks=SINKS, **more)
+    return model, ids, LossProbe(model, sample, SCORER, sinks=SINKS, **more)
 
 
 def job(level, *shares, bits=()):
@@ -48,24 +40,11 @@ def job(level, *shares, bits=()):
     return Job(scorer=SCORER, sinks=SINKS, context_tokens=40, losses=plan, **rest)
 
 
-def masked_everywhere(model, ids, kept, n_prompt):
-    """One forward over everything; later tokens do not see what is hidden in some layers."""
-    n_all = ids.numel()
-    group = model.config.num_attention_heads // model.config.num_key_value_heads
-
-    def handler(states, compute):
-        if states.layer not in kept:
-            return compute(states.mask)
-        keep = kept[states.layer]
-        mask = torch.ones(n_all, n_all).tril().bool().expand(1, keep.shape[0] * group, -1, -1)
-        mask = mask.clone()
-        hidden = ~keep.repeat_interleave(group, dim=0)
-        mask[0, :, n_prompt:, :n_prompt] &= ~hidden[:, None]
-        return compute(mask)
-
-    with torch.no_grad(), intercept_attention(model, handler):
-        logits = model(input_ids=ids[None], use_cache=False).logits[0]
-    return logits[n_prompt:].double().log_softmax(-1)
+def log_likely(model, ids, following, kept):
+    """Log-probabilities at tokens after a prompt of which some layers keep only these entries."""
+    kept = {layer: keep[None] for layer, keep in kept.items()}
+    logits = logits_after(model, ids[None], following[None], kept)[0]
+    return logits.double().log_softmax(-1)
 
 
 ASKED = {"question": QUESTION, "answer": ANSWER}
@@ -85,27 +64,20 @@ def test_loss_equals_that_of_a_masked_forward(kind, asked):
     if asked:
         assert probe.continuation_ids.tolist() == [*QUESTION.tolist(), *ANSWER.tolist()]
         assert (probe.n_tokens, probe.n_measured) == (ids.numel(), 1 + ANSWER.numel())
-    everything = torch.cat([ids, probe.continuation_ids])
     generator = torch.Generator().manual_seed(5)
     for layer in FULL_LAYERS[kind]:
         keep = torch.rand(3, 2, ids.numel(), generator=generator) < 0.4
-        full = masked_everywhere(model, everything, {}, ids.numel())
+        full = log_likely(model, ids, probe.continuation_ids, {})
         for found, kept in zip(probe.losses(layer, keep), keep, strict=True):
-            reduced = masked_everywhere(model, everything, {layer: kept}, ids.numel())
+            reduced = log_likely(model, ids, probe.continuation_ids, {layer: kept})
             expected = kl_of(full, reduced)[-probe.n_measured :]
             torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6)
             assert float(expected.max()) > 1e-3  # something was at stake
 
 
 def head_profile(model, context, budgets, bits=None):
-    return BudgetProfile(
-        shape=shape_of(model),
-        level="head",
-        context_tokens=context,
-        budgets=budgets,
-        bits=bits,
-        policy=SCORER.policy(SINKS),
-    )
+    how = {"shape": shape_of(model), "policy": SCORER.policy(SINKS)}
+    return make_budget_profile(budgets, context_tokens=context, bits=bits, **how)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
@@ -119,10 +91,7 @@ def test_the_loss_of_a_whole_cache_is_that_of_a_masked_forward(kind, asked):
         layer: torch.stack([probe.kept(layer, [int(n)])[0][h] for h, n in enumerate(row)])
         for layer, row in zip(full, budgets[list(full)], strict=True)
     }
-    everything = torch.cat([ids, probe.continuation_ids])
-    whole, reduced = (
-        masked_everywhere(model, everything, some, ids.numel()) for some in ({}, kept)
-    )
+    whole, reduced = (log_likely(model, ids, probe.continuation_ids, some) for some in ({}, kept))
     expected = kl_of(whole, reduced)[-probe.n_measured :]
     given = {"question_ids": QUESTION.numpy(), "answer_ids": ANSWER.numpy()} if asked else {}
     losses = CacheLosses(model, [Sample(token_ids=ids.numpy(), **given)], continuation_tokens=6)

@@ -5,6 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from prompt_runs import states_seen
+from runtime_oracle import logits_after
 from tiny_models import WordTokenizer, tiny_model, words
 
 from kvalloc.measure.kl import divergence
@@ -17,7 +19,6 @@ from kvalloc.measure.vote_weights import (
     best_weight,
     vote_losses,
 )
-from kvalloc.models.attention import intercept_attention
 from kvalloc.models.loading import shape_of
 from kvalloc.scorers.lookahead import latest_votes
 
@@ -37,35 +38,21 @@ def test_losses_are_those_of_the_model_with_entries_hidden(answer):
     following = sample.token_ids[n_prompt:] if answer is None else answer
     ids = torch.from_numpy(np.concatenate([sample.token_ids[:n_prompt], following]))[None]
     logs = np.random.default_rng(0).normal(-4, 2, (3, 2, 80 - SINKS)).astype(np.float32)
-    votes = []
-
-    def look(states, compute):
-        votes.append(latest_votes(window=WINDOW, rotates=True).score(states, sinks=SINKS)[0])
-        return compute(states.mask)
-
-    with torch.no_grad(), intercept_attention(model, look):
-        model(ids[:, :n_prompt], use_cache=False)
+    voter = latest_votes(window=WINDOW, rotates=True)
+    seen = states_seen(model, ids[:, :n_prompt]).values()
+    votes = torch.cat([voter.score(states, sinks=SINKS) for states in seen]).numpy()
     read = np.exp(logs[..., : n_prompt - WINDOW - SINKS])
     found = vote_losses(model, shape, sample, logs, SINKS)
-    with torch.no_grad():
-        full = model(ids, use_cache=False).logits[0, n_prompt:]
+    parts = ids[:, :n_prompt], ids[:, n_prompt:]
+    full = logits_after(model, *parts, {})[0]
     for weight, loss in zip(WEIGHTS, found, strict=True):
-        voted = weight * torch.stack(votes).numpy()[..., SINKS : n_prompt - WINDOW]
+        voted = weight * votes[..., SINKS : n_prompt - WINDOW]
         scores = np.maximum(read, voted).ravel()
         hidden = np.ones(scores.size, dtype=bool)
         hidden[np.argsort(-scores)[: round(KEPT * scores.size)]] = False
-        hidden = torch.from_numpy(hidden.reshape(read.shape))
-
-        def hide(states, compute, hidden=hidden):
-            mask = states.mask.expand(-1, states.queries.shape[1], -1, -1).clone()
-            group = states.queries.shape[1] // states.keys.shape[1]
-            columns = hidden[states.layer].repeat_interleave(group, dim=0)[None, :, None]
-            part = mask[:, :, n_prompt:, SINKS : n_prompt - WINDOW]
-            part.masked_fill_(columns, torch.finfo(mask.dtype).min)
-            return compute(mask)
-
-        with torch.no_grad(), intercept_attention(model, hide):
-            reduced = model(ids, use_cache=False).logits[0, n_prompt:]
+        shown = torch.ones(3, 1, 2, n_prompt, dtype=torch.bool)
+        shown[:, 0, :, SINKS : n_prompt - WINDOW] = ~torch.from_numpy(hidden.reshape(read.shape))
+        reduced = logits_after(model, *parts, dict(enumerate(shown)))[0]
         assert loss == pytest.approx(divergence(full, reduced).kl, rel=1e-3, abs=1e-7)
     assert len(set(np.round(found, 9))) > 2
 
