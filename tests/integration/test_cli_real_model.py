@@ -1,7 +1,7 @@
 """The main job from end to end, as a newcomer types it."""
 
 import pytest
-from cli_tools import run
+from cli_tools import succeed
 
 from kvalloc.prompts.splits import split_texts
 
@@ -14,11 +14,8 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def kvalloc(line, *more):
-    """Run a command line that must succeed."""
-    ran = run(*line.split(), *more)
-    assert ran.code == 0, ran.err
-    return ran
+def kvalloc(line):
+    return succeed(*line.split())
 
 
 def test_entries_at_fewer_bits_from_profile_to_generate_and_eval(folder):

@@ -65,17 +65,10 @@ def test_a_budget_profile_is_known_by_its_content(tmp_path):
 
 
 def test_parameters_are_shown_when_asked_for(tmp_path):
-    make_budget_profile(
-        np.full((2, 2), 20),
-        policy=Policy(
-            scorer="lookahead",
-            scorer_parameters={"votes": 5},
-            sinks=2,
-            window=3,
-            name="attention_matching",
-        ),
-        solver_options={"learning_rate": 0.15},
-    ).save(tmp_path / "p.json")
+    policy = Policy(scorer="lookahead", scorer_parameters={"votes": 5}, sinks=2, window=3)
+    policy = policy.replace(name="attention_matching")
+    made = {"policy": policy, "solver_options": {"learning_rate": 0.15}}
+    make_budget_profile(np.full((2, 2), 20), **made).save(tmp_path / "p.json")
     brief, whole = (run("inspect", tmp_path / "p.json", *more).out for more in ((), ("--verbose",)))
     assert "attention_matching by lookahead, 2 sinks" in brief
     for words in ("votes=5", "learning_rate=0.15"):

@@ -44,16 +44,10 @@ def test_any_partition_in_any_order_gives_the_unbroken_file(tmp_path_factory, da
     assert found == scores
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"loss": LOSSES, "bits": (8,)},
-    ],
-)
-def test_shards_are_measured_to_the_bit_as_one_measurement(tmp_path, options):
+def test_shards_are_measured_to_the_bit_as_one_measurement(tmp_path):
     lengths = (60, 60, 60, 60, 40, 40, 60)
     prompts = [Prompt(text=words(length, seed=n)) for n, length in enumerate(lengths)]
-    options = {"texts": prompts, "samples": len(prompts), **options}
+    options = {"texts": prompts, "samples": len(prompts), "loss": LOSSES, "bits": (8,)}
     tiny_profile(output=tmp_path / "whole", **options)
     for number in (1, 2, 3):
         tiny_profile(output=tmp_path / f"{number}", shard=f"{number}/3", **options)
@@ -115,20 +109,6 @@ def test_parts_that_do_not_belong_together_are_refused(tmp_path, files, change):
     with pytest.raises(InputError, match=said):
         merge(files, tmp_path / "s")
     assert not (tmp_path / "s").exists()
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"shard": "0/2"}, "the shard is '0/2', expected"),
-        ({"shard": "3/2"}, "the shard is '3/2', expected"),
-        ({"shard": "1"}, "the shard is '1', expected"),
-        ({"shard": "1/4"}, "4 shards of 2 samples are not possible"),
-    ],
-)
-def test_shards_that_cannot_be_are_refused(options, said):
-    with pytest.raises(InputError, match=said):
-        tiny_profile(samples=2, **options)
 
 
 def test_the_command_says_what_is_merged_and_what_is_missing(tmp_path, files):
