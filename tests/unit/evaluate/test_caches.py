@@ -12,7 +12,7 @@ import kvalloc
 from kvalloc.accounting.costs import POSITION_BYTES, head_bytes
 from kvalloc.errors import InputError
 from kvalloc.evaluate.caches import needed_bytes, stored_bytes
-from kvalloc.evaluate.methods import AppliedMethod, CacheMethod, full_cache, rounded_cache
+from kvalloc.evaluate.methods import CacheMethod, full_cache, rounded_cache
 from kvalloc.evaluate.scoring import evaluate, measure, read_turns, row
 from kvalloc.measure.kl import divergence
 from kvalloc.models.loading import shape_of
@@ -175,14 +175,6 @@ def test_bytes_at_16_bits_do_not_depend_on_the_type_that_is_computed_in(kind, dt
         assert outcome.bytes_at_16_bits == packed
         assert outcome.retained_bytes == packed or kind == "gemma3"
         assert 0 < outcome.kl < ten.kl
-
-
-def test_what_apply_does_is_a_method(model, references):
-    options = {"budget": "30%", "solver": "uniform", "scorer": "snapkv:window=4", "sinks": 2}
-    outcome = measure(model, TOKENIZER, AppliedMethod(options=options), *references[0]).outcome
-    assert outcome.kl > 0
-    assert outcome.retained_bytes < 0.7 * outcome.full_bytes
-    assert "generate" not in vars(model)
 
 
 # Tasks, and caches put through them, on random models

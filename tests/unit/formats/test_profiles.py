@@ -8,7 +8,7 @@ from xml.etree.ElementTree import fromstring
 
 import numpy as np
 import pytest
-from cli_tools import run
+from cli_tools import succeed
 from factories import make_losses, make_shape
 from safetensors import safe_open
 from safetensors.numpy import save_file
@@ -20,11 +20,7 @@ from kvalloc.errors import ProfileFileError
 from kvalloc.formats.evaluation import Evaluation
 from kvalloc.formats.fitted import FittedModel, mean_scores
 from kvalloc.formats.score_profile import ShareError
-from kvalloc.formats.shipped_profiles import (
-    find_fitted,
-    load_fitted,
-    shipped_fitted,
-)
+from kvalloc.formats.shipped_profiles import find_fitted, load_fitted, shipped_fitted
 from kvalloc.online.solved import solve_share
 from kvalloc.report.notebook import profile_html
 from kvalloc.scorers import get_scorer
@@ -120,7 +116,7 @@ def test_a_shipped_fitted_file_decides_every_share(name, fitted_here):
             assert 0.95 * share < solved.share_at(tokens) <= share
             assert solved.gap < 0.01
     # wherever a score profile is named, and what is solved from it can be applied
-    assert run("inspect", name).code == 0
+    succeed("inspect", name)
     decided = kvalloc.solve(name, budget="20%", level="head")
     assert decided.predicted_loss is not None
     assert get_scorer(decided.policy.scorer, **decided.policy.scorer_parameters).file == name

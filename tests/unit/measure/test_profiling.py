@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import scorer_oracle
 import torch
-from cli_tools import files_in, full_disk
 from factories import curves_of
+from prompt_runs import states_seen
 from tiny_models import WordTokenizer, tiny_model, tiny_profile, words
 
 import kvalloc
@@ -15,8 +15,6 @@ from kvalloc.errors import InputError
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.measure import Prompt
 from kvalloc.measure.loss_plan import LossPlan
-from kvalloc.models.attention import intercept_attention
-from kvalloc.scorers.xkv import XKV
 
 TOKENIZER = WordTokenizer()
 
@@ -29,19 +27,13 @@ measure = partial(tiny_profile, samples=3)
 def test_agrees_with_the_whole_attention_matrix(kind, attention):
     model = tiny_model(kind, attention=attention)
     found = measure(model, samples=2, sinks=3, window=5, pool=3)
-    seen = {}
-
-    def handler(states, compute):
-        seen[states.layer] = scorer_oracle.window_scores(states, window=5, sinks=3, pool=3)
-        return compute(states.mask)
-
     ids = TOKENIZER(words(300))["input_ids"]
     pieces = [torch.tensor([ids[start : start + 60]]) for start in range(0, 300, 60)]
     matched = 0
     for piece in pieces:
-        with torch.no_grad(), intercept_attention(model, handler):
-            model(piece)
-        scores = np.stack([seen[layer][0, :, 3:55] for layer in range(3)])
+        seen = states_seen(model, piece).values()
+        scores = [scorer_oracle.window_scores(one, window=5, sinks=3, pool=3) for one in seen]
+        scores = np.concatenate(scores)[..., 3:55]
         for sample in range(2):
             if np.allclose(found.masses[sample], scores.sum(axis=-1), atol=1e-5):
                 np.testing.assert_allclose(found.curves[sample], curves_of(scores), atol=1e-5)
@@ -62,13 +54,6 @@ def test_the_profile_says_how_it_was_made():
     assert found.versions["kvalloc"] == kvalloc.__version__
     assert {"torch", "transformers", "numpy"} < set(found.versions)
     assert found.created
-
-
-def test_counted_sinks_are_evictable_and_a_ready_scorer_is_taken_as_it_is():
-    scorer = XKV(window=6, pool=1)
-    counted = measure(sinks=0, scorer=scorer)
-    assert (counted.sinks, counted.evictable_tokens) == (0, 54)
-    assert counted.scorer_parameters == scorer.parameters()
 
 
 def test_sliding_layers_get_no_curve_of_their_own():
@@ -103,14 +88,6 @@ def test_a_long_context_is_stored_on_a_grid():
     assert not found.is_exact
 
 
-def test_progress_counts_layers():
-    calls = []
-    measure(progress=lambda done, total: calls.append((done, total)))
-    assert [done for done, _ in calls] == sorted(done for done, _ in calls)
-    assert calls[-1] == (9, 9)
-    assert len({done for done, _ in calls}) == 9
-
-
 def broken_model():
     model = tiny_model()
     with torch.no_grad():
@@ -121,19 +98,11 @@ def broken_model():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"bits": (2,)}, "expected some of 16, 8, 5, 4, 3"),
-        ({"bits": (8,)}, "bits is about what is lost: add loss='fast' or"),
-        ({"resume": True}, "name the output"),
-        ({"loss": "exact"}, "loss method is 'exact'"),
-        ({"loss": "fast", "loss_level": "token"}, "loss level is 'token'"),
-        ({"sinks": -1}, "sinks is -1, expected a number of tokens"),
         ({"texts": [Prompt(text="a b", name="p.jsonl", line=2)], "samples": 1}, "p.jsonl, line 2"),
         ({"model": broken_model()}, "tests/tiny in layer 1, sample 0 are not finite"),
-        ({"output": "no/such/folder/s.safetensors"}, "does not exist"),
-        ({"colour": 1}, "colour"),
     ],
 )
-def test_arguments_that_cannot_be_used(options, said):
+def test_a_sample_that_cannot_be_measured_is_named(options, said):
     with pytest.raises(InputError, match=said):
         measure(**options)
 
@@ -203,39 +172,3 @@ def test_another_job_is_not_resumed(tmp_path, changes, said):
         measure(output=output, progress=stop_after(4))
     with pytest.raises(InputError, match=f"begun with {said}"):
         measure(**{"output": output, "resume": True, **changes})
-
-
-@pytest.mark.parametrize("layers", [8, 2])
-def test_a_full_disk_is_told_in_one_line_and_loses_no_sample(tmp_path, layers):
-    output = tmp_path / "s.safetensors"
-    with pytest.raises(Killed):
-        measure(output=output, progress=stop_after(layers))
-    before = files_in(tmp_path)
-    said = "cannot write .*: File too large"
-    with full_disk(), pytest.raises(InputError, match=said) as error:
-        measure(output=output, resume=True)
-    assert "\n" not in str(error.value)
-    assert files_in(tmp_path) == before
-    assert np.array_equal(measure(output=output, resume=True).curves, measure().curves)
-
-
-PLAN = {"shares": (0.0, 0.3, 0.6), "continuation_tokens": 5}
-
-
-def test_answers_are_what_the_loss_is_measured_on():
-    own, given = (
-        measure(texts=[Prompt(text=words(60), answer=answer)], samples=1, loss=LossPlan(**PLAN))
-        for answer in ("", "w1 w2 w3")
-    )
-    assert np.array_equal(own.curves, given.curves)
-    assert not np.allclose(own.losses, given.losses)
-
-
-def test_bad_sizes_are_refused():
-    for options, said in (
-        ({"shares": ()}, "not shares"),
-        ({"shares": (1.2,)}, "not shares"),
-        ({"continuation_tokens": 0}, "continuation of at least 1"),
-    ):
-        with pytest.raises(InputError, match=said):
-            LossPlan(**options)

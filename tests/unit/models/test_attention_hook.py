@@ -1,7 +1,6 @@
 """The hook sees every layer, changes nothing by itself, and leaves nothing behind."""
 
 import copy
-import pickle
 import threading
 
 import pytest
@@ -92,26 +91,8 @@ def test_another_model_inside_the_with_is_left_alone(ids):
     assert layers == [0, 1, 2]
 
 
-def test_another_thread_is_not_intercepted_and_does_not_switch_it_off(ids):
-    model = tiny_model()
-    calls, note = noting()
-
-    def elsewhere():
-        with torch.no_grad(), intercept_attention(model, look):
-            model(ids)
-
-    with torch.no_grad(), intercept_attention(model, note):
-        thread = threading.Thread(target=elsewhere)
-        thread.start()
-        thread.join()
-        assert calls == []
-        model(ids)
-    assert calls == [0, 1, 2]
-    assert model.config._attn_implementation == "sdpa"
-
-
-def test_the_config_in_a_module_is_a_view_of_the_model_s(ids):
-    """Of its type, with its attributes, and copied and pickled as the config itself."""
+def test_the_config_in_a_module_is_a_view_of_the_model_s():
+    """Of its type, with its attributes, and copied as the config itself."""
     model = tiny_model()
     config, module = model.config, model.model.layers[0].self_attn
     with intercept_attention(model, look):
@@ -122,12 +103,7 @@ def test_the_config_in_a_module_is_a_view_of_the_model_s(ids):
         view.hidden_size = 33
         assert config.hidden_size == 33
         config.hidden_size = 24
-        twin = copy.deepcopy(model)
         assert copy.copy(view) is config
-        pickled = pickle.loads(pickle.dumps(model))
-        for other in (twin, pickled):
-            assert other.model.layers[0].self_attn.config is other.config is other.model.config
-            assert torch.equal(other(ids).logits, model(ids).logits)
         assert not _reads_a_wrapper(module)
     assert module.config is config
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from cli_tools import save_tiny_model, without
 from tiny_models import tiny_model
 
 from kvalloc import files
@@ -97,16 +94,7 @@ def test_models_without_a_plain_cache_are_refused(changes, said):
 
 @pytest.fixture
 def saved(tmp_path):
-    """A model folder with a real tokenizer of three words."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    folder = tmp_path / "tiny-model"
-    tiny_model().save_pretrained(folder)
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?").save_pretrained(folder)
-    return folder
+    return save_tiny_model(tmp_path / "tiny-model", tiny_model())
 
 
 def test_a_local_folder(saved, capfd):
@@ -116,53 +104,16 @@ def test_a_local_folder(saved, capfd):
     assert loaded.model.dtype == torch.bfloat16
     assert loaded.model.config._attn_implementation == "eager"
     assert not loaded.model.training
-    assert loaded.tokenizer("b a").input_ids == [1, 0]
+    assert loaded.tokenizer("w1 w0").input_ids == [3, 2]
     out, err = capfd.readouterr()
     assert out == err == ""
 
 
-@pytest.mark.parametrize(
-    ("source", "content", "said"),
-    [
-        ("", None, "name is empty"),
-        ("./no/such/folder", None, "no file or folder ./no/such/folder"),
-        ("/no/such.gguf", None, "no file or folder /no/such.gguf"),
-        ("nowhere.gguf", None, "no file or folder nowhere.gguf"),
-        (".", None, r"holds no config\.json"),
-        ("m.bin", b"GGUF", r"is not a \.gguf file"),
-        ("m.gguf", b"PK", "not a GGUF file"),
-        ("./config.json", b'{"model_type": "nothing-we-know"}', "config.json is not a .gguf file"),
-    ],
-)
-def test_sources_that_are_no_models(tmp_path, monkeypatch, source, content, said):
-    monkeypatch.chdir(tmp_path)
-    if content is not None:
-        (tmp_path / source).write_bytes(content)
-    with pytest.raises(InputError, match=said):
-        load_model(source)
-    if source == "./config.json":
-        with pytest.raises(UnsupportedModelError, match="cannot be loaded") as caught:
-            load_model(tmp_path)
-        assert "\n" not in str(caught.value)
-
-
-def test_an_unknown_hub_id_offline_is_one_line():
-    code = (
-        "from kvalloc.errors import InputError\n"
-        "from kvalloc.models.loading import load_model\n"
-        "try: load_model('someone/nothing-of-that-name')\n"
-        "except InputError as error: print(error)"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "HF_HUB_OFFLINE is set" in run.stdout
-    assert run.stdout.count("\n") == 1
-    assert run.stderr == ""
+def test_a_model_of_an_unknown_type_is_one_line(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "nothing-we-know"}')
+    with pytest.raises(UnsupportedModelError, match="cannot be loaded") as caught:
+        load_model(tmp_path)
+    assert "\n" not in str(caught.value)
 
 
 def test_the_demo_without_package_and_network(monkeypatch):
@@ -211,15 +162,10 @@ class TestGgufCache:
         monkeypatch.setattr(gguf_cache, "_unpack", unpack)
 
     @pytest.mark.parametrize("package", ["gguf", "accelerate"])
-    def test_what_reads_it_is_looked_for_before_it_is_unpacked(self, monkeypatch, package):
-        find = importlib.util.find_spec
-        monkeypatch.setattr("importlib.util.find_spec", lambda n: None if n == package else find(n))
-        notes = []
-        with pytest.raises(MissingDependencyError) as caught:
+    def test_what_reads_it_is_looked_for_before_it_is_unpacked(self, package):
+        notes, said = [], f"needs {package}, which is not installed: pip install 'kvalloc\\[run\\]'"
+        with without(package), pytest.raises(MissingDependencyError, match=said):
             gguf_cache.converted_folder(self.file, "float32", notify=notes.append)
-        assert f"needs {package}, which is not installed: pip install 'kvalloc[run]'" in str(
-            caught.value
-        )
         assert (self.runs, notes) == (0, [])
 
     def test_converted_once_for_each_content_and_type(self):
@@ -279,25 +225,10 @@ class TestGgufCache:
 # A profile fits a model by what the model is, not by what its folder is called
 
 
-def of(seed, model_id="someone/tiny", dtype=torch.float32):
-    torch.manual_seed(seed)
-    return shape_of(tiny_model("llama", seed=seed).to(dtype), model_id=model_id)
-
-
-def test_identical_weights_fit_under_any_name():
-    of(0).require_same_model(of(0, "renamed-folder"))
-    of(0).require_same_model(of(0, "renamed-folder", torch.bfloat16))
-
-
-def test_other_weights_are_refused_under_the_same_name():
-    with pytest.raises(ModelMismatchError, match="has other weights; make a profile.*allow_other"):
-        of(0).require_same_model(of(1))
-    of(0).require_same_model(of(1), allow_other_model=True)
-
-
 @pytest.mark.parametrize(("name", "value"), [("vocab_size", 7), ("rotary", '{"rope_theta": 1}')])
 def test_another_config_is_another_model(name, value):
-    other = dataclasses.replace(of(0), **{name: value})
+    shape = shape_of(tiny_model())
+    other = dataclasses.replace(shape, **{name: value})
     with pytest.raises(ModelMismatchError, match=name):
-        of(0).require_same_model(other, allow_other_model=True)
-    of(0).require_same_model(dataclasses.replace(of(0), **{name: None}))
+        shape.require_same_model(other, allow_other_model=True)
+    shape.require_same_model(dataclasses.replace(shape, **{name: None}))

@@ -110,16 +110,6 @@ def test_a_cache_goes_by_the_name_that_the_model_takes():
     assert cache.get_seq_length() == 2
 
 
-@pytest.mark.parametrize("name", names.CACHE_ARGUMENTS)
-def test_a_cache_is_found_under_either_name(name):
-    cache = object()
-    arguments = {"input_ids": 1, name: cache}
-    assert names.cache_among(arguments) is cache
-    assert names.cache_among({**dict.fromkeys(names.CACHE_ARGUMENTS), name: cache}) is cache
-    assert names.without_cache(arguments) == {"input_ids": 1}
-    assert names.cache_among({"input_ids": 1}) is None
-
-
 def test_a_third_name_of_the_cache_is_refused_and_never_swallowed(monkeypatch):
     """A forward takes any keyword: a cache under a name that it does not know would be lost."""
 

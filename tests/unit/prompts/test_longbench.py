@@ -39,10 +39,6 @@ def changed(**fields):
     return {**RECORD, **fields}
 
 
-def without(field):
-    return {name: value for name, value in RECORD.items() if name != field}
-
-
 def test_a_dataset_is_asked_and_scored_as_it_is_known(write):
     path = write(
         RECORD,
@@ -118,26 +114,3 @@ def test_a_chat_form_that_fails_is_one_line(write):
     (task, said) = (file_task(path, read_records(path), cut=False), "line 1: .*no such role.*text")
     with pytest.raises(InputError, match=said):
         task.make(Broken(), 1, 100)
-
-
-@pytest.mark.parametrize(
-    ("record", "message"),
-    [
-        (without("answers"), "line 2 has no answer; give"),
-        (changed(answers=[]), "line 2 has no answer; give"),
-        (changed(answers=[3]), "line 2: the field 'answers' cannot be read"),
-        ({"prompt": "Say.", "answer": ""}, "line 2 has no answer; give"),
-        (without("input"), "line 2 has no field 'input'"),
-        (changed(dataset="trec"), "line 2 has no field 'all_classes'"),
-        (
-            changed(all_classes="City"),
-            "line 2: the field 'all_classes' cannot be read: .*array",
-        ),
-        (changed(dataset=7), "line 2: the field 'dataset' cannot be read: .*string"),
-        (changed(language="zh"), "line 2: 'language' is 'zh'"),
-        (f'{{"context": {"9" * 5000}}}', "line 2 is not a JSON .*number out of range"),
-    ],
-)
-def test_bad_lines_are_named(write, record, message):
-    with pytest.raises(InputError, match=message):
-        read_records(write(RECORD, record))

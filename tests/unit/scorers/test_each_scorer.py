@@ -9,12 +9,8 @@ import scorer_oracle
 import torch
 from scorer_oracle import make_states, score_in_chunks
 
-from kvalloc.errors import InputError, UnsupportedModelError
-from kvalloc.scorers import (
-    attention_rows,
-    column_sums,
-    projected_values,
-)
+from kvalloc.errors import UnsupportedModelError
+from kvalloc.scorers import attention_rows, column_sums, projected_values
 from kvalloc.scorers.a2sf import A2SF
 from kvalloc.scorers.cake import CAKE
 from kvalloc.scorers.criticalkv import CriticalKV
@@ -24,7 +20,6 @@ from kvalloc.scorers.keydiff import KeyDiff
 from kvalloc.scorers.knorm import KNorm
 from kvalloc.scorers.lookahead import Lookahead
 from kvalloc.scorers.projected_values import projected_value_norms
-from kvalloc.scorers.reconstruction import Reconstruction
 from kvalloc.scorers.snapkv import SnapKV
 from kvalloc.scorers.streaming import Streaming
 from kvalloc.scorers.tova import TOVA
@@ -35,12 +30,16 @@ PAD_BLIND = ("xkv", "snapkv", "criticalkv", "cake", "tova", "knorm", "h2o", "key
 """Scorers that look at no position: padding moves every token to another one."""
 
 
-@pytest.mark.parametrize("sinks", [0, 3])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    "more", [{}, {"softcap": 1.5}, {"sink_logits": torch.linspace(0, 12, 6)}], ids=str
+)
 @pytest.mark.parametrize("group_reduce", ["mean", "max"])
 @pytest.mark.parametrize("pooling", ["avg", "max"])
-@pytest.mark.parametrize(("window", "pool"), [(1, 1), (5, 7), (8, 3)])
-def test_agrees_with_the_whole_matrix(window, pool, pooling, group_reduce, sinks):
-    states = make_states(batch=2)
+@pytest.mark.parametrize(("window", "pool", "sinks"), [(1, 1, 0), (5, 7, 3), (8, 3, 0)])
+def test_agrees_with_the_whole_matrix(window, pool, pooling, group_reduce, sinks, more, masked):
+    mask = torch.ones(1, 1, 40, 40).tril().bool() if masked else None
+    states = make_states(batch=2, mask=mask, **more)
     options = {"window": window, "pool": pool, "pooling": pooling, "group_reduce": group_reduce}
     found = SnapKV(**options).score(states, sinks=sinks)
     expected = scorer_oracle.window_scores(states, sinks=sinks, **options)
@@ -52,7 +51,7 @@ def test_agrees_with_the_whole_matrix(window, pool, pooling, group_reduce, sinks
 
 
 ARRIVALS = {
-    scorer: ("halves", "chunks", *(("padded",) if scorer.name in PAD_BLIND else ()))
+    scorer: ("chunks", *(("padded",) if scorer.name in PAD_BLIND else ()))
     for scorer in (
         *(XKV(window=5), SnapKV(window=5), CriticalKV(window=5), CAKE(window=8), TOVA(), KNorm()),
         *(H2O(window=4), A2SF(window=4, forgetting=0.9), KeyDiff(window=4), Streaming(window=3)),
@@ -68,15 +67,10 @@ ARRIVALS = {
     ids=lambda one: getattr(one, "name", one),
 )
 def test_a_score_does_not_depend_on_how_the_prompt_comes(monkeypatch, scorer, arrival):
-    """In half precision, in chunks, or with padding: as in float32, at once and alone."""
+    """In chunks, or with padding: as at once and alone."""
     monkeypatch.setattr(attention_rows, "_KEY_BLOCK_TOKENS", 7)
     states = make_states(batch=3, frequencies=FREQUENCIES, hidden_size=10)
-    if arrival == "halves":
-        for dtype in (torch.bfloat16, torch.float16):
-            half = cast(states, dtype)
-            whole = scorer.score(cast(half, torch.float32), sinks=2)
-            torch.testing.assert_close(scorer.score(half, sinks=2), whole)
-    elif arrival == "chunks":
+    if arrival == "chunks":
         whole = scorer.score(states, sinks=2)
         assert (whole.dtype, whole.min()) == (torch.float32, 0.0)
         for sizes in ([1, 39], [20, 20], [13, 13, 13, 1]):
@@ -92,11 +86,6 @@ def test_a_score_does_not_depend_on_how_the_prompt_comes(monkeypatch, scorer, ar
 
 
 PADS = (0, 9, 36)  # the last row has fewer real tokens than the windows
-
-
-def cast(states, dtype):
-    halves = {name: getattr(states, name).to(dtype) for name in ("queries", "keys", "values")}
-    return replace(states, **halves)
 
 
 def tokens_of(states, row, first):
@@ -120,20 +109,6 @@ def test_a_bias_of_each_query_head_counts():
     scores = XKV(window=4, pool=1).score(replace(states, mask=bias), sinks=0)
     assert scores[0, 1, 10] > 0.33
     assert scores[0, 0, 10] < 0.33
-
-
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize(
-    "more", [{"softcap": 1.5}, {"sink_logits": torch.linspace(0, 12, 6)}], ids=["softcap", "sinks"]
-)
-def test_logits_are_those_of_the_model(more, masked):
-    mask = torch.ones(1, 1, 40, 40).tril().bool() if masked else None
-    states = make_states(mask=mask, **more)
-    found = XKV(window=5, pool=3).score(states, sinks=2)
-    expected = scorer_oracle.window_scores(states, window=5, sinks=2, pool=3)
-    np.testing.assert_allclose(found.numpy(), expected, atol=1e-6)
-    plain = scorer_oracle.window_scores(make_states(), window=5, sinks=2, pool=3)
-    assert np.abs(plain - expected).max() > 0.01
 
 
 def test_a_mask_that_is_no_tensor_is_refused():
@@ -326,27 +301,3 @@ def test_projected_value_norms_agree_with_loops(monkeypatch):
 def test_without_a_readable_projection_there_are_no_norms(weight):
     with pytest.raises(UnsupportedModelError, match="output projection"):
         projected_value_norms(replace(make_states(), output_projection=weight))
-
-
-@pytest.mark.parametrize(
-    ("scorer", "options", "said"),
-    [
-        (XKV, {"window": 0}, "scorer xkv: window is 0, expected greater than or equal to 1"),
-        (XKV, {"window": 8.0}, "window is 8.0"),
-        (XKV, {"pool": 4}, "pool is 4, expected an odd number"),
-        (XKV, {"group_reduce": "sum"}, "expected 'mean' or 'max'"),
-        (SnapKV, {"pooling": "min"}, "expected 'avg' or 'max'"),
-        (A2SF, {"forgetting": 0.0}, "forgetting is 0.0, expected greater than 0"),
-        (CAKE, {"gamma": -1.0}, "gamma is -1.0"),
-        (ExpectedAttention, {"future": 0}, "future is 0"),
-        (Lookahead, {"ahead": -1}, "ahead is -1, expected greater than or equal to 0"),
-        (Lookahead, {"votes": 0}, "votes is 0, expected greater than or equal to 1"),
-        (ExpectedAttention, {"epsilon": float("nan")}, "epsilon is nan"),
-        (CriticalKV, {"epsilon": -1.0}, "epsilon is -1.0"),
-        (CriticalKV, {"epsilon": float("inf")}, "epsilon is inf, expected a finite number"),
-        (Reconstruction, {"nearby": -1}, "nearby is -1"),
-    ],
-)
-def test_parameters_out_of_range(scorer, options, said):
-    with pytest.raises(InputError, match=said):
-        scorer(**options)
