@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from cli_tools import run
+from cli_tools import run, succeed
 
 from kvalloc.accounting.costs import plain_bytes
 from kvalloc.formats.shipped_profiles import load_profile
@@ -18,8 +18,7 @@ def questions(folder, *, step=1, answer="w7", name="q.jsonl"):
 
 def test_eval_puts_profiles_beside_the_full_cache(models, profiles, folder):
     prompts, budgets = questions(folder), profiles / "tiny.json"
-    ran = run("eval", models / "tiny", "--profile", budgets, "--prompts", prompts, "--json")
-    assert ran.code == 0, ran.err
+    ran = succeed("eval", models / "tiny", "--profile", budgets, "--prompts", prompts, "--json")
     full, reduced = ran.json
     assert (full["name"], reduced["name"]) == ("full", "tiny")
     assert full["kl"] == 0 < reduced["kl"]
@@ -47,8 +46,7 @@ def test_eval_shows_long_answers_by_position_and_bytes_of_16_bits(models, folder
     prompts.write_text(json.dumps(record))
     way = ("--budget", "60%", "--plain-bits", "8,4", "--question-at", "second-turn")
     given = ("eval", models / "tiny", *way, "--prompts", prompts)
-    ran = run(*given, "--json", "-o", saved)
-    assert ran.code == 0, ran.err
+    ran = succeed(*given, "--json", "-o", saved)
     rows = {row["name"]: row for row in ran.json}
     assert list(rows) == ["full", "--budget 60%", "8 bits", "4 bits"]
     assert rows["full"]["share_of_16_bits"] == 1.0

@@ -4,7 +4,7 @@ import json
 import sys
 
 import pytest
-from cli_tools import Stdin, generate_arguments, prose, run
+from cli_tools import Stdin, generate_arguments, prose, run, succeed
 
 import kvalloc
 from kvalloc.formats.shipped_profiles import load_profile
@@ -154,8 +154,7 @@ def generate(models, profiles, folder):
 
 @pytest.mark.parametrize("name", ["nacl", "merge", "attention_matching", "snapkv", "lookahead"])
 def test_generate_picks_entries_by_the_name_of_a_policy_or_scorer(generate, profiles, name):
-    ran = run(*generate("--policy", name, "--max-new-tokens", 20))
-    assert ran.code == 0, ran.err
+    ran = succeed(*generate("--policy", name, "--max-new-tokens", 20))
     seen = ran.json["prompt_tokens"] + ran.json["new_tokens"] - 1
     entries = int(load_profile(profiles / "tiny.json").budgets_for(seen).sum())
     stored = entries * (32 + 4)  # numbers and a position

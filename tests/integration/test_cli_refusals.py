@@ -11,7 +11,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from cli_tools import prose, refused, run
+from cli_tools import prose, refused, succeed
 from factories import make_budget_profile, make_losses, make_scores, make_shape
 
 import kvalloc
@@ -40,7 +40,7 @@ def folder(models, profiles, tmp_path_factory):
     (folder / "plain").write_bytes(b"plain text, and nothing else")
     reading = ("chat", folder / "tiny", "--profile", folder / "tiny.json", "--max-new-tokens", 6)
     reading = (*reading, "--prompt-file", folder / "doc.txt", "--save-cache", folder / "doc.kv")
-    assert run(*reading).code == 0
+    succeed(*reading)
     return folder
 
 

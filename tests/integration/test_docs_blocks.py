@@ -19,6 +19,8 @@ from docs_pages import PAGES, ROOT, blocks
 from factories import make_bits, make_shape
 from scorer_oracle import make_states
 from tiny_models import equal_budgets, tiny_model
+from transformers.cli import serve
+from transformers.cli.serving.model_manager import ModelManager
 
 import kvalloc
 from kvalloc.models import loading
@@ -37,7 +39,7 @@ SIZES = {
 
 NOT_RUN = {
     ("README.md", "installs; CI runs every line of this page in a fresh environment"),
-    ("clients.md", "tests/integration/test_clients.py serves it"),
+    ("clients.md", "a test loads the server's models and has no server"),
     ("clients.md", "these packages are in no environment of this project"),
     ("evaluating.md", "takes hours; a quick form takes minutes"),
     ("evaluating.md", "lm-eval and its data sets are in no environment of this project"),
@@ -205,6 +207,28 @@ def test_every_call_that_stands_for_a_press_works(tiny_demo, tmp_path):
             model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2)
         cache = applied.last_cache
         assert cache.retained_bytes < 0.4 * cache.full_bytes, call
+
+
+def test_the_models_of_a_server_are_reduced(models, monkeypatch):
+    """They are loaded and asked as the server does it."""
+    applied, apply = [], kvalloc.apply
+
+    def serve_once(force_model, port):
+        manager = ModelManager(force_model=force_model, device="cpu", dtype="float32")
+        model = manager.load_model_and_processor(force_model)[0]
+        model.generate(torch.arange(2, 82)[None], max_new_tokens=4)
+
+    def apply_here(model, **options):
+        applied.append(apply(model, **options))
+
+    monkeypatch.setattr(ModelManager, "_load_model", ModelManager._load_model)  # put back
+    monkeypatch.setattr(serve, "Serve", serve_once)
+    monkeypatch.setattr(kvalloc, "apply", apply_here)
+    script = next(block for page in PAGES if page.name == "clients.md" for block in blocks(page))
+    exec(script.text.replace("HuggingFaceTB/SmolLM2-135M-Instruct", str(models / "tiny")), {})
+    applied[0].remove()
+    assert applied[0].last_cache.get_seq_length() > 80
+    assert applied[0].last_cache.share <= 0.25
 
 
 def test_blocks_that_do_not_run_are_these():

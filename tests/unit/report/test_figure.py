@@ -3,7 +3,7 @@
 import xml.etree.ElementTree as ElementTree
 
 import pytest
-from cli_tools import run
+from cli_tools import succeed
 from factories import make_evaluation, make_losses, make_row
 
 from kvalloc.allocation.decision import solve
@@ -58,8 +58,7 @@ def test_plot_draws_what_is_asked_for(tmp_path, scores, what, words):
     solve(scores, budget=0.5, objective="mean", solver="uniform").save(tmp_path / "p.json")
     make_evaluation(make_row("p")).save(tmp_path / "r.json")
     files = [tmp_path / name for name in ("s.safetensors", "p.json", "r.json")]
-    ran = run("report", *files, "-o", tmp_path / "x.svg", *what)
-    assert ran.code == 0, ran.err
+    ran = succeed("report", *files, "-o", tmp_path / "x.svg", *what)
     name = what[1] if what else "budgets"
     assert ran.out == f"written {tmp_path / 'x.svg'}: {name}\n"
     assert {*words} <= {*words_of(tmp_path / "x.svg")}

@@ -6,7 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
-from cli_tools import run
+from cli_tools import succeed
 from factories import (
     make_budget_profile,
     make_evaluation,
@@ -43,8 +43,7 @@ def document(path):
 
 def test_a_page_of_everything_holds_every_figure_and_asks_for_nothing(files, tmp_path):
     names = ["s.safetensors", "greedy.json", "uniform.json", "auto.json", "result.json"]
-    ran = run("report", *(files / name for name in names), "-o", tmp_path / "r.html")
-    assert ran.code == 0, ran.err
+    ran = succeed("report", *(files / name for name in names), "-o", tmp_path / "r.html")
     assert ran.out.startswith(f"written {tmp_path / 'r.html'} (")
     text, held = (tmp_path / "r.html").read_text("utf-8"), document(tmp_path / "r.html")
     curves = {"curves-0-rete", "curves-0-loss"}
