@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cli_tools import run, save_tiny_model
+from cli_tools import run, save_tiny_model, succeed
 from surrogates import fit_surrogate
 from tiny_models import equal_budgets, tiny_model
 from transformers import AutoModelForCausalLM
@@ -22,12 +22,7 @@ from transformers import AutoModelForCausalLM
 import kvalloc
 from kvalloc.engine.contract import LocalEngine
 from kvalloc.engine.ray import RayEngine
-from kvalloc.errors import (
-    InputError,
-    MissingDependencyError,
-    SampleError,
-    UnsupportedModelError,
-)
+from kvalloc.errors import InputError, MissingDependencyError, SampleError, UnsupportedModelError
 from kvalloc.evaluate.methods import CacheMethod
 from kvalloc.evaluate.scoring import CaseWork, evaluate
 from kvalloc.formats.merging import merge
@@ -258,8 +253,7 @@ def test_the_command(folder, workers, tmp_path, loaded):
     files = [tmp_path / "one", tmp_path / "two"]
     spread = ("--engine", "ray", "--workers", 1, "--threads", 1)
     for file, more in zip(files, (("--threads", 1), spread), strict=True):
-        ran = run("profile", folder, *flags, "-o", file, *more)
-        assert ran.code == 0, ran
+        ran = succeed("profile", folder, *flags, "-o", file, *more)
         assert [*json.loads(ran.out)["set_aside"]] == ["3"]
         assert "set aside, and named in the file" in ran.err
     assert files[0].read_bytes() == files[1].read_bytes()
