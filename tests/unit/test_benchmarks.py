@@ -3,9 +3,7 @@
 import json
 from dataclasses import fields
 
-import bench_runtime
 import pytest
-import runtime_oracle as tiny
 from _common import cells_of
 from bench_quality import CELLS as ALL_CELLS
 from quality.cells import CELLS as KINDS
@@ -22,11 +20,7 @@ from results import (
     results_page,
     rows_in,
 )
-from runtime_rows import ANSWER_TOKENS, fits_rows
-from transformers import DynamicCache
 
-import kvalloc
-from kvalloc.accounting.costs import POSITION_BYTES
 from kvalloc.evaluate.scoring import Outcome
 
 # RESULTS.md is made from results.jsonl
@@ -169,31 +163,3 @@ def test_a_row_keeps_kl_by_position_with_the_numbers_of_tokens():
     assert mean_kl(result) == pytest.approx((47 * 0.5 + 10 * 0.25) / 57)
     assert set(CELLS) < set(KINDS) == set(ALL_CELLS)
     assert sorted(ORDER) == list(range(OF))
-
-
-# What the runtime's benchmark counts and asks for; its seconds are left to it
-
-
-CONTEXT, ROWS = 90, 3
-ENTRY_BYTES = 2 * tiny.HEAD_DIM * 4
-
-
-def test_rows_that_fit_hold_the_prompt_and_an_answer_of_fixed_length():
-    model = tiny.tiny_model(vocab_size=128)
-    profile = tiny.make_profile(model, CONTEXT, 0.2)
-    profiles = {"layer": profile, "head": tiny.by_head(profile)}
-    caches = {name: kvalloc.make_cache(model, one) for name, one in profiles.items()}
-    caches["plain"] = DynamicCache(config=model.config)
-    for cache in caches.values():
-        bench_runtime.prefill(model, cache, tiny.prompt(CONTEXT))
-    rows = [*fits_rows(caches, model=model, rows=ROWS, target=4.5)]
-    assert {cache.get_seq_length() for cache in caches.values()} == {CONTEXT}
-    entry_rows = tiny.N_LAYERS * tiny.N_KV_HEADS
-    memory = ROWS * (CONTEXT + ANSWER_TOKENS) * entry_rows * ENTRY_BYTES
-    for profile, row in zip(profiles.values(), rows, strict=True):
-        kept = int(profile.budgets.sum()) * (profile.shape.bytes_per_entry + POSITION_BYTES)
-        one = kept + ANSWER_TOKENS * entry_rows * ENTRY_BYTES
-        assert row["figure"] == (memory // one) / ROWS
-        assert f"{memory:,} bytes" in row["name"]
-        assert f"{memory // one} rows take {memory // one * one:,} bytes" in row["note"]
-        assert f"each with {ANSWER_TOKENS} decoded tokens" in row["note"]
