@@ -179,17 +179,10 @@ def test_a_pool_that_cannot_be_is_refused(members, more, words):
         solve_pool(members, **{"memory": "1MiB", **more})
 
 
-@pytest.mark.parametrize(
-    ("memory", "floor", "words"),
-    [
-        (100, 0.5, "is too small for 2 members"),
-        ("3000B", 0.5, "is too small for 2 members"),
-        ("5200B", 0.99, "is too small for 2 members"),
-    ],
-)
-def test_a_memory_that_is_too_small_names_one_that_does(memory, floor, words):
+@pytest.mark.parametrize(("memory", "floor"), [(100, 0.5), ("3000B", 0.5), ("5200B", 0.99)])
+def test_a_memory_that_is_too_small_names_one_that_does(memory, floor):
     members = [(A, {"target_retention": floor}, 1.0), (make_scores(2), {}, 1.0)]
-    with pytest.raises(InfeasibleError, match=words) as raised:
+    with pytest.raises(InfeasibleError, match="is too small for 2 members") as raised:
         solve_pool(members, memory=memory)
     assert raised.value.nearest is not None
     said = re.search(r"ask for at least memory=(\d+)$", str(raised.value))

@@ -5,12 +5,14 @@ import pytest
 from factories import curves_of, make_scores, make_shape, random_scores
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
 
 from kvalloc.accounting.costs import full_bytes
 from kvalloc.allocation.decision import solve
 from kvalloc.allocation.formulation import formulate
 from kvalloc.allocation.request import Request
 from kvalloc.formats.score_profile import interpolate_curves
+from kvalloc.measure.curves import on_grid, retention_curves
 
 
 @settings(max_examples=50)
@@ -66,3 +68,24 @@ def test_contributions_at_everything_add_up_to_one():
         assert scores.contributions(1).sum(axis=1)[:, -1] == pytest.approx(1.0)
         mean = np.mean([scores.contributions(s) for s in range(3)], axis=0)
         assert scores.contributions() == pytest.approx(mean, abs=1e-15)
+
+
+finite_scores = arrays.arrays(
+    np.float32,
+    st.tuples(st.integers(1, 3), st.integers(1, 30)),
+    elements=st.floats(0, 1, width=32),
+)
+
+
+@given(finite_scores, st.integers(1, 60))
+def test_curves_rise_are_concave_and_end_at_one_stretched_or_not(scores, n_wanted):
+    exact, masses = retention_curves(scores)
+    stretched, error = on_grid(exact, np.arange(n_wanted + 1))
+    assert error == 0
+    for curves, slack in ((exact, 1e-12), (stretched, 1e-9)):
+        gains = np.diff(curves, axis=-1)
+        assert np.all(gains >= (0 if curves is exact else -1e-12))
+        assert np.all(np.diff(gains, axis=-1) <= slack)
+        assert np.all(curves[..., -1] == 1)
+        assert np.all((curves >= 0) & (curves <= 1))
+    np.testing.assert_allclose(masses, scores.astype(np.float64).sum(axis=-1), rtol=1e-12)

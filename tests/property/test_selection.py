@@ -1,4 +1,4 @@
-"""Which entries stay, whatever the scores are, and how many of what competes."""
+"""Which entries stay, whatever the scores are, and how many fit into so many bytes."""
 
 import numpy as np
 import torch
@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from kvalloc.accounting.costs import BIT_WIDTHS, head_bytes, within_bytes
-from kvalloc.runtime.plan import turn_targets
 from kvalloc.runtime.selection import keep_best
 
 
@@ -59,22 +58,6 @@ def test_selection(case):
             free.sort(key=lambda t: (-scores[row, head, t], t))
             best = free[: budget - sinks - window]
             assert set(mine.tolist()) == must | set(best)
-
-
-# How many entries stay of what competes, whatever is there
-
-
-@given(data=st.data())
-def test_targets_are_within_the_room_and_the_newest_window_stays(data):
-    shape, least = (data.draw(st.integers(1, 3)), 2), data.draw(st.integers(1, 8))
-    room = least + data.draw(hnp.arrays(np.int64, shape, elements=st.integers(0, 60)))
-    there = data.draw(hnp.arrays(np.int64, shape, elements=st.integers(0, 90)))
-    shared = data.draw(st.booleans(), label="shared")
-    targets = turn_targets(room, there, protected=least, shared=shared)
-    assert (targets <= room).all()
-    if not shared:
-        assert (targets <= there).all()
-        assert (targets >= np.minimum(there, least)).all()
 
 
 @given(
