@@ -12,7 +12,6 @@ import torch
 import kvalloc
 from kvalloc.models.attention import AttentionStates, intercept_attention
 from kvalloc.models.names import cache_keyword
-from kvalloc.runtime import second_read
 from kvalloc.runtime.policies import get_policy
 from kvalloc.scorers import get_scorer
 
@@ -54,10 +53,12 @@ def states_seen(model: Any, ids: torch.Tensor, **inputs: Any) -> dict[int, Atten
     return found
 
 
-def head_entries(cache: Any, layer: int, head: int, row: int = 0) -> list[int]:
-    """The columns that one head keeps of a row."""
-    kept: list[int] = cache.kept_indices(layer)[row, head].tolist()
-    return [place for place in kept if place >= 0]
+def assert_kept_as_alone(cache: Any, row: int, alone: Any, columns: torch.Tensor) -> None:
+    """Compare what a row keeps with a cache of the row alone, whose tokens are in these columns."""
+    for layer in alone.profile.shape.full_layers:
+        kept, expected = cache.kept_indices(layer)[row], alone.kept_indices(layer)[0]
+        for own, other in zip(kept.cpu(), expected.cpu().long(), strict=True):
+            assert own[own >= 0].tolist() == columns[other[other >= 0]].tolist()
 
 
 def padding_mask(lengths: Sequence[int], side: str = "left") -> torch.Tensor:
@@ -99,16 +100,3 @@ def failing_with(failure: type[BaseException], model: Any) -> Iterator[None]:
     with torch.no_grad(), pytest.raises(failure):
         yield
     handle.remove()
-
-
-def noted_repetitions(patch: pytest.MonkeyPatch) -> list[int]:
-    """The tokens of each forward that repeats a prompt from now on."""
-    forwards: list[int] = []
-    original = second_read.HeldPrompt.run
-
-    def counted(self: Any, cache: Any, tokens: torch.Tensor, *more: Any) -> torch.Tensor:
-        forwards.append(int(tokens.shape[1]))
-        return original(self, cache, tokens, *more)
-
-    patch.setattr(second_read.HeldPrompt, "run", counted)
-    return forwards

@@ -5,8 +5,6 @@ import numpy.typing as npt
 import pytest
 import runtime_oracle as tiny
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from prompt_runs import policy, run, states_seen
 from scorer_oracle import make_states
 
@@ -47,38 +45,6 @@ def matched_by_hand(weights, values, kept, change=0.0):
     shares = own / (own.sum(axis=1, keepdims=True) + (1 - mass).clip(min=0))
     lacking = weights @ values - shares @ values[kept]
     return values[kept] + stacked(shares, lacking, VALUE_RIDGE)
-
-
-@given(
-    n_queries=st.integers(1, 20),
-    n_tokens=st.integers(2, 24),
-    part=st.floats(0.1, 1.0),
-    beside=st.sampled_from([0.0, 0.1, 0.5]),
-    seed=st.integers(0, 1000),
-)
-def test_matching_never_does_worse_than_the_entries_alone(n_queries, n_tokens, part, beside, seed):
-    draw = np.random.default_rng(seed)
-    weights = draw.dirichlet(np.full(n_tokens, 0.7), size=n_queries) * (1 - beside)
-    values = draw.normal(size=(n_tokens, 3))
-    kept = sorted(draw.choice(n_tokens, max(1, int(part * n_tokens)), replace=False).tolist())
-    found = match_attention(
-        torch.from_numpy(weights).float(),
-        torch.from_numpy(values).float(),
-        torch.tensor(kept),
-        evicts=torch.tensor(True),
-        has_sinks=beside > 0,
-    )
-    np.testing.assert_allclose(found, matched_by_hand(weights, values, kept), atol=2e-3)
-    shares = weights[:, kept]
-    shares = shares / (shares.sum(axis=1, keepdims=True) + 1 - weights.sum(axis=1, keepdims=True))
-
-    def missing(own):
-        gaps = weights @ values - shares @ np.asarray(own, dtype=np.float64)
-        return float(np.square(gaps).sum())
-
-    assert missing(found) <= missing(values[kept]) + 1e-6
-    if len(kept) == n_tokens:
-        np.testing.assert_allclose(found, values[kept], atol=1e-5)
 
 
 def test_queries_that_see_nothing_of_what_is_kept_change_nothing():
@@ -177,50 +143,36 @@ def stored_of(cache, layer, head):
 
 
 @pytest.mark.parametrize(
-    ("family", "level", "rows"),
+    ("family", "level", "rows", "bits"),
     [
-        *((family, "head", ROWS) for family in ("llama", "qwen3", "phi3", "gemma3")),
-        ("llama", "layer", ROWS),
-        ("llama", "prompt", ROWS),
-        ("gemma3", "layer", 2),
-        ("gpt-oss", "head", ROWS),  # it has sinks
+        *((family, "head", ROWS, 16) for family in ("llama", "qwen3", "phi3", "gemma3")),
+        ("llama", "layer", ROWS, 16),
+        ("llama", "prompt", ROWS, 16),
+        ("gemma3", "layer", 2, 16),
+        ("gpt-oss", "head", ROWS, 16),  # it has sinks
+        *(("llama", "head", ROWS, bits) for bits in (8, 5, 4, 3)),  # makes up for rounded keys
     ],
 )
 @pytest.mark.usefixtures("unrounded")
-def test_the_cache_stores_what_plain_forwards_say(family, level, rows):
+def test_the_cache_stores_what_plain_forwards_say(family, level, rows, bits):
     model, ids = tiny.tiny_model(family, "eager"), tiny.prompt(CONTEXT)
     profile = tiny.make_profile(model, CONTEXT, 0.3)
     if level != "layer":
         profile = tiny.by_head(profile).replace(by_prompt=level == "prompt")
-    profile = matching(profile, rows=rows)
-    cache = kvalloc.make_cache(model, profile)
+    if bits < 16:
+        profile = profile.replace(bits=np.full_like(profile.budgets, bits))
+    cache = kvalloc.make_cache(model, matching(profile, rows=rows))
     run(model, ids, cache)
-    kept = tiny.kept_of(cache)
-    changed = 0.0
-    plain = states_seen(model, ids)
-    for layer, heads in expected_of(model, ids, kept, rows=rows).items():
-        for head, values in enumerate(heads):
-            found = stored_of(cache, layer, head)
-            np.testing.assert_allclose(found, values, atol=2e-3)
-            mine = kept[layer][0, head][kept[layer][0, head] >= 0].long()
-            changed = max(changed, float((found - plain[layer].values[0, head, mine]).abs().max()))
-    assert changed > 0.1
-
-
-@pytest.mark.parametrize("bits", [8, 5, 4, 3])
-def test_it_makes_up_for_keys_as_they_are_stored(bits):
-    model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
-    profile = matching(tiny.by_head(tiny.make_profile(model, CONTEXT, 0.3)))
-    cache = kvalloc.make_cache(model, profile.replace(bits=np.full_like(profile.budgets, bits)))
-    run(model, ids, cache)
-    kept = tiny.kept_of(cache)
-    plain = expected_of(model, ids, kept)
-    unlike = 0.0
-    for layer, heads in expected_of(model, ids, kept, bits=bits).items():
+    kept, plain = tiny.kept_of(cache), states_seen(model, ids)
+    unrounded = expected_of(model, ids, kept, rows=rows)
+    for layer, heads in expected_of(model, ids, kept, rows=rows, bits=bits).items():
         for head, values in enumerate(heads):
             expected = quantised_values(torch.from_numpy(values)[None, None].float(), bits)[0, 0]
-            levels = 2 ** WIDTHS[bits].values - 1
-            steps = (values.max() - values.min()) / levels * 3  # a code may be the next one
-            np.testing.assert_allclose(stored_of(cache, layer, head), expected, atol=steps)
-            unlike = max(unlike, float(np.abs(values - plain[layer][head]).max()))
-    assert unlike > 4e-3
+            steps = (values.max() - values.min()) / (2 ** WIDTHS[bits].values - 1)
+            # a code may be the next one
+            atol = 2e-3 if bits == 16 else 3 * steps
+            np.testing.assert_allclose(stored_of(cache, layer, head), expected, atol=atol)
+            mine = kept[layer][0, head][kept[layer][0, head] >= 0].long()
+            changed = np.abs(values - plain[layer].values[0, head, mine].numpy()).max()
+            assert changed > 0.1
+            assert bits == 16 or np.abs(values - unrounded[layer][head]).max() > 1e-3
