@@ -56,6 +56,8 @@ def test_clusters_agree_with_loops():
     for row, head in np.ndindex(2, 2):
         inside = read_in_loops(states, row, head, start=2, n_coarse=5)
         assert found[row, head].tolist() == [0, 1, *inside, *range(42, 53)]
+    few = make_states(n_tokens=20, n_new_tokens=1)
+    assert chosen(reader, few, 19) is None  # read whole
 
 
 def test_the_static_half_sums_the_last_rows():
@@ -67,12 +69,6 @@ def test_the_static_half_sums_the_last_rows():
     for place in np.ndindex(2, 2):
         free = sorted(set(range(40)) - must, key=lambda t: -attention[*place, t])
         assert set(kept[place].nonzero()[:, 0].tolist()) == must | set(free[:11])
-
-
-def test_short_prompts_are_read_whole():
-    states = make_states(n_tokens=20, n_new_tokens=1)
-    reader = small().extension(sinks=2, window=4)
-    assert chosen(reader, states, 19) is None
 
 
 def test_the_second_of_a_pair_reads_what_the_first_does():

@@ -118,15 +118,6 @@ def test_rows_of_a_file_have_the_budgets_of_their_own_prompts(model, tmp_path):
         run(model, tiny.prompt(CONTEXT, seed=1), again)
 
 
-def test_prompts_that_cannot_be_decided_are_refused_before_they_run(model):
-    ids = tiny.prompt(CONTEXT)
-    with pytest.raises(UnsupportedRequestError, match="inputs_embeds"):
-        target = PromptTarget.parse(target_retention=0.7, **TARGET)
-        target.cache(model, PromptSize(tokens=CONTEXT))
-    with pytest.raises(InfeasibleError, match="memory=1000 is below the floors"):
-        made(model, ids, memory=1000)
-
-
 def test_memory_is_for_all_rows_also_where_they_are_equal(model):
     for rows in (2, 3):
         cache = made(model, tiny.prompt(CONTEXT).repeat(rows, 1), memory="90KiB")

@@ -12,14 +12,8 @@ import numpy as np
 import pytest
 import runtime_oracle as tiny
 import torch
-from scorer_oracle import make_states
-from transformers import (
-    AttentionInterface,
-    BloomConfig,
-    BloomForCausalLM,
-    DynamicCache,
-    GenerationConfig,
-)
+from prompt_runs import run
+from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import kvalloc
@@ -27,7 +21,6 @@ from kvalloc.errors import (
     InputError,
     KVAllocError,
     ModelMismatchError,
-    SolverError,
     UnsupportedModelError,
     UnsupportedRequestError,
 )
@@ -35,50 +28,19 @@ from kvalloc.extensions.answering import answer
 from kvalloc.extensions.lossless import verify_with
 from kvalloc.extensions.making import make_cache
 from kvalloc.formats.budget_profile import Policy
-from kvalloc.models.loading import shape_of
-from kvalloc.models.names import cache_keyword
-from kvalloc.runtime.evict import check_kept
 from kvalloc.runtime.making import Way, build_rows
-from kvalloc.runtime.policies import get_policy
-from kvalloc.scorers import get_scorer
 
 CONTEXT = 60
 WIDE = Policy(scorer="xkv", scorer_parameters={"window": 9}, sinks=2, window=4)
 
 
-@pytest.fixture
-def bloom():
-    """A model outside the attention interface."""
-    return BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=2, n_head=2, vocab_size=61))
-
-
-@pytest.mark.parametrize("how", ["cache", "stored", "target"])
-def test_models_that_cannot_be_hooked_are_refused_however_budgets_come(bloom, how):
-    ran = []
-    bloom.register_forward_pre_hook(lambda *_: ran.append(1))
-    profile = tiny.make_profile(bloom, CONTEXT, [20, 20], shape=shape_of(bloom))
-    options = {"target_retention": 0.9} if how == "target" else {}
-    with pytest.raises(UnsupportedModelError, match="BloomForCausalLM|BloomModel") as caught:
-        if how == "cache":
-            make_cache(bloom, profile)
-        kvalloc.apply(bloom, None if how == "target" else profile, **options)
-    assert "\n" not in str(caught.value)
-    assert not ran
-    assert "generate" not in vars(bloom)
-
-
-@pytest.mark.parametrize("how", ["keyword", "config", "the model's config"])
 @pytest.mark.parametrize("mask", [None, torch.arange(CONTEXT)[None] > 3])
-def test_chunks_that_are_not_announced_stay_within_the_budget_of_all_tokens_seen(model, mask, how):
+def test_chunks_that_are_not_announced_stay_within_the_budget_of_all_tokens_seen(model, mask):
     """They are turns; where the cache knows the prompt's length, chunks of it are one prompt."""
     profile, seen = tiny.make_profile(model, CONTEXT, 0.3), []
     ids, settings = tiny.prompt(CONTEXT), {"max_new_tokens": 2, "do_sample": False}
     chunks = {"prefill_chunk_size": 25}
     settings |= {"attention_mask": None if mask is None else mask.long()}
-    if how == "config":
-        chunks = {"generation_config": GenerationConfig(**chunks)}
-    elif how == "the model's config":
-        model.generation_config.prefill_chunk_size = chunks.pop("prefill_chunk_size")
 
     def granted(columns):
         hidden = 0 if mask is None else int((~mask).sum())
@@ -112,8 +74,7 @@ def read(model, rows=1, **changes):
     """A cache that has read a prompt."""
     scorer = changes.pop("scorer", "xkv")
     cache = make_cache(model, profile_of(model, scorer=scorer), **changes)
-    with torch.no_grad():
-        model(tiny.prompt(CONTEXT, rows), past_key_values=cache)
+    run(model, tiny.prompt(CONTEXT, rows), cache)
     return cache
 
 
@@ -164,22 +125,6 @@ def at_peak(model, **changes):
     return profile_of(model).replace(fits_a_peak=True, **changes)
 
 
-def own_under_memory(model):
-    with kvalloc.apply(model, memory="1MB"), torch.no_grad():
-        model(tiny.prompt(CONTEXT), **cache_keyword(model, DynamicCache()))
-
-
-def cropped_into_prompt(model):
-    cache = made(model, profile_of(model, [CONTEXT, 20, 20, 20]))
-    for tokens in (CONTEXT, 2):
-        forward(model, cache, input_ids=tiny.prompt(tokens))
-    stored = cache.kept_tokens
-    try:
-        cache.crop(-3)
-    finally:
-        assert (cache.kept_tokens == stored).all()
-
-
 def beyond_announced(model):
     cache = made(model, prompt_tokens=CONTEXT)
     forward(model, cache, input_ids=tiny.prompt(40))
@@ -213,13 +158,6 @@ def configured(model, **settings):
     make_cache(model, profile)
 
 
-def of_the_oldest(model):
-    cache = made(tiny.tiny_model("gemma3"))
-    for layer in cache.layers:
-        vars(layer).pop("record_past", None)
-    cache.activate_past_recording(CONTEXT)
-
-
 def trained(model):
     """In evaluation the same cache is filled."""
     model.gradient_checkpointing_enable()
@@ -243,21 +181,10 @@ def made(model, profile=None, **options):
     return make_cache(model, profile, **options)
 
 
-def four_bits(model):
-    profile = profile_of(model)
-    profile = profile.replace(bits=np.full_like(profile.budgets, 4))
-    return made(model, profile, policy="mpcache")
-
-
 def crop_a_part(model):
     cache = made(model, prompt_tokens=CONTEXT)
     forward(model, cache, input_ids=tiny.prompt(20))
     cache.crop(-1)
-
-
-def uneven(model):
-    profile = tiny.by_head(profile_of(model))
-    forward(model, make_cache(model, profile, policy="mpcache"))
 
 
 def of_copies(model):
@@ -266,12 +193,6 @@ def of_copies(model):
     update = cache.update
     cache.update = lambda *states, **more: tuple(own.clone() for own in update(*states, **more))
     model.generate(tiny.prompt(CONTEXT), past_key_values=cache, max_new_tokens=1)
-
-
-def too_few(model):
-    kept, budgets = torch.ones(1, 2, 9, dtype=torch.bool), torch.tensor([[9, 8]])
-    states = make_states(n_tokens=9)
-    check_kept(get_policy("score", scorer=get_scorer("xkv")), kept, budgets, states)
 
 
 def embedded(model, cache, tokens=CONTEXT):
@@ -292,18 +213,10 @@ def around_drafts(model, tokens=CONTEXT + 4):
     forward(model, cache, input_ids=tiny.prompt(tokens), attention_mask=mask)
 
 
-def without_its_model(model):
-    cache = read(model)
-    cache.decoder = lambda: None
-    kvalloc.save_cache(cache, "c.kv")
-
-
-def decided_for_2(model, *rows):
+def decided_for_2(model):
     """Budgets that were decided from the prompts of two rows."""
     cache = build_rows(model, [Way(profile=profile_of(model), once=True) for _ in range(2)])
-    for n_rows in rows:
-        model(tiny.prompt(CONTEXT, n_rows), **cache_keyword(model, cache))
-        cache.reset()
+    run(model, tiny.prompt(CONTEXT, 3), cache)
 
 
 def loaded_for(model, change):
@@ -311,30 +224,6 @@ def loaded_for(model, change):
         path = Path(folder) / "c.kv"
         kvalloc.save_cache(read(model), path)
         kvalloc.load_cache(path, change(copy.deepcopy(model)))
-
-
-def retrained(model):
-    with torch.no_grad():
-        next(model.parameters()).add_(1)
-    return model
-
-
-def given_to_other(model):
-    """Which has the hooks because of a cache of its own."""
-    other = tiny.tiny_model("llama")
-    own = made(other)
-    forward(other, read(model))
-    del own
-
-
-def other_tokens(model):
-    """What `generate` is given begins with other tokens than it read before."""
-    ids = tiny.prompt(CONTEXT)
-    with kvalloc.apply(model, profile_of(model)) as applied:
-        model.generate(ids, max_new_tokens=1, do_sample=False)
-        ids[0, 3] += 1
-        more = torch.cat([ids, ids], dim=1)
-        model.generate(more, past_key_values=applied.last_cache, max_new_tokens=1)
 
 
 def asked(model, ids, rows=1, **options):
@@ -350,25 +239,25 @@ def asked(model, ids, rows=1, **options):
 CASES = {
     UnsupportedRequestError: [
         # What a profile asks for, and how a cache is made
-        (four_bits, "at 4 bits, but the policy mpcache compares.*without bits"),
         (
             lambda model: made(model, at_peak(model), policy="reconstruction"),
             "decided for memory at its peak, .* the policy score takes more.*decide by budget",
         ),
-        (own_under_memory, "memory would be exceeded by a plain cache: the DynamicCache"),
         # What the model is set to, and what a call asks for
         (partial(generated, use_mtp=True), "leave them out, or take prompt_lookup"),
-        (lambda model: made(model).activate_past_recording(), "how long the prompt is.*prompt_tok"),
-        (of_the_oldest, "takes back no drafts from sliding-window layers"),
-        (
-            lambda model: read(model, policy="mpcache").activate_past_recording(),
-            "the policy mpcache leaves entries unread",
-        ),
         (
             lambda model: [*answer(model, unverified(model), tiny.prompt(3))],
             "has seen 63 tokens and the full one beside it 60",
         ),
         (partial(generated, lossless=True, num_beams=2), "^lossless drafts.*leave out num_beams"),
+        *(
+            (partial(generated, lossless=True, **options), said)
+            for options, said in (
+                ({"prompt_lookup_num_tokens": 3}, "drafts of another kind"),
+                ({"prefill_chunk_size": 8}, "prefill_chunk_size"),
+                ({"custom_generate": lambda *args, **kwargs: None}, "custom_generate"),
+            )
+        ),
         (
             partial(generated, lossless=True, inputs_embeds=torch.zeros(1, CONTEXT, 32)),
             "^lossless reads.*pass input_ids instead",
@@ -404,22 +293,13 @@ CASES = {
             ),
             "nothing is rounded before the last one; send it in one piece",
         ),
-        (
-            lambda model: forward(
-                model, made(model, policy="merge", prompt_tokens=61), input_ids=tiny.prompt(20)
-            ),
-            "policy merge merges entries.*in one piece",
-        ),
-        (uneven, "policy mpcache leaves entries unread"),
         (beyond_announced, "prompt of 60 tokens"),
-        (lambda model: decided_for_2(model, 3), "for 2 rows, but this input has 3"),
-        (lambda model: decided_for_2(model, 2, 2), "decided from another prompt"),
+        (decided_for_2, "for 2 rows, but this input has 3"),
         # What is asked of a cache
         (crop_a_part, "before the prompt is complete"),
-        (cropped_into_prompt, "2 have followed the latest eviction.*deepcopy"),
+        (lambda model: read(model).crop(-1), "0 have followed the latest eviction.*deepcopy"),
         (lambda model: read(tiny.tiny_model("gemma3")).crop(-1), "already dropped"),
         (lambda model: kvalloc.save_cache(made(model), "c.kv"), "nothing to save"),
-        (without_its_model, "while its model is loaded"),
         *(
             (lambda model, copied=copied: copied(read(model)), "it with kvalloc.save_cache")
             for copied in (pickle.dumps, copy.copy, lambda own: torch.save(own, io.BytesIO()))
@@ -457,7 +337,6 @@ CASES = {
             lambda model: read(model, 2).reorder_cache(torch.tensor([0, 2])),
             r"is \[0, 2\], but the cache holds 2, from 0 on",
         ),
-        (other_tokens, "token 3 of these .* its 60 tokens are another text"),
         (
             lambda model: forward(model, read(model), input_ids=tiny.prompt(0)),
             "no tokens: .* has seen 60 already",
@@ -468,7 +347,6 @@ CASES = {
         ),
     ],
     ModelMismatchError: [
-        (given_to_other, "another LlamaModel object than the LlamaModel that it was"),
         (
             lambda model: read(model).update(*torch.zeros(2, 1, 2, 1, 16), 0),
             "only inside a forward of the LlamaModel object",
@@ -481,19 +359,12 @@ CASES = {
             partial(loaded_for, change=lambda model: model.half()),
             "holds float32 entries, but the model computes in float16; load the model in float32",
         ),
-        (
-            partial(loaded_for, change=retrained),
-            "LlamaModel with other weights.* than this LlamaModel.*allow_other_model=True",
-        ),
         (partial(made_for, model_id="org/giant"), "org/giant.*tiny"),
         (partial(made_for, head_dim=64), "head_dim 64"),
         (partial(made_for, n_kv_heads=4), "heads"),
-        (partial(made_for, n_kv_heads=4, n_query_heads=8), "heads"),
-        (partial(made_for, n_kv_heads=1), "heads"),
         (full_layers_for_sliding, "layer_types"),
     ],
     UnsupportedModelError: [(of_copies, "attends to other keys or values than its cache returned")],
-    SolverError: [(too_few, "score kept 9 entries in KV head 1 of layer 0, row 0, whose")],
 }
 
 

@@ -11,14 +11,6 @@ from kvalloc.errors import ModelMismatchError
 CONTEXT = 150
 
 
-def saved(model, path, level="head"):
-    profile = tiny.make_profile(model, CONTEXT, 0.5)
-    cache = kvalloc.make_cache(model, tiny.by_head(profile, 40) if level == "head" else profile)
-    run(model, tiny.prompt(CONTEXT), cache)
-    kvalloc.save_cache(cache, path)
-    return cache
-
-
 @pytest.mark.parametrize("every", [None, 20])
 @pytest.mark.parametrize("scorer", ["xkv", "reconstruction"])
 def test_a_loaded_conversation_keeps_what_the_saved_one_keeps(tmp_path, scorer, every):
@@ -39,7 +31,9 @@ def test_a_loaded_conversation_keeps_what_the_saved_one_keeps(tmp_path, scorer, 
 
 def test_other_weights_may_be_allowed_but_not_other_sizes(tmp_path):
     model, path = tiny.tiny_model(), tmp_path / "c.safetensors"
-    saved(model, path)
+    cache = kvalloc.make_cache(model, tiny.by_head(tiny.make_profile(model, CONTEXT, 0.5), 40))
+    run(model, tiny.prompt(CONTEXT), cache)
+    kvalloc.save_cache(cache, path)
     tuned = tiny.copy.deepcopy(model)
     with torch.no_grad():
         for parameter in tuned.parameters():
