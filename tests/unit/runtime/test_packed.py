@@ -1,5 +1,7 @@
 """Entries at every number of bits: what is stored, to the byte, and what comes back."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -7,12 +9,17 @@ from attention_cases import flat_of, packed_of, stored_of
 from factories import make_shape
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_choice import WITH, WITHOUT, kernel_choice
 from runtime_oracle import pieces_of, rounded
+from scipy.linalg import hadamard
+from tiny_models import equal_budgets, tiny_model
 
+import kvalloc
 from kvalloc.accounting.costs import head_bytes
-from kvalloc.errors import InputError
-from kvalloc.runtime.kept import NO_COLUMN, pack
-from kvalloc.runtime.quantization import rotated
+from kvalloc.errors import InputError, UnsupportedRequestError
+from kvalloc.models.names import cache_keyword
+from kvalloc.runtime.kept import NO_COLUMN, extended, pack
+from kvalloc.runtime.quantization import quantised_keys, quantised_values, rotated
 
 BATCH, HEADS = 2, 3
 
@@ -90,3 +97,139 @@ def test_sinks_are_rounded_once_however_often_the_entries_beside_them_change(bit
 def test_three_bits_are_for_powers_of_two():
     with pytest.raises(InputError, match="3 bits for heads of 6 numbers, expected a power of two"):
         rotated(torch.zeros(1, 6))
+
+
+# Numbers against plain loops, and of any size
+
+
+def _one_block(block, bits):
+    """Numbers of one block, quantised one by one, with float16 scale and minimum."""
+    low, high = float(block.min()), float(block.max())
+    least = float(np.float16(low))
+    scale = float(np.float16(np.float32(high - low) / np.float32(2**bits - 1)))
+    steps = [min(max(round((float(x) - least) / scale), 0), 2**bits - 1) for x in block]
+    return np.array([step * scale + least for step in steps])
+
+
+def keys_by_loops(keys, bits):
+    """Each channel over blocks of 64 tokens."""
+    rounded = np.empty_like(keys)
+    for start in range(0, keys.shape[0], 64):
+        for channel in range(keys.shape[1]):
+            part = slice(start, start + 64), channel
+            rounded[part] = _one_block(keys[part], bits)
+    return rounded
+
+
+@pytest.mark.parametrize(
+    ("bits", "key_bits", "value_bits", "dim", "turned"),
+    [(8, 8, 8, 8, False), (5, 5, 4, 8, True), (4, 4, 4, 8, True), (3, 4, 3, 8, True),
+     (5, 5, 4, 6, False), (4, 4, 4, 6, False)],
+)  # fmt: skip
+def test_every_number_is_rounded_within_its_block(bits, key_bits, value_bits, dim, turned):
+    keys, values = torch.randn(2, 1, 1, 90, dim)
+    expected = keys_by_loops(keys[0, 0].double().numpy(), key_bits)
+    np.testing.assert_allclose(quantised_keys(keys, bits)[0, 0], expected, atol=2e-3)
+    # each token over blocks of 64 channels, turned below 8 bits where they are a power of two
+    turn = hadamard(dim) / dim**0.5 if turned else np.eye(dim)
+    expected = keys_by_loops((values[0, 0].double().numpy() @ turn).T, value_bits).T @ turn
+    np.testing.assert_allclose(quantised_values(values, bits)[0, 0], expected, atol=2e-3)
+
+
+def test_constant_and_huge_numbers_come_back():
+    constant = torch.full((1, 1, 70, 5), 1.5)
+    assert torch.equal(quantised_keys(constant, 4), constant)
+    huge = torch.tensor([[[[1e6, -1e6, 0.0]]]])
+    assert bool(torch.isfinite(quantised_values(huge, 4)).all())
+    assert quantised_keys(huge, 16) is quantised_values(huge, 16) is huge
+    half = torch.randn(1, 2, 9, 4).half()
+    assert quantised_keys(half, 8).dtype == torch.float16
+
+
+SCALED = {
+    "large values": ("v", "o", 2.0**16, slice(None)),
+    "small values": ("v", "o", 2.0**-20, slice(None)),
+    "tiny values": ("v", "o", 2.0**-66, slice(None)),
+    "large keys": ("k", "q", 2.0**19, slice(None)),
+    "small keys": ("k", "q", 2.0**-27, slice(None)),
+    "small keys of one head": ("k", "q", 2.0**-23, slice(16)),
+    "large values of one head": ("v", "o", 2.0**23, slice(16)),
+    "small values of one head": ("v", "o", 2.0**-27, slice(16, 32)),
+    "small channels of keys": ("k", "q", 2.0**-30, [3, 11]),  # which a rotation turns together
+}
+"""What is multiplied, what is divided, by how much, and where: none changes what the model says."""
+
+
+def scaled_model(case=None, dtype=torch.float32):
+    model = tiny_model("llama", num_attention_heads=2, num_key_value_heads=2, head_dim=16)
+    for layer in model.model.layers[:1] if case else ():
+        of, by, factor, channels = SCALED[case]
+        parts = {name: getattr(layer.self_attn, f"{name}_proj").weight.data for name in "qkvo"}
+        parts[of][channels] *= factor
+        (parts[by].T if by == "o" else parts[by])[channels] /= factor
+    return model.to(dtype)
+
+
+def answers(model, bits, folder=None):
+    """Logits behind a prompt whose entries have so many bits, None as they are, and the cache."""
+    ids = torch.arange(2, 202)[None] * 7 % 96
+    profile = equal_budgets(model, 90, context_tokens=150)
+    if bits is not None:
+        profile = profile.replace(bits=np.full(profile.budgets.shape, bits))
+    cache = kvalloc.make_cache(model, profile)
+    with torch.no_grad():
+        model(ids[:, :150], **cache_keyword(model, cache))
+        if folder is not None:
+            kvalloc.save_cache(cache, folder / "cache.safetensors")
+            cache = kvalloc.load_cache(folder / "cache.safetensors", model)
+        parts = [ids[:, 150:156], *ids[:, 156:170].split(1, dim=1)]
+        logits = [model(part, **cache_keyword(model, cache)).logits for part in parts]
+    return torch.cat(logits, dim=1), cache
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("case", SCALED)
+def test_the_size_of_numbers_changes_no_answer(case, bits, tmp_path):
+    """float16 holds 6e-8 to 65,504; where numbers lie outside, their scales are bfloat16."""
+    (exact, _), (ordinary, same) = answers(scaled_model(), None), answers(scaled_model(), bits)
+    lost = (ordinary - exact).norm()
+    for kernel in (WITH, WITHOUT):
+        with kernel_choice(kernel):
+            found, cache = answers(scaled_model(case), bits, tmp_path)
+        assert cache.retained_bytes == same.retained_bytes
+        kinds = {part.key_scales.dtype for part in cache.layers[0].kept.parts if bits < 16}
+        assert kinds <= {torch.bfloat16}
+        # a file of 16 bits holds numbers of 8 instead of 11
+        assert (found - exact).norm() < (0.02 * exact.norm() if bits == 16 else 1.3 * lost)
+
+
+def test_numbers_of_bfloat16_beyond_float16_and_what_is_no_number():
+    exact, _ = answers(scaled_model(), None)
+    found, _ = answers(scaled_model("large values", torch.bfloat16), 8)
+    rounded, _ = answers(scaled_model(None, torch.bfloat16), 8)
+    assert (found - exact).norm() < 1.3 * (rounded - exact).norm()
+    model = scaled_model()
+    model.model.layers[1].self_attn.v_proj.weight.data[3] = 1e38
+    with pytest.raises(UnsupportedRequestError, match="infinite or NaN"):
+        answers(model, 8)
+
+
+@pytest.mark.parametrize("factor", [1e6, 1e-7])
+def test_rows_and_entries_beside_ordinary_ones(factor):
+    counts = np.array([[70, 9], [70, 9]])
+    ordinary = stored_of(counts, (64, 64), torch.float32)
+    scaled = {at: [own * factor ** at[0] for own in both] for at, both in ordinary.items()}
+
+    def check(kept, rows, skipped=0):
+        for (row, head), count in np.ndenumerate(counts):
+            own = slice(skipped * count, skipped * count + count)
+            found = [numbers[row, head, own] for numbers in kept.padded(np.arange(2))[:2]]
+            for numbers, expected in zip(found, scaled[rows[row], head], strict=True):
+                assert (numbers - expected).abs().max() < 0.02 * expected.abs().max()
+
+    kept = packed_of(scaled, counts, [[8, 8], [8, 8]])
+    assert [part.key_scales.dtype for part in kept.parts] == [torch.float16, torch.bfloat16]
+    check(kept.select(np.array([1, 0])), [1, 0])
+    if factor > 1:
+        (part,) = packed_of(ordinary, counts, [8, 8]).parts
+        check(replace(kept, parts=(extended(part, flat_of(scaled, counts)),)), [0, 1], skipped=1)
