@@ -93,21 +93,26 @@ def refused(folder: Path, *arguments: object, words: Iterable[str] = ()) -> str:
     return ran.err
 
 
-def save_tiny_model(folder: Path, model: Any, *, chat: bool = False) -> Path:
-    """A model folder with a tokenizer of one token a word, as `save_pretrained` writes them."""
+def word_tokenizer() -> Any:
+    """Return a tokenizer of one token a word."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     words = {"[unk]": 0, "[end]": 1, **{f"w{number}": number + 2 for number in range(90)}}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="[unk]"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="[unk]", eos_token="[end]", pad_token="[end]"
     )
+
+
+def save_tiny_model(folder: Path, model: Any, *, chat: bool = False) -> Path:
+    """Write a model folder with a tokenizer of one token a word, as `save_pretrained` does."""
+    tokenizer = word_tokenizer()
     if chat:
-        fast.chat_template = "{% for m in messages %}w1 {{ m['content'] }} w2{% endfor %}"
+        tokenizer.chat_template = "{% for m in messages %}w1 {{ m['content'] }} w2{% endfor %}"
     model.save_pretrained(folder)
-    fast.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     return folder
 
 
