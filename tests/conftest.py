@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import collections
 import importlib.util
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -80,18 +78,6 @@ def fitted_here(
     monkeypatch.setattr("kvalloc.formats.shipped_profiles.fitted_folder", lambda: folder)
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """The closing lines: how many tests were skipped for which reason."""
-    reasons = collections.Counter(
-        " ".join(str(report.longrepr[2]).removeprefix("Skipped: ").split())
-        for report in terminalreporter.stats.get("skipped", [])
-    )
-    if reasons:
-        terminalreporter.section("skipped")
-    for reason, count in reasons.most_common():
-        terminalreporter.write_line(f"{count:5d}  {reason}")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
