@@ -1,6 +1,5 @@
 """The tree as a whole: packages, rooms, what imports load, examples in docstrings."""
 
-import ast
 import doctest
 import importlib
 import json
@@ -132,63 +131,6 @@ def test_every_file_that_the_architecture_names_exists():
     assert [
         name for name in named if not any((ROOT / top / name).exists() for top in ("", "kvalloc"))
     ] == []
-
-
-# No room names one above it, by import (`make imports`) or by a string
-
-
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-LAYERS = next(
-    one["layers"]
-    for one in PROJECT["tool"]["importlinter"]["contracts"]
-    if one["type"] == "layers" and one["containers"] == ["kvalloc"]
-)
-HEIGHT = {room: -row for row, layer in enumerate(LAYERS) for room in layer.split(" | ")}
-GROUPS = {*PROJECT["project"]["entry-points"]}
-
-
-def strings(tree):
-    """Every string of a module that is no docstring."""
-    texts = {id(one.value) for one in ast.walk(tree) if isinstance(one, ast.Expr)}
-    for one in ast.walk(tree):
-        if isinstance(one, ast.Constant) and isinstance(one.value, str) and id(one) not in texts:
-            yield one
-
-
-def climbs(room, source):
-    """The strings of a module of a room that name a room above it."""
-    result = [one.value for one in strings(ast.parse(source)) if one.value not in GROUPS]
-    above = {one for one in HEIGHT if HEIGHT[one] > HEIGHT[room]}
-    named = {text: re.findall(r"\bkvalloc[./](\w+)", text) for text in result}
-    return [text for text, rooms in named.items() if above & {*rooms}]
-
-
-def room_of(path):
-    parts = path.relative_to(ROOT).parts
-    return parts[parts[0] == "kvalloc"].removesuffix(".py")
-
-
-def test_no_string_names_a_room_above():
-    every = [*(ROOT / "kvalloc").rglob("*.py"), *(ROOT / "solvers").rglob("*.py")]
-    paths = [path for path in sorted(every) if room_of(path) in HEIGHT]
-    assert {room_of(path) for path in paths} == {*HEIGHT}
-    result = {path: climbs(room_of(path), path.read_text(encoding="utf-8")) for path in paths}
-    assert {str(path): texts for path, texts in result.items() if texts} == {}
-
-
-@pytest.mark.parametrize(
-    ("source", "climbing"),
-    [
-        ('import_module("kvalloc.report.notebook")', True),
-        ('where = "kvalloc.runtime", "make_cache"', True),
-        ('f"kvalloc.online.{name}"', True),
-        ('names("kvalloc.solvers")', False),  # a group of entry points
-        ('"kvalloc.budget_profile", "kvalloc.apply(model)"', False),
-        ('"""See `kvalloc.runtime`."""', False),
-    ],
-)
-def test_the_check_sees_what_it_should(source, climbing):
-    assert bool(climbs("formats", source)) == climbing
 
 
 # Importing kvalloc must stay light: heavy libraries are imported where they are used
