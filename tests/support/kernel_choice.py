@@ -12,6 +12,10 @@ from kvalloc.runtime.attention import cpu
 
 WITH, WITHOUT = "with_kernel", "without_kernel"
 
+needs_kernel = pytest.mark.skipif(
+    cpu.unavailable() is not None, reason=f"no kernel here: {cpu.unavailable()}"
+)
+
 
 @contextlib.contextmanager
 def kernel_choice(name: str) -> Iterator[list[int]]:

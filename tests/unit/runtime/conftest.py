@@ -44,10 +44,3 @@ def unrounded(monkeypatch: pytest.MonkeyPatch) -> None:
     They differ in the last bit of float32, which rounding makes a step of float16 now and then.
     """
     monkeypatch.setattr("kvalloc.runtime.kept.halved", lambda *numbers, lengths: numbers)
-
-
-@pytest.fixture
-def without_kernel() -> Iterator[None]:
-    """As where there is no compiler."""
-    with kernel_choice(WITHOUT):
-        yield

@@ -13,6 +13,7 @@ import pytest
 import torch
 from attention_cases import even_of
 from cli_tools import run
+from kernel_choice import needs_kernel
 
 from kvalloc.runtime.attention import cpu
 from kvalloc.runtime.attention.call import AttentionCall
@@ -21,9 +22,6 @@ from kvalloc.runtime.attention.torch import TorchBackend
 from kvalloc.runtime.kept import pack
 
 ROOT = Path(__file__).resolve().parents[3]
-needs_kernel = pytest.mark.skipif(
-    cpu.unavailable() is not None, reason=f"no kernel here: {cpu.unavailable()}"
-)
 
 
 @pytest.fixture(autouse=True)
