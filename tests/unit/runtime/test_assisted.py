@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import runtime_oracle as tiny
 import torch
+from prompt_runs import run
 from runtime_cells import RECORDS, Noted
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
@@ -90,27 +91,6 @@ def test_assisted_generation_gives_the_tokens_of_greedy_decoding(monkeypatch, fa
         same(expected, generate(model, ids))
 
 
-@pytest.mark.parametrize("bits", [16, 5])
-@pytest.mark.parametrize(
-    ("scorer", "options"),
-    [
-        ("reconstruction", {}),
-        ("xkv", {"target_retention": 0.7}),
-    ],
-)
-def test_drafts_never_vote(monkeypatch, scorer, options, bits):
-    """The same entries are kept."""
-    model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
-    decided = "target_retention" in options
-    profile = None if decided else profile_of(model, 0.4, bits, scorer=scorer)
-    with kvalloc.apply(model, profile, **options) as applied:
-        expected = generate(model, ids, max_new_tokens=40)
-        kept = applied.last_cache
-        drafts_of(monkeypatch, expected.sequences)
-        same(generate(model, ids, max_new_tokens=40, **LOOKUP), expected, bits)
-        assert tiny.same_kept(kept, applied.last_cache)
-
-
 @pytest.mark.parametrize(("budget", "memory"), [("100%", None), ("30%", None), ("30%", "200 kB")])
 def test_assisted_generation_in_the_ways_of_the_default(monkeypatch, budget, memory):
     """And over two turns, of which the second goes on with the first's cache.
@@ -140,8 +120,7 @@ def test_a_cache_that_was_made_by_hand(monkeypatch):
     profile, short = profile_of(model, 0.4, 16), {"max_new_tokens": 30}
 
     def read(cache):
-        with torch.no_grad():
-            model(ids[:, :-1], past_key_values=cache)
+        run(model, ids[:, :-1], cache)
         return cache
 
     made, announced = make_cache(model, profile), make_cache(model, profile, prompt_tokens=CONTEXT)

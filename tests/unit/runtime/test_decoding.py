@@ -1,13 +1,12 @@
 """What followed competes with what is kept: what stays, how much, and what looks back over it."""
 
-import copy
 import dataclasses
 
 import numpy as np
 import pytest
 import runtime_oracle as tiny
 import torch
-from prompt_runs import states_seen
+from prompt_runs import run, states_seen
 
 import kvalloc
 from kvalloc.extensions.making import make_cache
@@ -21,30 +20,7 @@ CONTEXT = 60
 
 
 def feed(model, cache, ids, sizes):
-    with torch.no_grad():
-        parts = [model(part, past_key_values=cache).logits for part in ids.split(sizes, dim=1)]
-    return torch.cat(parts, dim=1)
-
-
-@pytest.mark.parametrize("policy", ["h2o", "lookahead", "attention_matching"])
-@pytest.mark.usefixtures("unrounded")
-def test_a_copy_and_a_reset_cache_go_on_and_tokens_may_come_together(model, policy):
-    cache = kvalloc.make_cache(
-        model, tiny.make_profile(model, CONTEXT, 0.5), policy=policy, decode_every=4
-    )
-    ids = tiny.prompt(CONTEXT + 36)
-    feed(model, cache, ids[:, : CONTEXT + 18], [CONTEXT, *[1] * 18])
-    twin = copy.deepcopy(cache)
-    expected = feed(model, cache, ids[:, CONTEXT + 18 :], [1] * 18)
-    assert torch.equal(feed(model, twin, ids[:, CONTEXT + 18 :], [1] * 18), expected)
-    cache.reset()
-    once = feed(model, cache, ids, [CONTEXT, *[1] * 36])
-    assert torch.equal(once[:, -18:], expected)
-    # up to the next eviction they may
-    cache.reset()
-    sizes = [CONTEXT, 4, 4, 4, 4]
-    pieces = feed(model, cache, ids[:, : sum(sizes)], sizes)
-    torch.testing.assert_close(pieces, once[:, : sum(sizes)], atol=1e-4, rtol=0)
+    return torch.cat([run(model, part, cache) for part in ids.split(sizes, dim=1)], dim=1)
 
 
 @pytest.mark.parametrize(
@@ -126,20 +102,13 @@ BEFORE = 60
 PARAMETERS = {"mpcache": {"rows_share": 0.5}, "nacl": {"proxy_share": 0.5}}
 
 
-def attention_in_loops(states, queries, places, columns):
+def attention_sums(states, queries, places, columns):
     """Sum over rows of the softmax over the stored keys at or before each, (batch, heads, n)."""
-    batch, heads, n, _ = states.keys.shape
-    group = queries.shape[1] // heads
-    out = torch.zeros(batch, heads, n)
-    for row in range(batch):
-        for head in range(heads):
-            for asked in range(head * group, (head + 1) * group):
-                for place in places:
-                    logits = states.keys[row, head] @ queries[row, asked, place] * states.scaling
-                    seen = columns[row, head] <= place
-                    weights = logits.masked_fill(~seen, float("-inf")).softmax(-1)
-                    out[row, head] += weights / group
-    return out
+    group = queries.shape[1] // states.keys.shape[1]
+    logits = queries[:, :, places] @ states.keys.repeat_interleave(group, 1).mT * states.scaling
+    seen = columns.repeat_interleave(group, 1)[:, :, None] <= torch.tensor(places)[:, None]
+    weights = logits.masked_fill(~seen, float("-inf")).softmax(-1).sum(dim=2)
+    return weights.unflatten(1, (-1, group)).mean(dim=2)
 
 
 @pytest.mark.parametrize(
@@ -169,8 +138,7 @@ def test_each_query_sees_what_is_left_before_it(model, monkeypatch, policy, leve
         before = cache.kept_indices(0) if end else torch.empty(1, tiny.N_KV_HEADS, 0)
         end += part.shape[1]
         seen.clear()
-        with torch.no_grad():
-            model(part, past_key_values=cache)
+        run(model, part, cache)
         for states, found in seen:
             heads = range(states.first_head, states.first_head + states.keys.shape[1])
             own = [before[0, head][before[0, head] >= 0].tolist() for head in heads]
@@ -180,7 +148,7 @@ def test_each_query_sees_what_is_left_before_it(model, monkeypatch, policy, leve
             if not states.gaps:
                 continue
             checked += 1
-            expected = attention_in_loops(
+            expected = attention_sums(
                 states, asked, list(range(end - n_rows, end)), torch.tensor([columns])
             )
             assert (found - expected).abs().max() < 1e-5

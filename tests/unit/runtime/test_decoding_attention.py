@@ -77,8 +77,7 @@ def test_what_follows_where_its_storage_must_not_change(model, profile, level):
 def test_gradients_through_decoded_tokens(model, profile, level):
     """A later token's loss reaches an earlier one, whose storage is not written to since."""
     cache = make_cache(model, tiny.by_head(profile) if level == "head" else profile)
-    with torch.no_grad():
-        model(tiny.prompt(TOKENS), past_key_values=cache)
+    run(model, tiny.prompt(TOKENS), cache)
     embed = model.get_input_embeddings()
     first = embed(tiny.prompt(1)).detach().requires_grad_()
     model(inputs_embeds=first, past_key_values=cache)

@@ -6,13 +6,14 @@ from itertools import islice
 import pytest
 import runtime_oracle as tiny
 import torch
+from prompt_runs import padded_rows
 from runtime_cells import RECORDS
 from scipy.stats import chisquare
 
 import kvalloc
 from kvalloc.errors import UnsupportedRequestError
 from kvalloc.extensions.answering import answer
-from kvalloc.extensions.lossless import Sampling, Verifier, lossless_tokens, verify_with
+from kvalloc.extensions.lossless import Sampling, lossless_tokens, verify_with
 from kvalloc.extensions.making import make_cache
 
 CONTEXT, NEW = 90, 70
@@ -61,11 +62,7 @@ def test_rows_of_unequal_length_answer_as_alone(options):
     prompts = [tiny.prompt(n, seed=n) for n in (CONTEXT, 20, 61)]
     alone = [generate(model, ids).sequences[0, ids.shape[1] :].tolist() for ids in prompts]
     end = alone[1][30]
-    pads = [CONTEXT - ids.shape[1] for ids in prompts]
-    ids = torch.cat(
-        [torch.nn.functional.pad(one, (n, 0)) for one, n in zip(prompts, pads, strict=True)]
-    )
-    mask = torch.stack([(torch.arange(CONTEXT) >= n).long() for n in pads])
+    ids, mask, _ = padded_rows(prompts, "left")
     with lossless(model, **options):
         found = generate(model, ids, attention_mask=mask, eos_token_id=end)
     for row, own in zip(found.sequences[:, CONTEXT:].tolist(), alone, strict=True):
@@ -83,15 +80,10 @@ def test_turns_go_on_without_loss():
         ids = torch.cat([first.sequences, tiny.prompt(7, seed=7)], dim=1)
         for own in (copy.deepcopy(cache), cache):
             found = generate(model, ids, past_key_values=own).sequences
-            assert torch.equal(found, generate_plain(model, ids))
+            assert torch.equal(found, generate(copy.deepcopy(model), ids).sequences)
         cache.reset()
         assert torch.equal(generate(model, ids, past_key_values=cache).sequences, found)
         assert applied.last_cache.verifier.rounds < NEW
-
-
-def generate_plain(model, ids):
-    found = generate(copy.deepcopy(model), ids).sequences
-    return found
 
 
 def test_sampled_tokens_have_the_full_caches_distribution():
@@ -159,25 +151,3 @@ def test_an_answer_that_is_broken_off_leaves_both_caches_behind_it():
         assert rest == whole[tokens : tokens + 20]
     with pytest.raises(UnsupportedRequestError, match="full one beside it 0"):
         verify_with(own, model)
-
-
-def test_drafts_are_as_long_as_even_odds_allow():
-    lengths = [
-        Verifier(full=None, tried=tried, accepted=accepted).draft_tokens
-        for tried, accepted in [(1000, 1000), (1000, 950), (1000, 800), (1000, 0), (0, 0)]
-    ]
-    assert lengths == [16, 13, 3, 1, 3]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"prompt_lookup_num_tokens": 3}, "drafts of another kind"),
-        ({"prefill_chunk_size": 8}, "prefill_chunk_size"),
-        ({"custom_generate": lambda *args, **kwargs: None}, "custom_generate"),
-    ],
-)
-def test_what_cannot_be_verified_is_refused(options, message):
-    model = tiny.tiny_model()
-    with lossless(model), pytest.raises(UnsupportedRequestError, match=message):
-        generate(model, tiny.prompt(CONTEXT), **options)
