@@ -3,13 +3,12 @@
 import copy
 import itertools
 from dataclasses import replace
-from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 from other_attention import STAND_IN, attention_on_cpu
-from prompt_runs import padded_rows, run
+from prompt_runs import assert_kept_as_alone, padded_rows, run
 from runtime_oracle import VOCABULARY
 
 import kvalloc
@@ -18,9 +17,7 @@ from kvalloc.errors import InputError, UnsupportedRequestError
 from kvalloc.models.loading import shape_of
 from kvalloc.online.decision import PromptSize
 from kvalloc.online.default import Default
-from kvalloc.online.methods import Immediate
 from kvalloc.online.per_prompt import PromptTarget
-from kvalloc.runtime.making import build_rows
 from kvalloc.runtime.options import CacheOptions
 
 NEW = 22
@@ -56,19 +53,7 @@ def cache_for(model, columns, rows, options):
         return PromptTarget.parse(**options).cache(model, size)
     names = ("fitted", "decode_every")
     kept = CacheOptions(**{name: options[name] for name in names if name in options})
-    default, shape = Default.parse(options["budget"], kept), shape_of(model)
-    if options.get("memory") == "least":
-        early = Immediate(setting=default.setting(shape))
-        least = early.peak_bytes(replace(size, lengths=(columns,) * len(lengths)))
-        default = replace(default, options=replace(kept, memory=least))
-    with patch("kvalloc.online.decision.build_rows", of_the_prompt_alone):
-        return default.cache(model, size)
-
-
-def of_the_prompt_alone(model, ways, **more):
-    """A cache whose memory bounds its prompt: what follows is bounded by that of all rows."""
-    own = {id(way): replace(way, options=replace(way.options, memory=None)) for way in ways}
-    return build_rows(model, [own[id(way)] for way in ways], **more)
+    return Default.parse(options["budget"], kept).cache(model, size)
 
 
 def answer(model, cache, ids, mask, places):
@@ -101,10 +86,7 @@ def assert_rows_as_alone(model, rows, side="left", **options):
         assert profile.policy == alone.profile.policy
         assert np.array_equal(cache.kept_tokens_by_row[row], alone.kept_tokens)
         columns = torch.cat([mask[row].nonzero()[:, 0], torch.arange(NEW) + ids.shape[1]])
-        for layer in alone.profile.shape.full_layers:
-            kept, kept_alone = cache.kept_indices(layer)[row], alone.kept_indices(layer)[0]
-            for head, head_alone in zip(kept, kept_alone, strict=True):
-                assert torch.equal(head[head >= 0], columns[head_alone[head_alone >= 0]].int())
+        assert_kept_as_alone(cache, row, alone, columns)
         torch.testing.assert_close(logits[row], expected, atol=ATOL, rtol=0)
     return cache
 
@@ -116,7 +98,6 @@ def assert_rows_as_alone(model, rows, side="left", **options):
         ({"budget": "14%"}, 3),
         ({"budget": "50%"}, 3),
         ({"budget": "20%", "decode_every": 8}, 3),
-        ({"budget": "20%", "memory": "least"}, 2),
         ({"budget": "100%"}, 1),
         ({"budget": "20%", "scorer": "snapkv"}, 1),
         ({"target_retention": 0.6}, 1),

@@ -6,7 +6,6 @@ the product of the three, each with every setting of all else, or as many cells 
 is asked for.
 """
 
-import collections
 import itertools
 import os
 import subprocess
@@ -15,22 +14,10 @@ from pathlib import Path
 
 import pytest
 import runtime_oracle as tiny
-from cell_choice import (
-    OTHERS,
-    PRODUCT,
-    chosen_cells,
-    covering_cells,
-    impossible,
-    product_cells,
-    refused_as,
-)
+from cell_choice import PRODUCT, chosen_cells, covering_cells, product_cells
 from kernel_choice import WITH, kernel_choice
 from other_attention import attention_on_cpu
-from runtime_cells import (
-    FACTORS,
-    answers_as_the_oracle,
-    comparable,
-)
+from runtime_cells import FACTORS, answers_as_the_oracle, comparable, refusal
 
 from kvalloc.runtime.attention import cpu
 
@@ -84,16 +71,16 @@ metadata.entry_points = entry_points
 sys.modules["kvalloc.extensions"] = None
 
 import torch
-from cell_choice import covering_cells, refused_as
+from cell_choice import covering_cells
 from kernel_choice import WITH
 from other_attention import attention_on_cpu
-from runtime_cells import answers_as_the_oracle
+from runtime_cells import answers_as_the_oracle, refusal
 
 torch.set_num_threads(1)
 cells = [
     cell
     for cell in covering_cells()
-    if WITH in cell and not {"saved", "assisted"} & set(cell) and refused_as(cell) is None
+    if WITH in cell and not {"saved", "assisted"} & set(cell) and refusal(cell) is None
 ]
 for cell in cells[::2]:
     with attention_on_cpu(cell[5]):
@@ -134,37 +121,22 @@ def test_any_two_settings_meet():
     assert all(map(comparable, cells))
     for (i, one), (j, other) in itertools.combinations(enumerate(FACTORS.values()), 2):
         assert {(cell[i], cell[j]) for cell in cells} == set(itertools.product(one, other))
-    answered = {cell[:2] for cell in cells if refused_as(cell) is None}
+    answered = {cell[:2] for cell in cells if refusal(cell) is None}
     assert answered == set(itertools.product(*list(FACTORS.values())[:2])) - UNEVEN
 
 
-@pytest.fixture(scope="module")
-def product():
-    return product_cells()
+def test_the_product_leaves_nothing_out():
+    """All triples meet every setting of all else, and are answered but for what cannot be.
 
-
-def test_the_product_leaves_nothing_out(product):
-    """All triples, each with every setting of the rest, and answered wherever one of all is."""
+    That is chunks of what merges early; with `mpcache` rows of different length, and drafts.
+    """
+    cells, n_of_triple = product_cells(), len(PRODUCT)
+    assert all(map(comparable, cells))
+    modes, chunks = FACTORS["mode"], ("chunks", "padded_chunks")
+    impossible = {(*pair, mode) for pair in UNEVEN for mode in modes}
+    impossible |= set(itertools.product(["merge"], chunks, ["immediate"]))
     triples = set(itertools.product(*(FACTORS[name] for name in PRODUCT)))
-    seen, answered = collections.defaultdict(set), set()
-    for cell in product:
-        seen[cell[: len(PRODUCT)]] |= set(zip(OTHERS, cell[len(PRODUCT) :], strict=True))
-        if refused_as(cell) is None:
-            answered.add(cell[: len(PRODUCT)])
-    assert set(seen) == triples
-    assert len(set(product)) == len(product)
-    assert all(map(comparable, product))
-    every = {(name, setting) for name in OTHERS for setting in FACTORS[name]}
-    incomparable = {("attention", "padding_only")}
-    for triple, settings in seen.items():
-        beside_flash = {"different_lengths", "gemma3"} <= set(triple)
-        assert settings == (every - incomparable if beside_flash else every), triple
-    assert triples - answered == set(impossible())
-
-
-def test_what_is_impossible_is_known():
-    """Chunks of what merges early; with `mpcache` rows of different length, and drafts."""
-    chunks = ("chunks", "padded_chunks")
-    expected = {(*pair, mode) for pair in UNEVEN for mode in FACTORS["mode"]}
-    expected |= set(itertools.product(["merge"], chunks, ["immediate"]))
-    assert set(impossible()) == expected
+    assert {cell[:n_of_triple] for cell in cells if refusal(cell) is None} == triples - impossible
+    for place, settings in list(enumerate(FACTORS.values()))[n_of_triple:]:
+        met = {(*cell[:n_of_triple], cell[place]) for cell in cells}
+        assert met == {(*triple, setting) for triple in triples for setting in settings}
