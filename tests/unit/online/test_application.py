@@ -29,19 +29,23 @@ def model(tiny):
     return tiny.tiny_model()
 
 
-def test_a_plain_call_lasts_until_it_is_removed(tiny, model):
-    ids = tiny.prompt(CONTEXT)
+def test_calls_nest_last_until_they_are_removed_and_survive_exceptions(tiny, model):
+    ids, profile = tiny.prompt(CONTEXT), tiny.make_profile(model, CONTEXT, 0.3)
     earlier = kvalloc.apply(model, target_retention=0.6, **TARGET)
-    later = kvalloc.apply(model, tiny.make_profile(model, CONTEXT, 0.3))
+    with pytest.raises(KeyError), kvalloc.apply(model, profile) as later:
+        generate(model, ids)
+        assert (earlier.last_cache, later.last_cache.profile) == (None, profile)
+        raise KeyError
     generate(model, ids)
-    assert (earlier.last_cache, later.last_cache is None) == (None, False)
+    assert earlier.last_cache.profile is not profile
+    later = kvalloc.apply(model, profile)
     earlier.remove()  # below the later one, which goes on
     generate(model, ids)
+    assert later.last_cache.profile is profile
     later.remove()
     later.remove()
     assert "generate" not in vars(model)
-    generate(model, ids, past_key_values=DynamicCache(config=model.config))
-    assert earlier.last_cache is None
+    assert type(model(ids, use_cache=True).past_key_values) is DynamicCache
     with pytest.raises(UnsupportedRequestError, match="apply\\(\\) again"), earlier:
         pass
 
@@ -169,6 +173,8 @@ def test_nothing_plain_is_made_where_a_memory_is_given(tiny, model):
                 model(ids, output_attentions=True)
         assert applied.last_cache is None
         assert model(inputs_embeds=embeds).past_key_values is applied.last_cache is not None
+        with pytest.raises(InputError, match="memory"):
+            model(tiny.prompt(4 * CONTEXT))
 
 
 def test_generate_batch_says_that_it_is_plain_or_is_refused(tiny):
@@ -207,13 +213,6 @@ def test_a_forward_in_a_compiled_model_is_reduced(tiny, model):
         assert type(compiled(ids).past_key_values) is DynamicCache
     assert torch.equal(*full)
     torch.compiler.reset()
-
-
-def test_what_is_refused_for_a_memory_is_refused_in_a_forward(tiny, model):
-    with torch.no_grad(), kvalloc.apply(model, budget="50%", memory="20KB") as applied:
-        assert model(tiny.prompt(12)).past_key_values is applied.last_cache
-        with pytest.raises(InputError, match="memory"):
-            model(tiny.prompt(CONTEXT))
 
 
 def test_a_model_in_training_and_one_that_prefills_in_chunks_run_forwards(tiny, model):
@@ -287,8 +286,6 @@ def test_a_copy_keeps_a_generate_that_was_the_user_s(tiny, model):
         ({"target_retention": 0.9, "sinks": -1}, "sinks is -1"),
         ({"target_retention": 0.9, "scorer": "reconstruction"}, "read the prompt again"),
         ({"target_retention": 0.9, "level": "model"}, "level is 'model'"),
-        ({"target_retention": 0.9, "decode_every": 0}, "decode_every is 0"),
-        ({"target_retention": 0.9, "policy": "none"}, "no policy or scorer 'none'"),
         ({"target_retention": 0.9, "allow_other_model": True}, "accepts what was stored"),
         ({"target_loss": 0.1}, "is solved from what 'kvalloc fit' measures of a model"),
         ({"target_loss": 0.1, "solver": "ilp"}, "leave out solver"),
@@ -304,18 +301,6 @@ def test_targets_that_cannot_be_are_refused_on_entering(model, options, match):
     assert "generate" not in vars(model)
 
 
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"target_retention": 0.9}, "decides for each prompt and profile was decided before"),
-        ({"solver": "greedy"}, "solver decides for each prompt and profile was"),
-    ],
-)
-def test_what_does_not_go_with_a_profile_is_refused(tiny, model, options, match):
-    with pytest.raises(InputError, match=match):
-        kvalloc.apply(model, tiny.make_profile(model, CONTEXT, 0.3), **options)
-
-
 def test_apply_takes_the_file_or_the_name_of_a_profile(tiny, model, tmp_path):
     profile = tiny.make_profile(model, CONTEXT, 0.4, sinks=SINKS)
     profile.save(tmp_path / "p.json")
@@ -326,6 +311,8 @@ def test_apply_takes_the_file_or_the_name_of_a_profile(tiny, model, tmp_path):
         kvalloc.apply(model, "smollm2-135m-instruct-retention-90")
     with pytest.raises(InputError, match="the profile is a int, expected a BudgetProfile"):
         kvalloc.apply(model, 3)
+    with pytest.raises(InputError, match="decides for each prompt and profile was decided before"):
+        kvalloc.apply(model, profile, target_retention=0.9)
 
 
 # The table of options that exclude each other
@@ -353,10 +340,3 @@ def test_options_are_named_as_the_reader_writes_them():
         check_conflicts(["seed"])
     with pytest.raises(InputError, match="^solver says .* such as budget='20%'"):
         check_conflicts(["solver"])
-
-
-def test_what_goes_together_is_let_through():
-    check_conflicts(["budget", "memory", "fitted", "decode_every"])
-    check_conflicts(["profile", "policy", "allow_other_model", "save_cache", "decode_every"])
-    check_conflicts(["target_retention", "solver", "level", "scorer", "policy"])
-    check_conflicts([])
