@@ -29,6 +29,7 @@ from kvalloc.online.methods import Immediate, Method, Setting, Solved, Whole, me
 from kvalloc.online.solved import grid_length, share_for_loss, shares_of_rows
 from kvalloc.runtime.making import Way
 from kvalloc.runtime.options import CacheOptions
+from kvalloc.runtime.plan import layers_together
 from kvalloc.shape import ModelShape
 from kvalloc.units import bytes_text, parse_share
 from kvalloc.units import size as size_text
@@ -137,7 +138,7 @@ class Default(Decision):
         """Return how the cache keeps the rows that a method serves, and log it."""
         rows = size.of_rows(indices)
         profile = method.profile(rows.longest)
-        detail, rest = _text(method, profile, rows)
+        detail, rest = _text(method, profile, rows, self.options.memory)
         if len(indices) < size.n_rows:
             names = ", ".join(map(str, indices))
             detail = f"row{'s' * (len(indices) > 1)} {names}: {detail}"
@@ -274,10 +275,14 @@ def _warn_of_other_weights(setting: Setting, methods: Sequence[Method]) -> None:
     _LOG.warning("%s", text)
 
 
-def _text(method: Method, profile: BudgetProfile, size: PromptSize) -> tuple[str, str]:
+def _text(
+    method: Method, profile: BudgetProfile, size: PromptSize, memory: int | None
+) -> tuple[str, str]:
     """Return the line of detail of rows, and its end for the log: method, peak and cost."""
     shape, share, lengths = profile.shape, method.setting.share, size.lengths
     peak = method.peak_bytes(size)
+    if layers_together(sum(lengths), profile, memory) > 1:
+        peak = max(peak, plain_bytes(shape, size.columns, size.n_rows))
     full, all_bytes = list(shape.full_layers), sum(full_bytes(shape, n) for n in lengths)
     kept = sum(profile.budgets_for(n)[full].mean() for n in lengths) / sum(lengths)
     stored = sum(map(profile.retained_bytes_at, lengths))
