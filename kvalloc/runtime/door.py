@@ -272,6 +272,8 @@ class Door:
         """Forget all but the first columns."""
         if self._visible is not None:
             self._keep(self._visible[:, :columns])
+        if self.prompt_columns is not None:
+            self.prompt_columns = min(self.prompt_columns, columns)
 
     def _keep(self, visible: Tensor) -> None:
         self._visible = self._before = None if bool(visible.all()) else visible

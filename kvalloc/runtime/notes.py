@@ -13,13 +13,14 @@ from kvalloc.accounting import IntArray
 from kvalloc.models.attention import Observed
 from kvalloc.runtime.tail import BLOCK_TOKENS, Latest
 
+_NOTHING = [torch.empty(1, 1, 0, 1, device="cpu")], np.zeros(1, np.int64)
+
 
 class Queries(Latest):
     """The latest queries of each row; none at first."""
 
     def __init__(self) -> None:
-        nothing = torch.empty(1, 1, 0, 1, device="cpu")
-        super().__init__([nothing], np.zeros(1, np.int64))
+        super().__init__(*_NOTHING)
         self._before = self.buffers, self.tokens, self.starts
 
     def note(self, queries: Tensor, lengths: IntArray, limit: int) -> None:
@@ -40,7 +41,7 @@ class Queries(Latest):
             lengths = np.minimum(lengths, limit)
         max_tokens = max(2 * limit, BLOCK_TOKENS)
         if self.tokens:
-            self.append((queries,), lengths, max_tokens)
+            self.append((queries,), lengths, min(self.tokens + BLOCK_TOKENS, max_tokens))
         else:
             self._fill((queries,), lengths)
         if n_new > min(1, limit) or self.tokens >= max_tokens:
@@ -52,7 +53,7 @@ class Queries(Latest):
 
     def trim(self, limit: int) -> None:
         """Forget all but the latest ``limit`` of each row."""
-        if self.tokens > limit:
+        if self.buffers[0].shape[2] > limit:
             lengths = np.minimum(self.lengths, limit)
             self._keep(self.tokens - int(lengths.max()), lengths)
 
@@ -74,6 +75,8 @@ class Queries(Latest):
         """Let row i go on with the queries of row ``rows[i]``."""
         if self.tokens:
             super().select(rows)
+        else:
+            self._fill(*_NOTHING)  # of any number of rows
 
 
 @dataclass(slots=True)

@@ -91,7 +91,8 @@ class Latest:
         if not in_all_rows and ((old > 0) & (lengths < n_new)).any():
             # tokens of a row follow each other
             pairs = zip(self.states, states, strict=True)
-            whole, end = [torch.cat(pair, dim=2) for pair in pairs], int(both.max())
+            whole = [torch.cat(pair, dim=2) for pair in pairs]
+            end = max(int(both.max()), n_new)  # no fewer places than queries
             place = np.arange(end) - (end - both[:, None])  # among the row's own
             skipped = np.where(place >= old[:, None], n_new - lengths[:, None], 0)
             self._gather(whole, self.tokens - old[:, None] + place + skipped)
