@@ -35,6 +35,27 @@ FAILS_IN_OLD_TRANSFORMERS = pytest.mark.skipif(
 )
 
 
+def test_apply_nests_and_survives_exceptions():
+    model = tiny.tiny_model()
+    outer, inner = (tiny.make_profile(model, PROMPT, share) for share in (0.5, 0.2))
+    ids = tiny.prompt(PROMPT)
+    with pytest.raises(ZeroDivisionError), kvalloc.apply(model, outer) as first:
+        with pytest.raises(KeyError), kvalloc.apply(model, inner) as second:
+            generate(model, ids)
+            assert second.last_cache is not None
+            assert second.last_cache.profile is inner
+            assert first.last_cache is None
+            raise KeyError
+        generate(model, ids)
+        assert first.last_cache is not None
+        assert first.last_cache.profile is outer
+        raise ZeroDivisionError
+    assert "generate" not in vars(model)
+    del first, second
+    assert not model.model._forward_pre_hooks
+    assert model.config._attn_implementation == "sdpa"
+
+
 def test_apply_reads_a_generation_config_that_comes_by_its_place(model):
     profile = tiny.make_profile(model, PROMPT, 0.3)
     ids = tiny.prompt(PROMPT)
@@ -212,7 +233,10 @@ def test_apply_refuses_what_is_no_model_that_generates(model):
     with pytest.raises(UnsupportedModelError, match="cannot generate"):
         kvalloc.apply(model.model, profile)
     loaded = LoadedModel(model=model, tokenizer=None, model_id="tiny")
-    for call in (lambda: kvalloc.apply(loaded), lambda: kvalloc.profile(loaded, None, ["words"])):
+    for call in (
+        lambda: kvalloc.apply(loaded, budget="20%"),
+        lambda: kvalloc.profile(loaded, None, ["words"]),
+    ):
         with pytest.raises(UnsupportedModelError, match="a LoadedModel .*pass its .model"):
             call()
     assert not model.model._forward_pre_hooks
@@ -234,7 +258,8 @@ def test_a_pipeline_takes_the_cache(level):
     cache, settings = kvalloc.make_cache(model, profile), {"max_new_tokens": NEW}
     (answer,) = pipeline(prose(CONTEXT), past_key_values=cache, do_sample=False, **settings)
     expected = generate(model, ids, past_key_values=kvalloc.make_cache(model, profile))
-    assert answer["generated_text"] == tokenizer.decode(expected[0], skip_special_tokens=True)
+    words = tokenizer.decode(expected[0], skip_special_tokens=True)
+    assert answer["generated_text"].replace(" ", "") == words.replace(" ", "")
     assert cache.retained_bytes < cache.full_bytes
 
 
