@@ -152,33 +152,6 @@ def test_what_is_not_one_pool_is_refused():
 A, LOSSES = make_scores(1), make_losses(1)
 
 
-@pytest.mark.parametrize(
-    ("members", "more", "words"),
-    [
-        ([], {}, "the pool has no members"),
-        ([(A, {})], {}, "member 1 of the pool is .*, not (scores, request, weight)"),
-        (["a.safetensors"], {}, "member 1 of the pool is a.safetensors, not"),
-        ([(A, {"levle": "head"}, 1.0)], {}, "member 1 of the pool: there is no option 'levle'"),
-        ([(A, {}, "much")], {}, "has the weight 'much', expected a number above 0"),
-        ([(A, {}, 0.0)], {}, "member 1 of the pool has the weight 0.0, expected a number above 0"),
-        ([(A, {}, 1.0), (A, {}, float("nan"))], {}, "member 2 of the pool has the weight nan"),
-        ([(A, {"budget": "20%"}, 1.0)], {}, "the memory of the pool is its size; leave it out"),
-        ([(A, {"max_distinct": 2}, 1.0)], {}, "the members' values add up; leave it out"),
-        ([(A, {"objective": "worst"}, 1.0)], {}, "asks for its worst unit"),
-        ([(A, {"target_retention": 2}, 1.0)], {}, "a target retention of 2 is not a share"),
-        ([(A, {}, 1.0)], {"fairness": "equal"}, "the fairness is 'equal', expected 'sum' or"),
-        ([(A, {}, 2.0)], {"fairness": "worst"}, "leave weights and floors out"),
-        ([(A, {}, 1.0), (LOSSES, {}, 1.0)], {}, "give each objective='mean'"),
-        ([(A, {}, 1.0)], {"memory": "much"}, "much"),
-        ([(A, {}, 1.0)], {"solver": "gredy"}, "no solver 'gredy'"),
-        ([("none.safetensors", {}, 1.0)], {}, "none.safetensors"),
-    ],
-)
-def test_a_pool_that_cannot_be_is_refused(members, more, words):
-    with pytest.raises(InputError, match=words.replace("(", r"\(").replace(")", r"\)")):
-        solve_pool(members, **{"memory": "1MiB", **more})
-
-
 @pytest.mark.parametrize(("memory", "floor"), [(100, 0.5), ("3000B", 0.5), ("5200B", 0.99)])
 def test_a_memory_that_is_too_small_names_one_that_does(memory, floor):
     members = [(A, {"target_retention": floor}, 1.0), (make_scores(2), {}, 1.0)]

@@ -1,21 +1,27 @@
 """Options and texts that cannot be are refused in one line that says why: see refused.toml."""
 
+import dataclasses
 import json
 import tomllib
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
-from factories import make_bits, make_losses, make_scores, make_shape
+import runtime_oracle as tiny
+import torch
+from factories import make_bits, make_losses, make_problem, make_scores, make_shape
 from letters import Letters
+from prompt_runs import policy
 from tiny_models import WordTokenizer, tiny_profile, words
 
 import kvalloc
 from kvalloc.allocation.request import Request
-from kvalloc.errors import KVAllocError
+from kvalloc.errors import InputError, KVAllocError, UnsupportedModelError
 from kvalloc.measure.loss_plan import LossPlan
 from kvalloc.measure.sampling import choose_samples
-from kvalloc.models.loading import load_model
+from kvalloc.models.loading import load_model, shape_of
 from kvalloc.problem.registry import get_solver
 from kvalloc.prompts.calibration import calibration_prompts
 from kvalloc.prompts.tasks import find_tasks
@@ -63,6 +69,51 @@ def read_record(**record):
     read_records(written("p.jsonl", json.dumps(record)))
 
 
+def apply(**options):
+    model = tiny.tiny_model()
+    try:
+        kvalloc.apply(model, **options)
+    finally:
+        assert "generate" not in vars(model)
+
+
+def generate(**options):
+    model = tiny.tiny_model(head_dim=16)
+    with kvalloc.apply(model, **options):
+        model.generate(tiny.prompt(150), max_new_tokens=18)
+
+
+def make_cache(**options):
+    model = tiny.tiny_model()
+    kvalloc.make_cache(model, tiny.make_profile(model, 60, 0.3), **options)
+
+
+def solve_pool(members, **options):
+    known = {"scores": make_scores(1), "losses": make_losses(1)}
+    members = [
+        one if isinstance(one, str) else (known.get(one[0], one[0]), *one[1:]) for one in members
+    ]
+    kvalloc.solve_pool(members, **{"memory": "1MiB", **options})
+
+
+def read_config(without=None, **changes):
+    sizes = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = SimpleNamespace(**{**sizes, "head_dim": 8, **changes})
+    if without:
+        setattr(config, without, None)
+    shape_of(SimpleNamespace(config=config, dtype=torch.float32))
+
+
+def pose_problem(without=None, **changes):
+    changes = {
+        name: np.array(one) if isinstance(one, list) else one for name, one in changes.items()
+    }
+    if without:
+        changes[without] = None
+    sound = make_problem([[0.0, 0.5, 0.75], [0.0, 0.25, 0.375]], capacity=2)
+    dataclasses.replace(sound, **changes)
+
+
 CALLS = {
     "request": Request.parse,
     **{"scores": decided(make_scores), "losses": decided(make_losses), "bits": decided(make_bits)},
@@ -73,7 +124,12 @@ CALLS = {
     "records": read_record,
     "model": lambda source, content=None: written(source, content) and load_model(source),
     **{"samples": choose, "task": make_cases, "calibration": calibrate, "shape": shape},
+    **{"apply": apply, "generate": generate, "cache": make_cache, "policy": policy},
+    **{"pool": solve_pool, "config": read_config, "problem": pose_problem},
 }
+ERRORS = dict.fromkeys(("generate", "cache", "policy", "pool", "problem"), InputError)
+ERRORS["config"] = UnsupportedModelError
+"""What is raised; for other calls any error of ours."""
 
 
 @pytest.mark.parametrize(
@@ -82,6 +138,6 @@ CALLS = {
 def test_what_cannot_be_is_named_in_one_line(call, row, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     of = {"of": row["of"]} if "of" in row else {}
-    with pytest.raises(KVAllocError, match=row["words"]) as caught:
+    with pytest.raises(ERRORS.get(call, KVAllocError), match=row["words"]) as caught:
         CALLS[call](**row["asked"], **of)
     assert "\n" not in str(caught.value)

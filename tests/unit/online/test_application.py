@@ -275,32 +275,6 @@ def test_a_copy_keeps_a_generate_that_was_the_user_s(tiny, model):
     assert model.generate is pickled
 
 
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({}, "no target"),
-        ({"target_retention": 1.2}, "retention of 1.2"),
-        ({"target_retention": 0.9, "budget": "20%"}, "two targets"),
-        ({"target_retention": 0.9, "solver": "none"}, "no solver 'none'"),
-        ({"target_retention": 0.9, "scorer": "none"}, "no scorer 'none'"),
-        ({"target_retention": 0.9, "sinks": -1}, "sinks is -1"),
-        ({"target_retention": 0.9, "scorer": "reconstruction"}, "read the prompt again"),
-        ({"target_retention": 0.9, "level": "model"}, "level is 'model'"),
-        ({"target_retention": 0.9, "allow_other_model": True}, "accepts what was stored"),
-        ({"target_loss": 0.1}, "is solved from what 'kvalloc fit' measures of a model"),
-        ({"target_loss": 0.1, "solver": "ilp"}, "leave out solver"),
-        ({"target_loss": -1}, "a target loss of -1 nats"),
-        ({"budget": "20%", "bits": "16,8"}, "bits cannot be asked of each prompt"),
-        ({"budget": "20%", "sink": 3}, "no option 'sink'"),
-        ({"compression_ratio": 0.8}, "name the share that stays: budget='20%'"),
-    ],
-)
-def test_targets_that_cannot_be_are_refused_on_entering(model, options, match):
-    with pytest.raises(KVAllocError, match=match):
-        kvalloc.apply(model, **options)
-    assert "generate" not in vars(model)
-
-
 def test_apply_takes_the_file_or_the_name_of_a_profile(tiny, model, tmp_path):
     profile = tiny.make_profile(model, CONTEXT, 0.4, sinks=SINKS)
     profile.save(tmp_path / "p.json")

@@ -133,24 +133,6 @@ def test_the_profile_is_a_file_and_the_cache_another(tiny, model, tmp_path):
         loaded.replace(budgets=loaded.budgets - 1)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"budget": "30%", "memory": "2KiB"}, "memory='2KiB' is 2.00 KiB, but a prompt of 150 "
-                                              "tokens "
-                                              "needs 402 KiB where its full cache is held, and "
-                                              "59.83 KiB where it is evicted while it is read"),
-        ({"budget": "much"}, "'much' is not a share"),
-        ({"budget": "20%", "memory": "much"}, "much"),
-        ({"budget": "20%", "memory": "1MiB", "scorer": "snapkv"}, "two targets at once"),
-        ({"memory": "2KiB"}, "memory='2KiB' .* needs .*; give more, or a shorter"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_is_refused(tiny, model, options, said):
-    with pytest.raises(InputError, match=said.replace("(", r"\(")):
-        run(model, tiny.prompt(TOKENS), **options)
-
-
 @pytest.mark.parametrize("tokens", [1, 2, 5, 12, 20])
 @pytest.mark.parametrize(
     "options",

@@ -306,13 +306,6 @@ CASES = {
         ),
     ],
     InputError: [
-        *(
-            (partial(made, decode_every=wrong), f"^decode_every is {wrong}, expected")
-            for wrong in (0, -1, True, 2.5)
-        ),
-        (partial(made, prompt_tokens=0), "prompt_tokens is 0"),
-        (partial(made, policy=3), "policy is 3"),
-        (partial(made, policy="snapvk"), "no policy or scorer 'snapvk'.* 'snapkv'"),
         (partial(unfit, budgets=[3] * 4), "sinks and window"),
         (partial(unfit, window=9), "last 9 tokens.*window of 4"),
         (lambda model: made(model, profile_of(model).replace(policy=WIDE)), "at the last 9 tokens"),
