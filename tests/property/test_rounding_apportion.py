@@ -6,7 +6,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from kvalloc.accounting.rounding import apportion
-from kvalloc.errors import InputError
 
 limits = st.tuples(st.integers(0, 30), st.integers(0, 30)).map(lambda p: (min(p), max(p)))
 rows = st.lists(st.tuples(st.floats(-10, 60), limits), min_size=1, max_size=12)
@@ -52,19 +51,3 @@ def test_less_than_one_away_when_the_total_fits(wanted, up):
 )
 def test_by_hand(wanted, total, limits, result):
     assert apportion(wanted, total, **limits).tolist() == result
-
-
-@pytest.mark.parametrize(
-    ("wanted", "total", "low", "high"),
-    [
-        ([1.0, 2.0], 5, 0, 2),
-        ([1.0, 2.0], 1, 1, 2),
-        ([1.0, 2.0], 3, 3, 2),
-        ([1.0, float("nan")], 3, 0, 5),
-        ([1.0, float("inf")], 3, 0, 5),
-        ([], 1, 0, 5),
-    ],
-)
-def test_what_cannot_be_shared_is_refused(wanted, total, low, high):
-    with pytest.raises(InputError, match="cannot share out"):
-        apportion(wanted, total, minimum=low, maximum=high)

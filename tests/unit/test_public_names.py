@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
-from factories import make_scores
 from runtime_oracle import prompt, tiny_model
 
 import kvalloc
 from kvalloc.allocation.request import TARGETS
-from kvalloc.errors import InputError
 from kvalloc.models.loading import LoadedModel
 from kvalloc.online.per_prompt import NOT_OF_A_PROMPT
 
@@ -56,22 +54,6 @@ def test_every_keyword_stands_in_the_docstring(name):
         ours = options.__annotations__.keys() - NOT_SHOWN.get(name, ())
         shown = re.findall(r"^(\w+)\n    \w", described.partition("Other Parameters")[2], re.M)
         assert ours == {*shown}
-
-
-UNKNOWN = {
-    "no option 'bugdet'; the nearest is 'budget'": lambda: kvalloc.solve("nowhere", bugdet=0.5),
-    "stays: budget='30%'; see help": lambda: kvalloc.solve("nowhere", compression_ratio=0.7),
-    "nearest is 'samples'; see help.profi": lambda: kvalloc.profile(None, None, "", sampels=3),
-    "no option 'sede'; the nearest is 's": lambda: kvalloc.fit(None, None, "", sede=3),
-    "no option 'scores'; the nearest is 'scorer'": lambda: kvalloc.apply(None, scores="h2o"),
-    r"no option 'size'; see help\(compare\)": lambda: kvalloc.compare(make_scores(), size=3),
-}
-
-
-@pytest.mark.parametrize(("match", "call"), UNKNOWN.items())
-def test_an_unknown_keyword_is_refused_before_anything_is_read(match, call):
-    with pytest.raises(InputError, match=match):
-        call()
 
 
 def test_a_loaded_model_and_an_applied_one_are_a_line():

@@ -11,14 +11,23 @@ import numpy as np
 import pytest
 import runtime_oracle as tiny
 import torch
-from factories import make_bits, make_losses, make_problem, make_scores, make_shape
+from factories import (
+    make_bits,
+    make_budget_profile,
+    make_losses,
+    make_problem,
+    make_scores,
+    make_shape,
+)
 from letters import Letters
 from prompt_runs import policy
 from tiny_models import WordTokenizer, tiny_profile, words
 
 import kvalloc
+from kvalloc.accounting.rounding import apportion
 from kvalloc.allocation.request import Request
 from kvalloc.errors import InputError, KVAllocError, UnsupportedModelError
+from kvalloc.measure.kl import divergence
 from kvalloc.measure.loss_plan import LossPlan
 from kvalloc.measure.sampling import choose_samples
 from kvalloc.models.loading import load_model, shape_of
@@ -104,14 +113,24 @@ def read_config(without=None, **changes):
     shape_of(SimpleNamespace(config=config, dtype=torch.float32))
 
 
+def arrays(changes):
+    return {name: np.array(one) if isinstance(one, list) else one for name, one in changes.items()}
+
+
 def pose_problem(without=None, **changes):
-    changes = {
-        name: np.array(one) if isinstance(one, list) else one for name, one in changes.items()
-    }
-    if without:
-        changes[without] = None
+    changes = arrays(changes) | ({without: None} if without else {})
     sound = make_problem([[0.0, 0.5, 0.75], [0.0, 0.25, 0.375]], capacity=2)
     dataclasses.replace(sound, **changes)
+
+
+def change_budgets(**changes):
+    make_budget_profile([[20, 30]]).replace(**arrays(changes))
+
+
+def ask_unknown(of, **options):
+    """Refused before anything is read."""
+    given = {"solve": ["nowhere"], "apply": [None], "compare": [make_scores()]}
+    getattr(kvalloc, of)(*given.get(of, [None, None, ""]), **options)
 
 
 CALLS = {
@@ -126,8 +145,11 @@ CALLS = {
     **{"samples": choose, "task": make_cases, "calibration": calibrate, "shape": shape},
     **{"apply": apply, "generate": generate, "cache": make_cache, "policy": policy},
     **{"pool": solve_pool, "config": read_config, "problem": pose_problem},
+    **{"apportion": apportion, "unknown": ask_unknown, "budgets": change_budgets},
+    "divergence": lambda full, reduced: divergence(torch.zeros(full), torch.zeros(reduced)),
 }
 ERRORS = dict.fromkeys(("generate", "cache", "policy", "pool", "problem"), InputError)
+ERRORS |= dict.fromkeys(("apportion", "unknown", "budgets", "divergence"), InputError)
 ERRORS["config"] = UnsupportedModelError
 """What is raised; for other calls any error of ours."""
 

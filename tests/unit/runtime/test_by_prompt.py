@@ -7,7 +7,6 @@ import torch
 from prompt_runs import run, states_seen
 from scorer_oracle import full_attention
 
-from kvalloc.errors import InputError
 from kvalloc.runtime.making import Way, build_rows
 from kvalloc.runtime.options import CacheOptions
 from kvalloc.runtime.selection import handed_out
@@ -79,22 +78,3 @@ def naive_scores(model, ids, profile):
         votes = full_attention(seen[layer])[0][:, first:, tiny.SINKS : CONTEXT - tiny.WINDOW]
         found.append(votes.mean(axis=1).reshape(2, -1, votes.shape[-1]).mean(axis=1))
     return np.stack(found)
-
-
-# As a file, and what it refuses
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"level": "layer"}, "different within a layer"),
-        ({"page_tokens": 4}, "by_prompt is true with pages"),
-        ({"bits": (16, 4)}, "by_prompt is true with bits that differ between heads"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(changes, said):
-    profile = by_prompt(tiny.tiny_model())
-    if "bits" in changes:
-        changes = {"bits": np.broadcast_to(changes["bits"], profile.budgets.shape).copy()}
-    with pytest.raises(InputError, match=said):
-        profile.replace(**changes)
