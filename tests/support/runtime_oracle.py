@@ -270,23 +270,13 @@ class Oracle(Shadow):
         The prompt. It runs with nothing hidden.
     kept : dict of int to Tensor, each (batch, n_kv_heads, n_kept)
         For each reduced layer, the positions that stay visible afterwards.
-    cache : BudgetCache, optional
-        Whose stored numbers it goes on with, see `take_stored`.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        prompt_ids: torch.Tensor,
-        kept: dict[int, torch.Tensor],
-        cache: Any = None,
-    ) -> None:
+    def __init__(self, model: Any, prompt_ids: torch.Tensor, kept: dict[int, torch.Tensor]) -> None:
         super().__init__(model)
-        self.prompt_logits = self.logits(prompt_ids)
+        self.logits(prompt_ids)
         for layer, positions in kept.items():
             self.shown[layer] = visible(positions, prompt_ids.shape[1])
-        if cache is not None:
-            self.take_stored(cache)
 
     def greedy(self, first: torch.Tensor, tokens: int) -> torch.Tensor:
         """Token ids of greedy decoding that starts with ``first``, (batch, tokens)."""

@@ -41,7 +41,7 @@ def account(cache):
 
 def padding(draw, batch, tokens):
     """A mask, (batch, tokens): no padding, or rows of different lengths padded on one side."""
-    lengths = [tokens, *(draw.randint(tokens // 3, tokens) for _ in range(batch - 1))]
+    lengths = [tokens, *(draw.randint(max(tokens // 3, 1), tokens) for _ in range(batch - 1))]
     side = draw.choice(["left", "right", "none"])
     return padding_mask([tokens] * batch if side == "none" else lengths, side)
 
@@ -73,8 +73,10 @@ def check_random_model(draw, attention):
         hidden_size=n_query_heads * 8,
         initializer_range=draw.choice([0.1, 0.2, 0.3]),
     )
-    context, batch = draw.randint(20, 160), draw.randint(1, 3)
-    profile = tiny.make_profile(model, context, draw.choice([1.0, *[draw.uniform(0.2, 1.0)] * 4]))
+    context, batch = draw.randint(1, 160), draw.randint(1, 3)
+    reference = draw.choice([context, draw.randint(20, 160)])  # of a prompt of another length
+    share = draw.choice([1.0, *[draw.uniform(0.2, 1.0)] * 4])
+    profile = tiny.make_profile(model, reference, share)
     widths = np.full_like(profile.budgets, 16)
     for layer in profile.shape.full_layers:
         widths[layer] = draw.choices(list(WIDTHS), k=n_kv_heads)
@@ -83,6 +85,8 @@ def check_random_model(draw, attention):
     else:
         widths[:] = widths[:, :1]
     widths[profile.shape.full_layers[0], 0 if profile.level == "head" else slice(None)] = 5
+    if exact := draw.random() < 0.2:
+        widths[:] = 16
     policy = draw.choice(["score", "score", "attention_matching", "critical", "nacl"])
     every, arrival = draw.choice([None, None, 4, 7]), draw.choice(["at once", "announced"])
     cache = make_cache(
@@ -101,7 +105,7 @@ def check_random_model(draw, attention):
         for part, shown in zip(ids.split(chunk, dim=1), mask.split(chunk, dim=1), strict=True):
             seen = torch.cat([seen, shown], dim=1)
             logits, expected = run(model, part, cache, seen), shadow.logits(part, seen)
-            assert not shown.any() or tiny.worst(logits, expected, seen) < 1e-3
+            assert not shown.any() or tiny.worst(logits, expected, seen) < (1e-4 if exact else 1e-3)
             shadow.follow(cache, combined=combined)
 
     def mask_of(tokens, whole):
