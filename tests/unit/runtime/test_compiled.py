@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import runtime_oracle as tiny
 import torch
+from prompt_runs import padding_mask
 from torch._dynamo.testing import CompileCounter
 from transformers import CompileConfig
 
@@ -109,45 +110,36 @@ def test_one_graph_serves_all_prompts(widths):
 
 
 @pytest.mark.parametrize(
-    ("family", "attention", "padded"),
+    ("family", "attention", "padded", "options"),
     [
-        ("llama", "sdpa", True),
-        ("phi3", "eager", False),
-        ("qwen3", "sdpa", False),
-        ("gemma3", "sdpa", True),
-        ("gemma3", "eager", True),
-        ("gemma3", "sdpa", False),
+        ("llama", "sdpa", True, {}),
+        ("phi3", "eager", False, {}),
+        ("qwen3", "sdpa", False, {}),
+        ("gemma3", "sdpa", True, {}),
+        ("gemma3", "eager", True, {}),
+        ("gemma3", "sdpa", False, {}),
+        *(("llama", "sdpa", False, {"dtype": one}) for one in (torch.bfloat16, torch.float16)),
+        *(
+            ("llama", "sdpa", False, {"policy": one})
+            for one in ("mpcache", "merge", "attention_matching", "tova", "h2o")
+        ),
     ],
 )
-def test_padding_sliding_layers_and_families(family, attention, padded):
-    model, graphs = tiny.tiny_model(family, attention), CompileCounter()
+def test_padding_sliding_layers_families_types_and_policies(family, attention, padded, options):
+    options = dict(options)
+    model = tiny.tiny_model(family, attention, options.pop("dtype", torch.float32))
+    graphs = CompileCounter()
     compiled, ids = torch.compile(model, fullgraph=True, backend=graphs), tiny.prompt(60, batch=3)
     inputs = {}
     if padded:
-        inputs["attention_mask"] = (torch.arange(60) >= torch.tensor([[0], [7], [20]])).long()
-    profile = profile_for(model, 60)
+        inputs["attention_mask"] = padding_mask((60, 53, 40))
+    profile = tiny.make_profile(model, 60, 0.5) if options else profile_for(model, 60)
     # of sliding layers transformers makes a mask that hides nothing, which we leave out
     exact = family != "gemma3" or attention == "eager"
-    make = partial(kvalloc.make_cache, model, profile)
-    both(model, compiled, make, ids, 12, exact=exact, **inputs)
+    make = partial(kvalloc.make_cache, model, profile, **options)
+    both(model, compiled, make, ids, 40 if options else 12, exact=exact, **inputs)
     # a mask that grows makes torch give its length a symbol at the second token
     assert graphs.frame_count == 1 + padded
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype):
-    model = tiny.tiny_model(dtype=dtype)
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    profile = profile_for(model, 60)
-    both(model, compiled, partial(kvalloc.make_cache, model, profile), tiny.prompt(60), 8)
-
-
-@pytest.mark.parametrize("policy", ["mpcache", "merge", "attention_matching", "tova", "h2o"])
-def test_every_policy_is_served(model, policy):
-    """Also one that reads by the query."""
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    make = partial(kvalloc.make_cache, model, tiny.make_profile(model, 60, 0.5), policy=policy)
-    both(model, compiled, make, tiny.prompt(60), 40)
 
 
 @pytest.mark.parametrize("wrap", ["model", "decoder", "inside"])
@@ -227,51 +219,37 @@ def test_what_is_wrong_is_said_as_uncompiled(model):
     assert cache.rows[1].seen < cache.rows[0].seen
 
 
-@pytest.mark.parametrize("applied", [False, True])
-def test_generate_of_a_compiled_model(model, applied):
+@pytest.mark.parametrize("how", ["cache", "profile", "rows of different ways"])
+def test_generate_of_a_compiled_model(model, how):
     """The prompt and a later turn are read outside of the graph, all tokens decoded in it."""
-    ids, turn, profile = tiny.prompt(60), tiny.prompt(9, seed=5), profile_for(model, 60)
+    profile, lengths = profile_for(model, 60), (60,) if "rows" not in how else (60, 53, 10)
+    mask = padding_mask(lengths)
+    ids, turn = tiny.prompt(60, len(mask)), tiny.prompt(9, len(mask), seed=5)
     own = {"do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
-    answers = []
-    graphs = CompileCounter()
+    own["output_logits"] = True
+    answers, graphs = [], CompileCounter()
     with ExitStack() as stack:
-        if applied:
+        if how == "profile":
             stack.enter_context(kvalloc.apply(model, profile))
+        elif how != "cache":
+            stack.enter_context(kvalloc.apply(model, budget="30%"))
         for _ in range(2):
-            cache = None if applied else kvalloc.make_cache(model, profile)
-            out = model.generate(ids, past_key_values=cache, max_new_tokens=12, **own)
-            more = torch.cat([out.sequences, turn], dim=1)
-            cache = out.past_key_values
+            cache = kvalloc.make_cache(model, profile) if how == "cache" else None
+            first = model.generate(
+                ids, attention_mask=mask, past_key_values=cache, max_new_tokens=30, **own
+            )
+            cache, more = first.past_key_values, torch.cat([first.sequences, turn], dim=1)
             assert cache.reduced
-            out = model.generate(more, past_key_values=cache, max_new_tokens=12, **own)
-            answers.append(out.sequences)
+            assert (len({row.method for row in cache.rows}) > 1) == (len(mask) > 1)
+            shown = torch.nn.functional.pad(mask, (0, more.shape[1] - 60), value=1)
+            out = model.generate(
+                more, attention_mask=shown, past_key_values=cache, max_new_tokens=12, **own
+            )
+            answers.append(torch.stack([*first.logits, *out.logits]))
             model.compile(backend=graphs)
     assert torch.equal(*answers)
     # at most one for a mask that grows, and what follows the decoder for prompts of two lengths
     assert 1 <= graphs.frame_count <= 4
-
-
-def test_rows_of_different_ways_in_one_graph(model):
-    """Each group of rows in a cache of its own, behind the same operations."""
-    mask = (torch.arange(60) >= torch.tensor([[0], [7], [50]])).long()
-    ids, graphs = tiny.prompt(60, batch=3), CompileCounter()
-    answers = []
-    with kvalloc.apply(model, budget="30%") as applied:
-        for _ in range(2):
-            out = model.generate(
-                ids,
-                attention_mask=mask,
-                max_new_tokens=30,
-                do_sample=False,
-                eos_token_id=None,
-                output_logits=True,
-                return_dict_in_generate=True,
-            )
-            answers.append(torch.stack(out.logits))
-            assert len({row.method for row in applied.last_cache.rows}) > 1
-            model.compile(backend=graphs)
-    assert torch.equal(*answers)
-    assert graphs.frame_count
 
 
 def test_compile_config_is_served_uncompiled(model):
