@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ import runtime_oracle as tiny
 import torch
 from factories import make_bits, make_scores
 from live_storage import LiveStorage, peak_bytes
+from prompt_runs import padding_mask, run
 from transformers.integrations import sdpa_attention
 
 import kvalloc
@@ -26,33 +29,37 @@ from kvalloc.scorers.lookahead import Lookahead
 
 TOKENS, LAYERS = 1000, 12
 SHARE = 0.2
-ROWS = [(torch.float32, False), (torch.bfloat16, True)]
-"""Types, and whether rows are padded: neither changes what the other takes."""
+ROWS = [
+    (torch.float32, padding_mask((TOKENS, TOKENS))),
+    (torch.bfloat16, padding_mask((TOKENS, 700))),
+]
+"""Types, and padding of rows: neither changes what the other takes."""
 
 
-class Watched:
-    """The most bytes alive, above what a forward without a cache has alive, layer by layer."""
+def peaks(model: Any, run: Callable[[], Any]) -> list[int]:
+    """Most bytes alive from the beginning of each layer to that of the next, and at the end."""
+    found: list[int] = []
+    with LiveStorage() as storage:
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        self.layers = model.get_decoder().layers
+        def mark(*_: Any) -> None:
+            found.append(storage.peak_bytes)
+            storage.peak_bytes = storage.bytes
 
-    def peaks(self, run: Any) -> list[int]:
-        """Most bytes alive from the beginning of each layer to that of the next, and at the end."""
-        found: list[int] = []
-        with LiveStorage() as storage:
+        hooks = [one.register_forward_pre_hook(mark) for one in model.get_decoder().layers]
+        with torch.no_grad():
+            run()
+        mark()
+    for hook in hooks:
+        hook.remove()
+    return found[1:]
 
-            def mark(*_: Any) -> None:
-                found.append(storage.peak_bytes)
-                storage.peak_bytes = storage.bytes
 
-            hooks = [layer.register_forward_pre_hook(mark) for layer in self.layers]
-            with torch.no_grad():
-                run()
-            mark()
-        for hook in hooks:
-            hook.remove()
-        return found[1:]
+def rise(model: Any, mask: Any, **cached: Any) -> int:
+    """Most bytes that reading a prompt into a cache has alive in a layer, beyond one without."""
+    read = partial(model, tiny.prompt(TOKENS, 2), attention_mask=mask, logits_to_keep=1)
+    alone = peaks(model, partial(read, use_cache=False))
+    found = peaks(model, partial(read, **cached))[-len(alone) :]  # without a mini-prefill
+    return max(a - b for a, b in zip(found, alone, strict=True))
 
 
 def profile_of(model, mode):
@@ -72,29 +79,31 @@ def profile_of(model, mode):
 MODES = ["by layer", "by head", "matched", "handed out", "packed by layer", "packed"]
 
 
-@pytest.mark.parametrize(("dtype", "padded"), ROWS)
+@pytest.mark.parametrize(("dtype", "mask"), ROWS, ids=["float32", "bfloat16, padded"])
 @pytest.mark.parametrize("mode", MODES)
-def test_the_peak_of_every_layer_is_what_the_mode_promises(mode, dtype, padded):
+def test_the_peak_of_every_layer_is_what_the_mode_promises(mode, dtype, mask):
     model = tiny.tiny_model(dtype=dtype, num_hidden_layers=LAYERS)
-    watched, ids = Watched(model), tiny.prompt(TOKENS, 2)
-    mask = torch.ones_like(ids)
-    if padded:
-        mask[1, :300] = 0
     size = 4 if mode == "matched" else dtype.itemsize  # fitted in float32
     layer = 2 * TOKENS * tiny.N_KV_HEADS * 2 * tiny.HEAD_DIM * size
     profile = profile_of(model, mode)
     options = CacheOptions(by_layer=profile.by_prompt)
     cache = build_rows(model, [Way(profile=profile, options=options)])
-
-    def prefill(cache):
-        model(ids, attention_mask=mask, past_key_values=cache, logits_to_keep=1)
-
-    alone = watched.peaks(
-        lambda: model(ids, attention_mask=mask, use_cache=False, logits_to_keep=1)
-    )
-    above = [a - b for a, b in zip(watched.peaks(lambda: prefill(cache)), alone, strict=True)]
     kept = profile.retained_bytes_at(TOKENS) * 2
-    assert max(above) <= kept + layer
+    assert rise(model, mask, past_key_values=cache) <= kept + layer
+
+
+@pytest.mark.parametrize(("dtype", "mask"), ROWS, ids=["float32", "bfloat16, padded"])
+def test_deferred_eviction_holds_little_more_than_the_full_cache(dtype, mask):
+    model = tiny.tiny_model(dtype=dtype, num_hidden_layers=30, head_dim=64)  # as SmolLM2's
+    shape = shape_of(model)
+    profile = tiny.make_profile(model, TOKENS, SHARE, shape=shape)
+    cache = kvalloc.make_cache(model, tiny.by_head(profile).replace(by_prompt=True))
+    full = plain_bytes(shape, TOKENS, 2)
+    repeated = 0.0
+    if not (mask.all() or hasattr(sdpa_attention, "pack_gqa")):  # older versions, with a mask
+        repeated = full / shape.n_layers * shape.n_query_heads / shape.n_kv_heads
+    assert rise(model, mask, past_key_values=cache) <= 1.05 * full + repeated
+    assert cache.reduced
 
 
 SOLVED = {
@@ -109,28 +118,20 @@ SERVED = {
 }
 
 
-@pytest.mark.parametrize(("dtype", "padded"), ROWS)
+@pytest.mark.parametrize(("dtype", "mask"), ROWS, ids=["float32", "bfloat16, padded"])
 @pytest.mark.parametrize("way", [*SOLVED, *SERVED])
-def test_memory_is_a_peak(way, dtype, padded, monkeypatch):
+def test_memory_is_a_peak(way, dtype, mask, monkeypatch):
     few = Lookahead(votes=8)  # what scores take is not the cache's
     monkeypatch.setattr("kvalloc.online.methods.latest_votes", lambda **_: few)
     model = tiny.tiny_model(dtype=dtype, num_hidden_layers=LAYERS)
-    watched, ids = Watched(model), tiny.prompt(TOKENS, 2)
-    mask, shape = torch.ones_like(ids), shape_of(model)
-    if padded:
-        mask[1, :300] = 0
-
-    def read(**known):
-        return model(ids, attention_mask=mask, logits_to_keep=1, **known)
-
-    plain = watched.peaks(lambda: read(use_cache=False))
+    shape = shape_of(model)
     memory = int(0.4 * plain_bytes(shape, TOKENS, 2))
     if way in SOLVED:
         make, asked = SOLVED[way]
         scores = make(context_tokens=TOKENS, n_samples=1, shape=shape)
         profile = kvalloc.solve(scores, memory=memory, batch=2, **asked)
         cache = kvalloc.make_cache(model, profile)
-        found = watched.peaks(lambda: read(past_key_values=cache))
+        found = rise(model, mask, past_key_values=cache)
     else:
         if "budget" in SERVED[way]:
             setting = Default.parse(SERVED[way]["budget"]).setting(shape)
@@ -138,16 +139,14 @@ def test_memory_is_a_peak(way, dtype, padded, monkeypatch):
                 PromptSize(tokens=TOKENS, lengths=(TOKENS,) * 2)
             )
         with kvalloc.apply(model, memory=memory, **SERVED[way]) as applied:
-            found = watched.peaks(read)[-len(plain) :]  # without the mini-prefill
-        assert applied.last_cache is not None
+            found = rise(model, mask)
         cache = applied.last_cache
         for token in tiny.prompt(40, 2).split(1, dim=1):  # what follows fits as well
             mask = torch.nn.functional.pad(mask, (0, 1), value=1)
-            with torch.no_grad():
-                model(token, attention_mask=mask, past_key_values=cache)
+            run(model, token, cache, mask)
             assert cache.retained_bytes <= memory
     assert cache.reduced
-    assert 0.4 * memory < max(a - b for a, b in zip(found, plain, strict=True)) <= memory
+    assert 0.4 * memory < found <= memory
 
 
 def test_memory_of_a_prompt_in_chunks_is_of_entries_that_are_not_rounded_yet():
@@ -179,30 +178,6 @@ def test_memory_of_a_prompt_in_chunks_is_of_entries_that_are_not_rounded_yet():
     for hook in hooks:
         hook.remove()
     assert rounded < max(stored) <= whole
-
-
-@pytest.mark.parametrize(("dtype", "padded"), ROWS)
-def test_deferred_eviction_holds_little_more_than_the_full_cache(dtype, padded):
-    model = tiny.tiny_model(dtype=dtype, num_hidden_layers=30, head_dim=64)  # as SmolLM2's
-    watched, ids = Watched(model), tiny.prompt(TOKENS, 2)
-    mask = torch.ones(2, TOKENS, dtype=torch.long)
-    if padded:
-        mask[1, :300] = 0
-    shape = shape_of(model)
-    profile = tiny.make_profile(model, TOKENS, SHARE, shape=shape)
-    cache = kvalloc.make_cache(model, tiny.by_head(profile).replace(by_prompt=True))
-
-    def read(**kept):
-        model(ids, attention_mask=mask, logits_to_keep=1, **kept)
-
-    alone = watched.peaks(lambda: read(use_cache=False))
-    held = watched.peaks(lambda: read(past_key_values=cache))
-    assert cache.reduced
-    full = plain_bytes(shape, TOKENS, 2)
-    repeated = 0.0
-    if padded and not hasattr(sdpa_attention, "pack_gqa"):  # older versions, where there is a mask
-        repeated = full / shape.n_layers * shape.n_query_heads / shape.n_kv_heads
-    assert max(a - b for a, b in zip(held, alone, strict=True)) <= 1.05 * full + repeated
 
 
 def test_chunks_need_what_is_kept_and_one_layer_in_full(monkeypatch):
