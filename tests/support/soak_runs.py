@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import runtime_oracle as oracle
 import torch
+from prompt_runs import padding_mask
 from scorer_oracle import SCORERS
 from transformers import AttentionInterface
 
@@ -37,24 +38,21 @@ Call = tuple[str, str]
 CONTEXT, NEW = 60, 20
 
 
-class BrokenOffError(Exception):
-    """What the caller's own code raises amid an answer."""
-
-
 def break_off(ids: torch.Tensor, scores: object) -> bool:
-    raise BrokenOffError("half-way")
+    """Raise what the caller's own code may raise amid an answer."""
+    raise ConnectionError("half-way")
 
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "one row": {},
-    "two rows": {"rows": 2},
-    "padded rows": {"rows": 3, "padded": True},
-    "longer": {"times": 2},
-    "chunks": {"prefill_chunk_size": 25},
-    "beams": {"num_beams": 2},
-    "broken off": {"stopping_criteria": [break_off]},
+SHAPES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "one row": ((CONTEXT,), {}),
+    "two rows": ((CONTEXT,) * 2, {}),
+    "padded rows": ((CONTEXT, 49, 38), {}),
+    "longer": ((2 * CONTEXT,), {}),
+    "chunks": ((CONTEXT,), {"prefill_chunk_size": 25}),
+    "beams": ((CONTEXT,), {"num_beams": 2}),
+    "broken off": ((CONTEXT,), {"stopping_criteria": [break_off]}),
 }
-"""Of a prompt and of `generate`."""
+"""Tokens of each row, and options of `generate`."""
 
 
 class Soak:
@@ -63,24 +61,21 @@ class Soak:
     def __init__(self, fitted: Path) -> None:
         self.model: Any = oracle.tiny_model()
         if not fitted.exists():
-            prompts = [
-                Prompt(token_ids=tuple(oracle.prompt(CONTEXT, seed=seed)[0].tolist()))
-                for seed in range(4)
-            ]
+            ids = [oracle.prompt(CONTEXT, seed=seed)[0].tolist() for seed in range(4)]
+            prompts = [Prompt(token_ids=tuple(own)) for own in ids]
             kvalloc.fit(self.model, None, prompts, output=fitted, context=CONTEXT, samples=4)
         layer = oracle.make_profile(self.model, CONTEXT, 0.4)
         head = oracle.by_head(layer)
-        packed = {bits: np.full_like(head.budgets, bits) for bits in (8, 5, 4, 3)}
+        packed = {n: head.replace(bits=np.full_like(head.budgets, n)) for n in (8, 5, 4, 3)}
         names = [*policy_names(), *SCORERS, f"surrogate:file={fitted}"]
-        deferred: dict[str, Any] = {"profile": head, "policy": "reconstruction"}
         self.ways: dict[str, dict[str, Any] | None] = {
             "no kvalloc": None,
             "layer": {"profile": layer},
-            **{f"{n} bits": {"profile": head.replace(bits=bits)} for n, bits in packed.items()},
+            **{f"{n} bits": {"profile": profile} for n, profile in packed.items()},
             **{name.partition("=")[0]: {"profile": head, "policy": name} for name in names},
             "every 3": {"profile": head, "decode_every": 3},
-            "every 3, deferred": {**deferred, "decode_every": 3},
-            "every 3, 4 bits": {"profile": head.replace(bits=packed[4]), "decode_every": 3},
+            "every 3, 4 bits": {"profile": packed[4], "decode_every": 3},
+            "every 3, deferred": {"profile": head, "policy": "reconstruction", "decode_every": 3},
             "each prompt": {"target_retention": 0.8, "level": "head"},
             "each prompt, a solver": {"budget": "40%", "solver": "uniform", "scorer": "h2o"},
             **{f"default {share}": {"budget": share} for share in ("15%", "20%", "30%", "60%")},
@@ -90,26 +85,32 @@ class Soak:
 
     def answer(self, way: str, shape: str) -> str:
         """Return the digest of an answer's tokens, logits and bytes, or why there are none."""
-        options: dict[str, Any] = {"num_beams": 1, **SHAPES[shape]}
-        rows, tokens = options.pop("rows", 1), CONTEXT * options.pop("times", 1)
-        ids, mask = oracle.prompt(tokens, rows, seed=len(shape)), torch.ones(rows, tokens)
-        if options.pop("padded", False):
-            for row in range(1, rows):
-                mask[row, : 11 * row] = 0
+        lengths, options = SHAPES[shape]
+        ids = oracle.prompt(max(lengths), len(lengths), seed=len(shape))
         # A model for each thread that shares all modules: `apply` changes its attribute `generate`.
         model, reduced = copy.copy(self.model), self.ways[way]
-        options |= {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
+        options = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, **options}
         options |= {"return_dict_in_generate": True, "output_logits": True, "pad_token_id": 0}
         try:
             with nullcontext() if reduced is None else kvalloc.apply(model, **reduced) as applied:
-                output = model.generate(ids, attention_mask=mask.long(), **options)
-        except (KVAllocError, BrokenOffError) as error:
+                output = model.generate(ids, attention_mask=padding_mask(lengths), **options)
+        except (KVAllocError, ConnectionError) as error:
             return f"{type(error).__name__}: {error}"
         cache = getattr(applied, "last_cache", None)
         digest = hashlib.sha256(b"" if cache is None else b"%d" % cache.retained_bytes)
         for tensor in (output.sequences, *output.logits):
             digest.update(tensor.numpy().tobytes())
         return digest.hexdigest()
+
+    def alone(self, call: Call) -> str:
+        """Return what a call answers in a copy of this process."""
+        queue = multiprocessing.SimpleQueue()
+        process = multiprocessing.Process(target=lambda: queue.put(self.answer(*call)))
+        process.start()
+        process.join()
+        if process.exitcode:
+            raise RuntimeError(f"{call} ended with {process.exitcode}")
+        return str(queue.get())
 
     def differing(self, calls: list[Call], expected: dict[Call, str], threads: int) -> set[Call]:
         """Return the calls that do not answer as expected, made by several threads at once."""
@@ -120,18 +121,12 @@ class Soak:
     def left_behind(self) -> dict[str, object]:
         """Return all that a call may change and has to put back."""
         gc.collect()  # an error holds the frames that it came through, and they the cache
-        modules = dict(self.model.named_modules())
-        kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
-        alive = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
         return {
-            "hooks": {
-                (name, kind): [*getattr(module, kind)]
-                for name, module in modules.items()
-                for kind in kinds
-                if getattr(module, kind)
+            "modules": {
+                (name, key): [*value] if key.endswith("_hooks") else type(value)
+                for name, module in self.model.named_modules()
+                for key, value in vars(module).items()
             },
-            "attributes": {(name, key) for name, module in modules.items() for key in vars(module)},
-            "configs": {name: type(vars(one).get("config")) for name, one in modules.items()},
             "config": self.model.config.to_dict(),
             "attention": self.model.config._attn_implementation,
             "generation": self.model.generation_config.to_dict(),
@@ -139,7 +134,7 @@ class Soak:
             "settings": (torch.get_default_dtype(), torch.is_grad_enabled()),
             "threads": threading.active_count(),
             "open files": len(os.listdir("/proc/self/fd")),
-            "tensors": len(alive),
+            "tensors": sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects()),
         }
 
 
@@ -151,20 +146,7 @@ def resident_bytes() -> int:
     return int(pages) * os.sysconf("SC_PAGESIZE")
 
 
-def answers_alone(fitted: Path, calls: list[Call]) -> list[str]:
-    """Return what each call answers in a process that is forked before any other call."""
-    torch.set_num_threads(1)
-    soak, queue, answers = Soak(fitted), multiprocessing.SimpleQueue(), []
-    for call in calls:
-        process = multiprocessing.Process(target=lambda call=call: queue.put(soak.answer(*call)))
-        process.start()
-        process.join()
-        if process.exitcode:
-            raise RuntimeError(f"{call} ended with {process.exitcode}")
-        answers.append(queue.get())
-    return answers
-
-
 if __name__ == "__main__":
     file, known = sys.argv[1:]
-    print(json.dumps(answers_alone(Path(file), json.loads(known))))
+    torch.set_num_threads(1)
+    print(json.dumps([*map(Soak(Path(file)).alone, json.loads(known))]))

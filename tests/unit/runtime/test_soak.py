@@ -7,18 +7,9 @@ import sys
 
 import pytest
 import soak_runs
-import torch
 from soak_runs import SHAPES, Soak, resident_bytes
 
 pytestmark = pytest.mark.soak
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
