@@ -319,7 +319,7 @@ def outcomes(name: str, kind: Kind, path: Path, count: int) -> Counter[str]:
     def read(content: bytes) -> None:
         path.write_bytes(content)
         error = refusal(kind[1], path)
-        assert GUARD.seen == []
+        assert SEEN == []
         assert error is None or one_clear_line(error, path) is None
         result["refused" if error else "read"] += 1
 
@@ -331,7 +331,7 @@ def outcomes(name: str, kind: Kind, path: Path, count: int) -> Counter[str]:
 
 def refusal(read: Read, path: Path) -> KVAllocError | None:
     """Return the error that refuses a file; None where it is read."""
-    with GUARD.watching(path.parent), bounded():
+    with watching(path.parent), bounded():
         try:
             read(path)
         except KVAllocError as error:
@@ -371,57 +371,51 @@ def bounded() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
-class Guard:
-    """Notes what reading a file must not do: an audit hook, which Python never takes away.
+FORBIDDEN = {"os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen"}
+FORBIDDEN |= {"pickle.find_class", "socket.connect", "socket.getaddrinfo", "ctypes.dlopen"}
+CHANGING = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.symlink", "os.link"}
 
-    Attributes
-    ----------
-    seen : list of str
-        Programs and connections that were begun, files written outside of the folder, and decoys
-        that were opened because a file names them.
-    """
+WATCHED: list[str] = []
+"""The folder of the file that is being read; only there may files be written."""
 
-    FORBIDDEN = {"os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen"}
-    FORBIDDEN |= {"pickle.find_class", "socket.connect", "socket.getaddrinfo", "ctypes.dlopen"}
-    CHANGING = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.symlink", "os.link"}
-
-    def __init__(self) -> None:
-        self.seen: list[str] = []
-        self._folder = ""
-        self._hooked = False
-
-    @contextmanager
-    def watching(self, folder: Path) -> Iterator[None]:
-        """Note what happens meanwhile; only files in the folder may be written."""
-        if not self._hooked:
-            sys.addaudithook(self._note)
-            self._hooked = True
-        self.seen.clear()
-        self._folder = f"{folder.resolve()}/"
-        try:
-            yield
-        finally:
-            self._folder = ""
-
-    def _note(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if not self._folder:
-            return
-        if event in self.FORBIDDEN:
-            self.seen.append(f"{event} {arguments!r:.300}")
-        elif event in self.CHANGING and -1 in arguments:  # else within a folder that is open
-            self._opened(arguments[0], writing=True)
-        elif event == "open":
-            path, mode, flags = arguments
-            writing = bool((flags or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
-            self._opened(path, writing=writing or bool(set(mode or "") & set("wax+")))
-
-    def _opened(self, path: Any, *, writing: bool) -> None:
-        if isinstance(path, str | bytes | os.PathLike):
-            text = os.path.abspath(os.fsdecode(path))
-            outside = not f"{text}/".startswith((self._folder, "/dev/null/"))
-            decoy = text.endswith("/etc/passwd")
-            if outside and (decoy or (writing and "__pycache__" not in text)):
-                self.seen.append(f"{'wrote' if writing else 'opened'} {text}")
+SEEN: list[str] = []
+"""What reading a file must not do: programs and connections that were begun, files written outside
+of the folder, and decoys that were opened because a file names them."""
 
 
-GUARD = Guard()
+@contextmanager
+def watching(folder: Path) -> Iterator[None]:
+    """Note in `SEEN` what must not happen meanwhile."""
+    SEEN.clear()
+    WATCHED.append(f"{folder.resolve()}/")
+    try:
+        yield
+    finally:
+        WATCHED.clear()
+
+
+def note(event: str, arguments: tuple[Any, ...]) -> None:
+    """Hear of an event: an audit hook, which Python never takes away."""
+    if not WATCHED:
+        return
+    if event in FORBIDDEN:
+        SEEN.append(f"{event} {arguments!r:.300}")
+    elif event in CHANGING and -1 in arguments:  # else within a folder that is open
+        note_opened(arguments[0], writing=True)
+    elif event == "open":
+        path, mode, flags = arguments
+        writing = bool((flags or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+        note_opened(path, writing=writing or bool(set(mode or "") & set("wax+")))
+
+
+def note_opened(path: Any, *, writing: bool) -> None:
+    """Note a file that may not be opened."""
+    if isinstance(path, str | bytes | os.PathLike):
+        text = os.path.abspath(os.fsdecode(path))
+        outside = not f"{text}/".startswith((WATCHED[0], "/dev/null/"))
+        decoy = text.endswith("/etc/passwd")
+        if outside and (decoy or (writing and "__pycache__" not in text)):
+            SEEN.append(f"{'wrote' if writing else 'opened'} {text}")
+
+
+sys.addaudithook(note)
