@@ -18,10 +18,12 @@ import shutil
 import signal
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+
+from cli_tools import files_in
 
 if __name__ == "__main__":
     os.environ["OMP_NUM_THREADS"] = "1"  # a process is copied while it has one thread
@@ -47,71 +49,6 @@ INPUTS = {
     "part-2.safetensors": f"{PROFILE} --samples 4 --shard 2/2",
 }
 """Files that commands of ours make."""
-
-
-@dataclass
-class Job:
-    """A command, and the files that it leaves when nobody kills it.
-
-    Attributes
-    ----------
-    name : str
-    inputs : Path
-        A folder that is copied for each run.
-    files : dict
-        Name to content of every file after an unbroken run.
-    changes : int
-        Calls of an unbroken run that open, rename or delete a file.
-    """
-
-    name: str
-    inputs: Path
-    files: dict[str, bytes] = field(default_factory=dict)
-    changes: int = 0
-
-    def unbroken(self) -> Job:
-        """Note what an unbroken run leaves, and return the job."""
-        with self.folder() as work:
-            _, self.changes = run(work, JOBS[self.name])
-            self.files = contents(work)
-        return self
-
-    @contextlib.contextmanager
-    def folder(self) -> Any:
-        with tempfile.TemporaryDirectory(dir=self.inputs.parent) as made:
-            yield shutil.copytree(self.inputs, Path(made) / "work")
-
-    def line(self, *, resume: bool) -> str:
-        return JOBS[self.name] + " --resume" * (resume and self.name in RESUMING)
-
-    def kill(self, rng: random.Random) -> int:
-        """Kill it up to three times, then let it end; return the number of kills."""
-        with self.folder() as work:
-            output, killed = JOBS[self.name].split()[-1], 0
-            if rng.random() < 0.25:
-                (work / output).write_bytes(b"from before")
-            old = contents(work)
-            for _ in range(rng.randint(1, 3)):
-                at = rng.randint(1, self.changes)
-                if not run(work, self.line(resume=killed > 0), kill_at=at)[0]:
-                    continue  # less was left to change
-                killed += 1
-                for path, content in contents(work).items():
-                    if path == output:  # never half there
-                        assert content in (self.files[path], old.get(path))
-                    else:
-                        assert path in old or path.startswith(".") or ".partial" in path, path
-            run(work, self.line(resume=True))
-            assert contents(work) == self.files
-        return killed
-
-
-def contents(work: Path) -> dict[str, bytes]:
-    """Return every file and folder below one with its bytes."""
-    return {
-        str(path.relative_to(work)): path.read_bytes() if path.is_file() else b""
-        for path in work.rglob("*")
-    }
 
 
 class Day(datetime):
@@ -186,17 +123,55 @@ def make_inputs(folder: Path) -> Path:
     return folder
 
 
+@contextlib.contextmanager
+def copy_of(inputs: Path) -> Iterator[Path]:
+    """Copy a folder for one run; what else the run needs lies beside the copy."""
+    with tempfile.TemporaryDirectory(dir=inputs.parent) as made:
+        yield shutil.copytree(inputs, Path(made) / "work")
+
+
+def unbroken(inputs: Path, line: str) -> tuple[dict[str, bytes], int]:
+    """Return the files that a command leaves if nobody kills it, and its changes of files."""
+    with copy_of(inputs) as work:
+        _, changes = run(work, line)
+        return files_in(work), changes
+
+
+def kill(inputs: Path, name: str, whole: dict[str, bytes], n_changes: int, seed: int) -> int:
+    """Kill a command up to three times, then let it end; return the number of kills."""
+    line, rng, killed = JOBS[name], random.Random(seed), 0
+    again = line + " --resume" * (name in RESUMING)
+    with copy_of(inputs) as work:
+        output = line.split()[-1]
+        if rng.random() < 0.25:
+            (work / output).write_bytes(b"from before")
+        old = files_in(work)
+        for _ in range(rng.randint(1, 3)):
+            at = rng.randint(1, n_changes)
+            if not run(work, again if killed else line, kill_at=at)[0]:
+                continue  # less was left to change
+            killed += 1
+            for path, content in files_in(work).items():
+                if path == output:  # never half there
+                    assert content in (whole[path], old.get(path))
+                else:
+                    assert path in old or path.startswith(".") or ".partial" in path, path
+        run(work, again)
+        assert files_in(work) == whole
+    return killed
+
+
 def main(kills: int, names: list[str]) -> None:
     with tempfile.TemporaryDirectory() as made:
         inputs = make_inputs(Path(made) / "inputs")
-        jobs = [Job(name, inputs).unbroken() for name in names or JOBS]
+        jobs = [(name, *unbroken(inputs, JOBS[name])) for name in names or JOBS]
         done = case = 0
         while done < kills:
             job = jobs[case % len(jobs)]
             try:
-                done += job.kill(random.Random(case))
+                done += kill(inputs, *job, seed=case)
             except AssertionError as error:
-                error.add_note(f"{job.name}, case {case}")
+                error.add_note(f"{job[0]}, case {case}")
                 raise
             case += 1
     note = f"outputs equal and nothing left after {done} of {done}"
