@@ -46,12 +46,6 @@ FORMATS = {
 }
 """Who reads a file of each format, how, and the file's name below a folder of its version."""
 
-HEADERS = {
-    "fitted file": "kvalloc.formats.fitted:FittedHeader",
-    "score profile": "kvalloc.formats.score_profile:ScoreHeader",
-}
-"""Where the reader itself is no record: the one that its file begins with."""
-
 BITS = DATA / "loss_bits.safetensors"  # with loss curves at several widths
 BITS_DECISIONS = DATA / "decisions_bits.json"
 BITS_PROFILE = DATA / "budget_profile_bits.json"
@@ -131,7 +125,7 @@ def published_schema(name: str) -> dict[str, Any]:
 
 def schema_of(name: str) -> tuple[str, str]:
     """A format's schema version, and the digest of its JSON Schema without any description."""
-    owner = pkgutil.resolve_name(HEADERS.get(name, FORMATS[name][0]))
+    owner = pkgutil.resolve_name(SCHEMAS.get(name.replace(" ", "_"), FORMATS[name][0]))
 
     def plain(part: Any) -> Any:
         if isinstance(part, dict):
