@@ -3,12 +3,11 @@
 import inspect
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
+from cli_tools import python
 from runtime_oracle import prompt, tiny_model
 
 import kvalloc
@@ -33,7 +32,7 @@ def test_the_rooms_that_the_documentation_names_are_reached_after_import_kvalloc
     code = (
         f"import kvalloc, json; print(json.dumps([getattr(kvalloc, r).__name__ for r in {rooms}]))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = python(code, check=True)
     assert json.loads(done.stdout) == [f"kvalloc.{room}" for room in rooms]
     for name in ("no_such_room", "__no_such__"):
         with pytest.raises(AttributeError, match=f"module 'kvalloc' has no attribute '{name}'"):

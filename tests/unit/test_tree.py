@@ -6,13 +6,12 @@ import json
 import os
 import pkgutil
 import re
-import subprocess
-import sys
 import tomllib
 from importlib.metadata import entry_points, version
 from pathlib import Path
 
 import pytest
+from cli_tools import python
 from packaging.requirements import Requirement
 
 import kvalloc
@@ -77,9 +76,7 @@ def test_links_are_relative_and_lead_to_the_folder(name):
 @pytest.mark.parametrize("name", LINKED)
 def test_folder_refuses_another_name(name):
     importlib.import_module(f"kvalloc.{name}")
-    done = subprocess.run(
-        [sys.executable, "-c", f"import {name}"], cwd=ROOT, capture_output=True, text=True
-    )
+    done = python(f"import {name}", cwd=ROOT)
     assert done.returncode == 1
     assert "ImportError" in done.stderr
     assert f"import kvalloc.{name}" in done.stderr
@@ -145,10 +142,7 @@ HEAVY = {
 def loaded_modules(code):
     """Return the modules that a fresh interpreter has loaded after `code`."""
     report = f"{code}\nimport sys, json; print(json.dumps(sorted(sys.modules)))"
-    done = subprocess.run(
-        [sys.executable, "-c", report], check=True, capture_output=True, text=True, timeout=120
-    )
-    return {*json.loads(done.stdout.splitlines()[-1])}
+    return {*json.loads(python(report, check=True).stdout.splitlines()[-1])}
 
 
 def loaded_by(code, *, among):

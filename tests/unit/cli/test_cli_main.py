@@ -5,14 +5,11 @@ from __future__ import annotations
 import errno
 import importlib.metadata
 import json
-import os
 import re
-import subprocess
-import sys
 from importlib.metadata import EntryPoint
 
 import pytest
-from cli_tools import run, succeed, without
+from cli_tools import python, run, succeed, without
 from factories import make_scores
 
 import kvalloc
@@ -133,10 +130,7 @@ assert not {"torch", "scipy", "ortools"} & sys.modules.keys()
 
 
 def test_the_shell_completes_names_without_loading_a_model():
-    done = subprocess.run(
-        [sys.executable, "-c", COMPLETING, json.dumps([*COMPLETED])],
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    done = python(COMPLETING, json.dumps([*COMPLETED]))
     assert (done.returncode, done.stderr) == (0, "")
     shown = [words.split() for words in done.stdout.split("--\n")[:-1]]
     assert dict(zip(COMPLETED, shown, strict=True)) == COMPLETED
@@ -158,11 +152,7 @@ def test_every_command_that_runs_a_model_says_what_to_install(tmp_path):
         *("profile demo -o s.safetensors", "fit demo -o f.safetensors", "demo"),
         "solve smollm2-135m-instruct --budget 20% --measure demo -o p.json",
     ]
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH, *lines],
-        cwd=tmp_path, capture_output=True, text=True, timeout=120,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )  # fmt: skip
+    done = python(WITHOUT_TORCH, *lines, cwd=tmp_path)
     assert done.stdout.split() == ["2"] * len(lines)
     said = done.stderr.splitlines()
     assert len(said) == len(lines)

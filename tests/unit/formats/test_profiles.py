@@ -1,14 +1,12 @@
 """Profiles by path and by name: those that ship, fitted files, and what a notebook shows."""
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from xml.etree.ElementTree import fromstring
 
 import numpy as np
 import pytest
-from cli_tools import succeed
+from cli_tools import python, succeed
 from factories import make_losses, make_shape
 from safetensors import safe_open
 from safetensors.numpy import save_file
@@ -80,10 +78,8 @@ for name, file in zip(("load_scores", "load_profile"), sys.argv[1:], strict=True
 
 def test_a_notebook_that_imports_kvalloc_alone_shows_profiles(paths):
     pytest.importorskip("IPython")
-    files = [str(paths / "s.safetensors"), str(paths / "greedy.json")]
-    done = subprocess.run(
-        [sys.executable, "-c", IN_A_NOTEBOOK, *files], capture_output=True, text=True, check=True
-    )
+    files = paths / "s.safetensors", paths / "greedy.json"
+    done = python(IN_A_NOTEBOOK, *files, check=True)
     assert [line for line in done.stdout.split() if line == "3"] == ["3", "3"]
 
 

@@ -2,14 +2,13 @@
 
 import ast
 import inspect
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import runtime_oracle as tiny
 import torch
 import transformers
+from cli_tools import python
 from torch import nn
 
 import kvalloc
@@ -133,11 +132,10 @@ def test_a_third_name_of_the_cache_is_refused_and_never_swallowed(monkeypatch):
 
 RUN = """
 import importlib, sys
-sys.path.insert(0, {support!r})
 import torch, runtime_oracle as tiny
 import transformers.generation.utils, transformers.masking_utils
 model = tiny.tiny_model()
-module, _, path = {gone!r}.partition(":")
+module, _, path = sys.argv[1].partition(":")
 *parents, name = path.split(".")
 owner = importlib.import_module(module)
 for parent in parents:
@@ -171,8 +169,7 @@ with torch.no_grad():
 )
 def test_a_name_that_is_gone_costs_what_needs_it(gone, printed):
     """Not ``import kvalloc.runtime``, nor a model that is not compiled."""
-    program = RUN.format(support=str(Path(tiny.__file__).parent), gone=gone)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = python(RUN, gone)
     assert (done.returncode, done.stdout.strip()) == (0, printed), done.stderr
 
 

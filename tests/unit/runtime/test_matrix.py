@@ -7,14 +7,10 @@ is asked for.
 """
 
 import itertools
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-import runtime_oracle as tiny
 from cell_choice import PRODUCT, chosen_cells, covering_cells, product_cells
+from cli_tools import python
 from kernel_choice import WITH, kernel_choice
 from other_attention import attention_on_cpu
 from runtime_cells import FACTORS, answers_as_the_oracle, comparable, refusal
@@ -91,14 +87,7 @@ print(len(cells[::2]), "cells")
 
 
 def test_the_core_answers_without_its_extensions():
-    support = str(Path(tiny.__file__).parent)
-    done = subprocess.run(
-        [sys.executable, "-c", ABSENT],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([support, *sys.path])},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    done = python(ABSENT)
     assert done.returncode == 0, done.stderr[-2000:]
     assert int(done.stdout.split()[0]) >= 20
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cli_tools import python
 from factories import make_problem, make_scores
 from scripted_solver import Scripted, says
 
@@ -40,10 +41,8 @@ def installed(tmp_path_factory):
 
 
 def kvalloc(*arguments, env, code=0):
-    run = [sys.executable, "-c", "import sys; from kvalloc.cli.main import main; sys.exit(main())"]
-    done = subprocess.run(
-        [*run, *map(str, arguments)], env=env, capture_output=True, text=True, timeout=60
-    )
+    program = "import sys; from kvalloc.cli.main import main; sys.exit(main())"
+    done = python(program, *arguments, env=env)
     assert done.returncode == code, done.stderr
     return done
 
