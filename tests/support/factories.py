@@ -85,6 +85,16 @@ def make_scores(
     return ScoreProfile(**{**values, **changes})
 
 
+def part_of(scores: ScoreProfile, number: int, of: int) -> ScoreProfile:
+    """One shard of a profile."""
+    arrays = {
+        name: getattr(scores, name)[number - 1 :: of]
+        for name in ScoreProfile.PER_SAMPLE
+        if getattr(scores, name) is not None
+    }
+    return scores.replace(**arrays, shard=(number, of))
+
+
 def make_posed(scores: ScoreProfile, sample: int | None = None, **request: Any) -> PosedRequest:
     """A score profile as a request reads it; of everything by default."""
     parsed = Request.parse(**(request or {"budget": 1.0}))

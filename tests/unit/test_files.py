@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cli_tools import files_in, full_disk, run
-from factories import make_budget_profile, make_evaluation, make_row, make_scores
+from factories import make_budget_profile, make_evaluation, make_row, make_scores, part_of
 
 from kvalloc import files
 from kvalloc.errors import InputError, ProfileFileError
@@ -156,10 +156,8 @@ def writer(name, folder):
     scores.save(s := folder / "s.safetensors")
     decided.save(p := folder / "p.json")
     parts = [folder / f"part-{place}" for place in range(2)]
-    for place, part in enumerate(parts):
-        of_samples = ("curves", "masses", "sample_tokens")
-        own = {one: getattr(scores, one)[[place]] for one in of_samples}
-        scores.replace(**own, shard=(place + 1, 2)).save(part)
+    for number, part in enumerate(parts, 1):
+        part_of(scores, number, 2).save(part)
 
     def solve(output):
         assert run("solve", s, "--budget", "50%", "--solver", "greedy", "-o", output).code == 0

@@ -2,28 +2,17 @@
 
 import pytest
 from cli_tools import refused, run
-from factories import make_losses, make_scores, make_shape
+from factories import make_losses, make_scores, make_shape, part_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import tiny_profile, words
 
 from kvalloc.errors import InputError
 from kvalloc.formats.merging import merge
-from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.measure import Prompt
 from kvalloc.measure.loss_plan import LossPlan
 
 LOSSES = LossPlan(method="fast", level="head", shares=(0.0, 0.4), continuation_tokens=4)
-
-
-def part_of(scores, number, of):
-    """One shard of a profile."""
-    arrays = {
-        name: getattr(scores, name)[number - 1 :: of]
-        for name in ScoreProfile.PER_SAMPLE
-        if getattr(scores, name) is not None
-    }
-    return scores.replace(**arrays, shard=(number, of))
 
 
 @settings(deadline=None, max_examples=25)
