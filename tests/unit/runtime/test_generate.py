@@ -35,27 +35,6 @@ FAILS_IN_OLD_TRANSFORMERS = pytest.mark.skipif(
 )
 
 
-def test_apply_nests_and_survives_exceptions():
-    model = tiny.tiny_model()
-    outer, inner = (tiny.make_profile(model, PROMPT, share) for share in (0.5, 0.2))
-    ids = tiny.prompt(PROMPT)
-    with pytest.raises(ZeroDivisionError), kvalloc.apply(model, outer) as first:
-        with pytest.raises(KeyError), kvalloc.apply(model, inner) as second:
-            generate(model, ids)
-            assert second.last_cache is not None
-            assert second.last_cache.profile is inner
-            assert first.last_cache is None
-            raise KeyError
-        generate(model, ids)
-        assert first.last_cache is not None
-        assert first.last_cache.profile is outer
-        raise ZeroDivisionError
-    assert "generate" not in vars(model)
-    del first, second
-    assert not model.model._forward_pre_hooks
-    assert model.config._attn_implementation == "sdpa"
-
-
 def test_apply_reads_a_generation_config_that_comes_by_its_place(model):
     profile = tiny.make_profile(model, PROMPT, 0.3)
     ids = tiny.prompt(PROMPT)

@@ -399,7 +399,10 @@ def test_layers_that_evict_together_keep_what_each_keeps_alone(name, dtype, monk
     mask = torch.ones_like(ids)
     mask[1, :7] = 0
     together, calls = make_cache(model, profile), []
-    monkeypatch.setattr(Score, "scores", counted(calls))
+    scores = Score.scores
+    monkeypatch.setattr(
+        Score, "scores", lambda *own, **more: calls.append(1) or scores(*own, **more)
+    )
     run(model, ids, together, mask)
     n_together = len(calls)
     monkeypatch.setattr(plan, "layers_together", lambda *_: 1)
@@ -412,22 +415,10 @@ def test_layers_that_evict_together_keep_what_each_keeps_alone(name, dtype, monk
             assert np.array_equal(part.lengths, expected.lengths)
             assert torch.equal(part.positions, expected.positions)
             assert part.kind == expected.kind
-            assert [one.untyped_storage().nbytes() for one in part.tensors()] == [
-                one.nbytes for one in expected.tensors()
-            ]
-    torch.testing.assert_close(
-        run(model, ids[:, :3], together), run(model, ids[:, :3], alone), atol=1e-4, rtol=0
-    )
-
-
-def counted(calls):
-    scores = Score.scores
-
-    def count(self, states, *, sinks):
-        calls.append(states.layers)
-        return scores(self, states, sinks=sinks)
-
-    return count
+            stored = [one.untyped_storage().nbytes() for one in part.tensors()]
+            assert stored == [one.nbytes for one in expected.tensors()]
+    found, expected = (run(model, ids[:, :3], cache) for cache in (together, alone))
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
 
 def test_no_layer_waits_where_memory_is_bounded(model):
