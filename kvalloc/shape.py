@@ -2,17 +2,85 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from re import fullmatch
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 from kvalloc.errors import InputError, ModelMismatchError, one_line, option
 
-LayerType = Literal["full", "sliding"]
+LayerType = Literal["full", "latent", "hybrid", "sliding", "chunked", "state", "shared", "none"]
+"""What a layer stores: see `LayerShape.kind`."""
+
+REDUCIBLE: tuple[LayerType, ...] = ("full", "latent", "hybrid")
+"""Kinds of layers that get budgets."""
+
+WINDOWED: tuple[LayerType, ...] = ("sliding", "chunked")
+"""Kinds of layers that store the last tokens alone."""
 
 HALF_BYTES = 2
 """A number at 16 bits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerShape:
+    """What one layer of a model stores.
+
+    Attributes
+    ----------
+    kind : str
+        *full*: keys and values of all tokens. *latent*: of each token a latent and a rotary key,
+        the same for all heads, which the layer expands. *hybrid*: as *full*, and a state.
+        *sliding*, *chunked*: keys and values of the last tokens. *state*: numbers of a constant
+        size, of a convolution or a recurrence. *shared*: nothing, it reads another layer's entries.
+        *none*: nothing.
+    kv_heads : int
+        KV heads; 0 where no entries are stored.
+    key_dim, value_dim : int
+        Numbers of a key and of a value; of a latent and of a rotary key.
+    window : int or None
+        Tokens that a query of a sliding or chunked layer sees at most.
+    reads : int or None
+        The layer whose entries a shared one reads.
+    state_bytes : int
+        Of the state of one row.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid", "strict": True}
+
+    kind: LayerType
+    kv_heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+    window: int | None = None
+    reads: int | None = None
+    state_bytes: int = 0
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Return KV heads, and the numbers of a key and of a value."""
+        return self.kv_heads, self.key_dim, self.value_dim
+
+    @property
+    def sizes_text(self) -> str:
+        """Return the sizes in words."""
+        heads, key, value = self.sizes
+        return f"{heads} KV heads with keys of {key} and values of {value} numbers"
+
+    @property
+    def entry_numbers(self) -> int:
+        """Return the numbers of an entry."""
+        return self.key_dim + self.value_dim
+
+    def stored_tokens(self, tokens: int) -> int:
+        """Return of how many tokens a layer that gets no budget stores entries.
+
+        transformers keeps the last ``window - 1``: the newest query brings its own key.
+        """
+        if self.kind not in WINDOWED:
+            return 0
+        return tokens if self.window is None else min(tokens, self.window - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,17 +110,23 @@ class ModelShape:
     """Query heads of one layer."""
 
     n_kv_heads: int
-    """KV heads of one layer."""
+    """KV heads of one layer that gets a budget."""
 
     head_dim: int
-    """Length of one key or value vector, elements."""
+    """Length of one key vector, elements."""
 
     dtype_bytes: int
     """Bytes of one element of a key or value vector as the model computes it."""
 
     layer_types: tuple[LayerType, ...]
-    """Attention of each layer, ``(n_layers,)``. A sliding layer keeps a constant number of entries
+    """Kind of each layer, ``(n_layers,)``. A layer that is not of `REDUCIBLE` stores the same
     whatever kvalloc decides, so it is accounted for but never given a budget."""
+
+    value_dim: int | None = None
+    """Length of one value vector, elements, where it is not that of a key."""
+
+    layers: tuple[LayerShape, ...] | None = None
+    """Each layer, ``(n_layers,)``, where the sizes above do not tell all of them."""
 
     revision: str | None = None
     """Hub revision, if known."""
@@ -82,16 +156,21 @@ class ModelShape:
                 f"model shape: {self.n_query_heads} query heads cannot share "
                 f"{self.n_kv_heads} KV heads evenly"
             )
-        if len(self.layer_types) != self.n_layers or set(self.layer_types) - {"full", "sliding"}:
+        known = get_args(LayerType)
+        if len(self.layer_types) != self.n_layers or {*self.layer_types} - {*known}:
             raise InputError(
-                f"model shape: layer_types must name 'full' or 'sliding' for each of the "
+                f"model shape: layer_types must name one of {', '.join(known)} for each of the "
                 f"{self.n_layers} layers, found {len(self.layer_types)} names"
             )
-        if "full" not in self.layer_types:
+        if not self.full_layers:
             raise InputError(
-                f"model shape: {self.model_id} has no full-attention layer, so there is no budget "
-                "to decide"
+                f"model shape: {self.model_id} has no layer that can be reduced, so there is no "
+                "budget to decide"
             )
+        if self.layers is not None:
+            self._check_layers(self.layers)
+        elif {*self.layer_types} - {"full", "sliding"}:
+            raise InputError("model shape: layers are needed where not all are full or sliding")
         for digest in self.weights_digests or ():
             if not fullmatch("[0-9a-f]{64}", digest):
                 raise InputError(
@@ -100,25 +179,58 @@ class ModelShape:
         if "sliding" in self.layer_types and not self.sliding_window:
             raise InputError("model shape: sliding layers need a sliding_window in tokens")
 
+    def _check_layers(self, layers: tuple[LayerShape, ...]) -> None:
+        for index, layer in enumerate(layers):
+            if layer.kind in REDUCIBLE and layer.sizes != (self.n_kv_heads, *self.dims):
+                raise InputError(
+                    f"model shape: layer {index} has {layer.sizes_text}, and layers with budgets "
+                    "are alike"
+                )
+            if min(*layer.sizes, layer.state_bytes) < 0:
+                raise InputError(f"model shape: layer {index} has a size below 0")
+            if not 0 <= (layer.reads or 0) < self.n_layers or (layer.window or 1) < 1:
+                raise InputError(f"model shape: layer {index} reads a layer that is not there")
+        if tuple(layer.kind for layer in layers) != self.layer_types:
+            raise InputError("model shape: layers and layer_types differ")
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Return the numbers of a key, and of a value."""
+        return self.head_dim, self.value_dim or self.head_dim
+
+    @cached_property
+    def by_layer(self) -> tuple[LayerShape, ...]:
+        """Return what each layer stores, ``(n_layers,)``."""
+        if self.layers is not None:
+            return self.layers
+        heads = {"kv_heads": self.n_kv_heads, "key_dim": self.dims[0], "value_dim": self.dims[1]}
+        window = {"full": None, "sliding": self.sliding_window}
+        return tuple(LayerShape(kind=k, window=window[k], **heads) for k in self.layer_types)
+
     @cached_property
     def bytes_per_entry(self) -> int:
         """Return the bytes of an entry at 16 bits: K and V vector of a token in one KV head."""
-        return 2 * self.head_dim * HALF_BYTES
+        return sum(self.dims) * HALF_BYTES
 
     @cached_property
     def plain_bytes_per_entry(self) -> int:
-        """Return the bytes of one entry as the model computes it, as sliding layers store it."""
-        return 2 * self.head_dim * self.dtype_bytes
+        """Return the bytes of one entry as the model computes it."""
+        return sum(self.dims) * self.dtype_bytes
 
     @cached_property
     def full_layers(self) -> tuple[int, ...]:
-        """Return the indices of the full-attention layers: those that get budgets."""
-        return tuple(i for i, kind in enumerate(self.layer_types) if kind == "full")
+        """Return the indices of the layers that get budgets: those of full attention."""
+        return tuple(i for i, kind in enumerate(self.layer_types) if kind in REDUCIBLE)
 
     @cached_property
-    def sliding_layers(self) -> tuple[int, ...]:
-        """Return the indices of the layers with a sliding window."""
-        return tuple(i for i, kind in enumerate(self.layer_types) if kind == "sliding")
+    def constant_layers(self) -> tuple[int, ...]:
+        """Return the indices of all other layers, which store the same whatever is decided."""
+        return tuple(sorted({*range(self.n_layers)} - {*self.full_layers}))
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """Return the bytes of all states of one row."""
+        return sum(layer.state_bytes for layer in self.by_layer)
 
     def require_same_model(
         self,
@@ -150,7 +262,7 @@ class ModelShape:
             ``allow_other_model`` is False.
         """
         heads = ("n_query_heads", "n_kv_heads", "head_dim")
-        sizes = ("n_layers", *heads, "layer_types", "sliding_window")
+        sizes = ("n_layers", *heads, "value_dim", "layer_types", "sliding_window", "layers")
         for name in (*sizes, "vocab_size", "rotary"):
             mine, value = getattr(self, name), getattr(other, name)
             if mine != value and (name in sizes or None not in (mine, value)):
@@ -191,7 +303,7 @@ class ModelShape:
         """Return plain values for a file header."""
         data = asdict(self)
         data["layer_types"] = list(self.layer_types)
-        return data
+        return {k: v for k, v in data.items() if v is not None or k not in ("value_dim", "layers")}
 
 
 def _base_name(model_id: str) -> str:
@@ -200,5 +312,6 @@ def _base_name(model_id: str) -> str:
 
 def _brief(value: object) -> str:
     if isinstance(value, tuple):
-        return f"{len(value)} entries with {value.count('sliding')} sliding"
+        kinds = Counter(getattr(one, "kind", one) for one in value)
+        return f"{len(value)} ({', '.join(f'{n} {kind}' for kind, n in kinds.items())})"
     return str(value)

@@ -77,11 +77,11 @@ def stored_bytes(tokens: npt.ArrayLike, bits: npt.ArrayLike, shape: ModelShape) 
 
     - keys are quantised per channel in blocks of 64 tokens: of each channel and block a float16
       scale and a float16 minimum. The last block may hold fewer tokens and has scales all the
-      same: ``ceil(n / 64) * head_dim * 4`` bytes;
+      same: ``ceil(n / 64) * key_dim * 4`` bytes;
     - values are quantised per token in blocks of 64 channels: of each token and block a scale and
-      a minimum, ``n * ceil(head_dim / 64) * 4`` bytes;
+      a minimum, ``n * ceil(value_dim / 64) * 4`` bytes;
     - the numbers themselves are packed row by row, a row of one token's key (value) vector in
-      `PLANES` that end on a whole byte: ``ceil(head_dim * w / 8)`` bytes for each w of the planes.
+      `PLANES` that end on a whole byte: ``ceil(dim * w / 8)`` bytes for each w of the planes.
 
     Per channel for keys and per token for values is what KIVI found to hold at few bits.
 
@@ -111,7 +111,7 @@ def stored_bytes(tokens: npt.ArrayLike, bits: npt.ArrayLike, shape: ModelShape) 
     count, width = np.broadcast_arrays(
         np.asarray(tokens, dtype=np.int64), np.asarray(bits, dtype=np.int64)
     )
-    rows = _packed_rows(shape.head_dim)
+    rows = _packed_rows(*shape.dims)
     key_scales = -(-count // KEY_BLOCK_TOKENS) * shape.head_dim * 2 * SCALE_BYTES
     packed = count * rows[width] + key_scales
     stored: IntArray = np.where(width == 16, count * shape.bytes_per_entry, packed).astype(np.int64)
@@ -119,10 +119,10 @@ def stored_bytes(tokens: npt.ArrayLike, bits: npt.ArrayLike, shape: ModelShape) 
 
 
 @cache
-def _packed_rows(head_dim: int) -> IntArray:
+def _packed_rows(key_dim: int, value_dim: int) -> IntArray:
     """Return the bytes of a token's packed key and value by the number of bits."""
     rows = np.zeros(max(BIT_WIDTHS) + 1, dtype=np.int64)
-    rows[[*BIT_WIDTHS]] = [sum(packed_row_bytes(bits, head_dim)) for bits in BIT_WIDTHS]
+    rows[[*BIT_WIDTHS]] = [sum(packed_row_bytes(b, key_dim, value_dim)) for b in BIT_WIDTHS]
     return rows
 
 
@@ -268,11 +268,11 @@ def filling_bytes(
     return larger(bisect.bisect_left(range(1024), True, key=lambda part: not fits(part + 1)))
 
 
-def packed_row_bytes(bits: int, head_dim: int) -> tuple[int, int]:
+def packed_row_bytes(bits: int, key_dim: int, value_dim: int) -> tuple[int, int]:
     """Return the bytes of a token's packed key, and of its packed value with its scales."""
-    scales = -(-head_dim // VALUE_BLOCK_CHANNELS) * 2 * SCALE_BYTES
+    scales = -(-value_dim // VALUE_BLOCK_CHANNELS) * 2 * SCALE_BYTES
     width = WIDTHS[bits]
-    return code_bytes(width.keys, head_dim), code_bytes(width.values, head_dim) + scales
+    return code_bytes(width.keys, key_dim), code_bytes(width.values, value_dim) + scales
 
 
 def code_bytes(bits: int, head_dim: int) -> int:
@@ -295,30 +295,42 @@ def bits_fault(bits: int, head_dim: int) -> str | None:
     )
 
 
-def sliding_entries(shape: ModelShape, tokens: int) -> int:
-    """Return the entries that a KV head of a sliding layer stores after these tokens.
+def constant_entries(shape: ModelShape, tokens: int) -> IntArray:
+    """Return the entries that KV heads store in layers without budgets, (n_layers, n_kv_heads).
 
-    transformers keeps the last ``sliding_window - 1`` tokens: the newest query brings its own key.
+    They are 0 in layers with budgets, and where nothing or only a state is stored.
     """
-    return tokens if shape.sliding_window is None else min(tokens, shape.sliding_window - 1)
+    counts = np.array([layer.stored_tokens(tokens) for layer in shape.by_layer], dtype=np.int64)
+    return np.tile(counts[:, None], (1, shape.n_kv_heads))
+
+
+def constant_bytes(shape: ModelShape, tokens: int, page_tokens: int = 1) -> IntArray:
+    """Return the bytes of one row that no budget changes, (n_layers,).
+
+    These are entries of layers without budgets, as transformers stores them but in whole pages, and
+    all states.
+    """
+    result = np.array([layer.state_bytes for layer in shape.by_layer], dtype=np.int64)
+    for index, layer in enumerate(shape.by_layer):
+        entries = -(-layer.stored_tokens(tokens) // page_tokens) * page_tokens * layer.kv_heads
+        result[index] += entries * layer.entry_numbers * shape.dtype_bytes
+    return result
 
 
 def full_bytes(shape: ModelShape, tokens: int, rows: int = 1) -> int:
     """Return the bytes of a cache that keeps rows of so many tokens whole.
 
-    Full-attention layers are at 16 bits a number, whatever the model's type; sliding ones are as
+    Layers with budgets are at 16 bits a number, whatever the model's type; others are as
     transformers stores them.
     """
-    full = len(shape.full_layers) * tokens * shape.bytes_per_entry
-    sliding = len(shape.sliding_layers) * sliding_entries(shape, tokens)
-    return (full + sliding * shape.plain_bytes_per_entry) * shape.n_kv_heads * rows
+    full = len(shape.full_layers) * tokens * shape.n_kv_heads * shape.bytes_per_entry
+    return (full + int(constant_bytes(shape, tokens).sum())) * rows
 
 
 def plain_bytes(shape: ModelShape, tokens: int, rows: int = 1) -> int:
     """Return the bytes that the plain model stores for the same, in its own type."""
-    full = len(shape.full_layers) * tokens
-    sliding = len(shape.sliding_layers) * sliding_entries(shape, tokens)
-    return (full + sliding) * shape.n_kv_heads * shape.plain_bytes_per_entry * rows
+    full = len(shape.full_layers) * tokens * shape.n_kv_heads * shape.plain_bytes_per_entry
+    return (full + int(constant_bytes(shape, tokens).sum())) * rows
 
 
 def reading_bytes(shape: ModelShape, tokens: int, rows: int = 1) -> int:
@@ -374,8 +386,8 @@ class CacheCosts:
         full-attention layers alone. It stores no positions and no pages.
     everything : int
         Cost of keeping all entries of those layers in a reduced cache at 16 bits.
-    sliding_layer_bytes, sliding_bytes : int
-        Bytes of one sliding layer in whole pages, and of all of them.
+    constant : ndarray of int64, (n_layers,)
+        Bytes that no budget changes, in whole pages where they are entries.
 
     Raises
     ------
@@ -392,8 +404,7 @@ class CacheCosts:
     heads: int = field(init=False)
     full: int = field(init=False)
     everything: int = field(init=False)
-    sliding_layer_bytes: int = field(init=False)
-    sliding_bytes: int = field(init=False)
+    constant: IntArray = field(init=False)
 
     def __post_init__(self) -> None:
         shape, page, context = self.shape, self.page_tokens, self.context_tokens
@@ -401,14 +412,11 @@ class CacheCosts:
         heads = len(shape.full_layers) * shape.n_kv_heads * self.batch
         everything = heads * int(self.of_head(context, 16, page))
         columns = self.columns or context
-        pages = -(-sliding_entries(shape, columns) // page)
-        sliding = shape.n_kv_heads * pages * page * shape.plain_bytes_per_entry * self.batch
         self.__dict__.update(
             heads=heads,
             full=heads * context * shape.bytes_per_entry,
             everything=everything,
-            sliding_layer_bytes=sliding,
-            sliding_bytes=len(shape.sliding_layers) * sliding,
+            constant=constant_bytes(shape, columns, page) * self.batch,
         )
 
     def of_head(self, tokens: npt.ArrayLike, bits: npt.ArrayLike, page_tokens: int = 1) -> IntArray:
@@ -437,7 +445,12 @@ class CacheCosts:
     @property
     def plain_bytes(self) -> int:
         """Return the bytes of a plain cache, as the model makes it."""
-        return len(self.shape.full_layers) * self.reading_bytes + self.sliding_bytes
+        return len(self.shape.full_layers) * self.reading_bytes + self.constant_bytes
+
+    @property
+    def constant_bytes(self) -> int:
+        """Return the bytes that no budget changes."""
+        return int(self.constant.sum())
 
     def of_budget(self, tokens: int) -> int:
         """Return the cost of one budget in every KV head of the full-attention layers."""

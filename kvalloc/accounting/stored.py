@@ -45,7 +45,7 @@ def bytes_at_16_bits(layers: Iterable[Any]) -> int:
     """
     total = 0
     for layer in layers:
-        if layer.is_sliding:
+        if getattr(layer, "is_sliding", True):
             continue
         for storage, shown, tensor in storages(layer_tensors(layer)):
             # One number an entry is its position.

@@ -149,7 +149,7 @@ def choice_of(profile: BudgetProfile, problem: AllocationProblem) -> tuple[IntAr
 
 
 def _sizes(shape: ModelShape) -> str:
-    sizes = (shape.n_layers, shape.n_kv_heads, shape.head_dim, shape.dtype_bytes)
+    sizes = (shape.n_layers, shape.n_kv_heads, *shape.dims, shape.dtype_bytes)
     return " x ".join(map(str, sizes))
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, Unpack
 import numpy as np
 
 from kvalloc.accounting import IntArray
-from kvalloc.accounting.costs import sliding_entries
+from kvalloc.accounting.costs import constant_entries
 from kvalloc.accounting.rounding import apportion
 from kvalloc.allocation.formulation import PosedRequest, choose_objective
 from kvalloc.allocation.infeasibility import advise
@@ -151,7 +151,7 @@ def decide(
         prices["limits"] = limits_of(problem, answer.choice, answer.prices or (answer.multiplier,))
     requested = request.record()
     if (granted := request.target.granted(posed.costs)) is not None:
-        requested["bytes"] = granted + posed.costs.sliding_bytes
+        requested["bytes"] = granted + posed.costs.constant_bytes
     return BudgetProfile(
         shape=scores.shape,
         level=request.level,
@@ -310,8 +310,7 @@ def outcome(posed: PosedRequest, choice: IntArray, value: float) -> dict[str, An
     """
     problem, scores, bits = posed.problem, posed.scores, None
     shape, full = scores.shape, list(scores.shape.full_layers)
-    elsewhere = sliding_entries(shape, problem.context_tokens)
-    budgets = np.full((shape.n_layers, shape.n_kv_heads), elsewhere, dtype=np.int64)
+    budgets = constant_entries(shape, problem.context_tokens)
     budgets[full] = problem.tokens[problem.units, choice].reshape(len(full), -1)
     if problem.bits is not None:
         bits = np.full_like(budgets, 16)

@@ -427,16 +427,15 @@ def _constraints(posed: PosedRequest, layers: IntArray) -> tuple[SideConstraint,
                 f"{option('cap', cap.text)} names layer {unknown}, and {shape.model_id} has layers "
                 f"0-{shape.n_layers - 1}; name some of those"
             )
-        # No budget changes the bytes of sliding layers, which count towards the cap.
-        sliding = len({*cap.layers} & {*shape.sliding_layers})
-        sliding_bytes = sliding * posed.costs.sliding_layer_bytes
-        if sliding == len(cap.layers):
+        # No budget changes the bytes of other layers, which count towards the cap.
+        constant_bytes = int(posed.costs.constant[[*{*cap.layers}]].sum())
+        if not {*cap.layers} & {*shape.full_layers}:
             raise InputError(
-                f"{option('cap', cap.text)} names only sliding-window layers, which store "
-                f"{sliding_bytes:,} bytes whatever is decided; leave it out"
+                f"{option('cap', cap.text)} names only layers without budgets, which store "
+                f"{constant_bytes:,} bytes whatever is decided; leave it out"
             )
         units = tuple(np.flatnonzero(np.isin(layers, cap.layers)).tolist())
-        size = cap.capacity_bytes - sliding_bytes
+        size = cap.capacity_bytes - constant_bytes
         constraints.append(GroupCap(name=cap.name, units=units, capacity_bytes=size))
     if request.max_distinct is not None:
         constraints.append(MaxDistinct(most=request.max_distinct))

@@ -135,7 +135,7 @@ class Target:
             case "budget_tokens":
                 return costs.of_budget(int(self.value))
             case "memory":
-                return int(self.value) - costs.sliding_bytes - costs.reading_bytes
+                return int(self.value) - costs.constant_bytes - costs.reading_bytes
         return None
 
     def capacity(self, costs: CacheCosts, floor_cost: int) -> int | None:
@@ -161,8 +161,8 @@ class Target:
             number, smallest = self.nearest(floor_cost, costs)
             extra = ""
             if self.kind == "memory":
-                if costs.sliding_bytes:
-                    extra = f", and the sliding layers {costs.sliding_bytes:,}"
+                if costs.constant_bytes:
+                    extra = f", and the layers without budgets {costs.constant_bytes:,}"
                 reading = costs.reading_bytes
                 extra += f", and one layer in full while the prompt is read {reading:,}"
             raise InfeasibleError(
@@ -191,7 +191,7 @@ class Target:
             case "budget_tokens":
                 number = value = costs.fewest_tokens(int(reached))
             case _:
-                number = int(reached) + costs.sliding_bytes + costs.reading_bytes
+                number = int(reached) + costs.constant_bytes + costs.reading_bytes
                 if reached >= costs.everything:  # less than a plain cache never holds everything
                     number = max(number, costs.plain_bytes)
                 value = number

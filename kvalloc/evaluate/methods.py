@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvalloc.accounting.costs import sliding_entries
+from kvalloc.accounting.costs import constant_entries
 from kvalloc.accounting.stored import bytes_at_16_bits
 from kvalloc.errors import InputError
 from kvalloc.evaluate.caches import (
@@ -181,10 +181,9 @@ def rounded_cache(model: PreTrainedModel, bits: int) -> CacheMethod:
     from kvalloc.models.loading import shape_of
 
     shape = shape_of(model)
-    budgets = np.full((shape.n_layers, shape.n_kv_heads), ANY_CONTEXT, dtype=np.int64)
-    widths = np.full_like(budgets, bits)
-    for layer in shape.sliding_layers:
-        budgets[layer], widths[layer] = sliding_entries(shape, ANY_CONTEXT), 16
+    budgets, full = constant_entries(shape, ANY_CONTEXT), list(shape.full_layers)
+    widths = np.full_like(budgets, 16)
+    budgets[full], widths[full] = ANY_CONTEXT, bits
     profile = BudgetProfile(
         shape=shape,
         level="layer",

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from kvalloc.errors import UnsupportedRequestError
-from kvalloc.models.names import can_take_back, record_past
+from kvalloc.models.names import can_take_back, has_state, record_past
 from kvalloc.runtime import plan, turns
 from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.extension import Extension
@@ -52,6 +52,12 @@ def check_takes_back(layers: Iterable[Any]) -> None:
     UnsupportedRequestError
         If one does not.
     """
+    layers = list(layers)
+    if any(map(has_state, layers)):
+        raise UnsupportedRequestError(
+            "drafts are taken back, and layers of this model have a state, out of which no token "
+            "can be taken again; call generate() without assistance, or lossless"
+        )
     if not all(map(can_take_back, layers)):
         raise UnsupportedRequestError(
             "this version of transformers takes back no drafts from sliding-window layers; install "

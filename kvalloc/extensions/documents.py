@@ -210,8 +210,8 @@ def _frequencies(model: Any) -> list[Tensor]:
             'sees; load it with attn_implementation="sdpa"'
         )
     kind = (getattr(text_config(model), "rope_parameters", None) or {}).get("rope_type")
-    if shape.sliding_layers:
-        reasons = [f"{len(shape.sliding_layers)} of its layers keep the latest tokens alone"]
+    if shape.constant_layers:
+        reasons = [f"{len(shape.constant_layers)} of its layers are not of full attention"]
     elif kind in ("dynamic", "longrope"):
         reasons = [f"its {kind} rotation depends on the length of the text"]
     if reasons:

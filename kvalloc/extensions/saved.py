@@ -80,12 +80,17 @@ def save_cache(
             "the model of this cache is gone, so the file could not say whose memory it holds; "
             "save the cache while its model is loaded"
         )
+    if cache.has_states:
+        raise UnsupportedRequestError(
+            "layers of this model have a state, which such a file does not hold; keep the cache in "
+            "memory (copy.deepcopy), or save the text and read it again"
+        )
     cache.end_turn()  # queries since the latest eviction are not in the file
     tensors, ids, seen = _tensors_of(cache), cache.read_ids, cache.get_seq_length()
     if ids is not None and len(ids) == 1 and ids.shape[1] >= seen:
         notes = {"ids": ids[0, :seen].tolist(), **(notes or {})}
     raw = {name: stored(tensor) for name, tensor in tensors.items()}
-    first = cache.rows[0]
+    first, first_layer = cache.rows[0], min(cache.stores)
     header = SavedCacheHeader(
         model=type(model).__name__,
         model_digest=weights_digest(model),
@@ -94,7 +99,7 @@ def save_cache(
         longer_profile=first.method.longer_profile
         if first.profile is first.method.profile
         else None,
-        dtype=raw["0.keys"].dtype,  # type: ignore[arg-type]  # the record checks it
+        dtype=raw[f"{first_layer}.keys"].dtype,  # type: ignore[arg-type]  # the record checks it
         batch=cache.batch,
         seen_tokens=seen,
         prompt_tokens=cache.door.prompt_columns or seen,
@@ -215,6 +220,8 @@ def filled_cache(
         visible = _tensor(shown).bool()
     devices = _devices(model, len(cache.layers))
     for index, (layer, device) in enumerate(zip(cache.layers, devices, strict=True)):
+        if not cache.profile.shape.by_layer[index].kv_heads:
+            continue
         stored_tensors = {
             name.removeprefix(f"{index}."): _tensor(tensor).to(device)
             for name, tensor in tensors.items()

@@ -13,12 +13,12 @@ from kvalloc.accounting.costs import (
     BIT_WIDTHS,
     bits_fault,
     check_size,
+    constant_bytes,
+    constant_entries,
     entries_in_share,
     full_bytes,
     head_bytes,
-    plain_bytes,
     reading_bytes,
-    sliding_entries,
     stored_bytes,
 )
 from kvalloc.accounting.rounding import apportion
@@ -141,7 +141,7 @@ class BudgetProfile(JsonRecord):
 
     budgets: IntArray2D
     """Entries that each KV head keeps of ``context_tokens``, sinks and window included,
-    ``(n_layers, n_kv_heads)``. Rows of sliding layers hold what those layers store anyway."""
+    ``(n_layers, n_kv_heads)``. Rows of other layers hold what those store anyway."""
 
     length_rule: LengthRule = "proportional"
     """How budgets follow the prompt's length: the evictable part in proportion, or the same number
@@ -265,14 +265,16 @@ class BudgetProfile(JsonRecord):
     @property
     def retained_tokens(self) -> int:
         """Entries kept in all layers and KV heads of one row at the reference context."""
-        return int(self.budgets.sum())
+        evicted = self.context_tokens - self.budgets[list(self.shape.full_layers)]
+        return self.full_tokens - int(evicted.sum())
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def full_tokens(self) -> int:
         """Entries a plain cache stores for one row at the reference context."""
-        shape = self.shape
-        return plain_bytes(shape, self.context_tokens) // shape.plain_bytes_per_entry
+        shape, tokens = self.shape, self.context_tokens
+        constant = sum(one.stored_tokens(tokens) * one.kv_heads for one in shape.by_layer)
+        return len(shape.full_layers) * shape.n_kv_heads * tokens + constant
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -361,9 +363,8 @@ class BudgetProfile(JsonRecord):
         """
         if context_tokens < 1:
             raise InputError(f"a context of {context_tokens} tokens has no budgets; ask for >= 1")
-        budgets = self.budgets.copy()
-        full = list(self.shape.full_layers)
-        budgets[list(self.shape.sliding_layers)] = sliding_entries(self.shape, context_tokens)
+        budgets, full = constant_entries(self.shape, context_tokens), list(self.shape.full_layers)
+        budgets[full] = self.budgets[full]
         if self.share_of_16_bits is not None:
             budgets[full] = entries_in_share(
                 self.share_of_16_bits,
@@ -434,22 +435,23 @@ class BudgetProfile(JsonRecord):
     def _bytes_of(self, kept: IntArray, context_tokens: int) -> IntArray:
         """Return the bytes of budgets for a prompt, ``(n_layers, n_kv_heads)``.
 
-        If anything is evicted or rounded, positions of all kept entries count; sliding layers
-        are as the model stores them.
+        If anything is evicted or rounded, positions of all kept entries count; layers without
+        budgets are as the model stores them, their bytes spread over the columns.
         """
-        shape = self.shape
+        shape, constant = self.shape, constant_bytes(self.shape, context_tokens)
         rounds = self._rounds or (self.reduces and shape.dtype_bytes > HALF_BYTES)
         if rounds or (kept[list(shape.full_layers)] < context_tokens).any():
             kept = -(-kept // self.page_tokens) * self.page_tokens
             stored = head_bytes(kept, 16 if self.bits is None else self.bits, shape)
         else:
             stored = stored_bytes(kept, 16, shape)
-        sliding = list(shape.sliding_layers)
-        stored[sliding] = kept[sliding] * shape.plain_bytes_per_entry
+        for layer in shape.constant_layers:  # columns are KV heads of layers with budgets
+            each, rest = divmod(int(constant[layer]), shape.n_kv_heads)
+            stored[layer] = each + (np.arange(shape.n_kv_heads) < rest)
         return stored
 
     def share_at(self, context_tokens: int) -> float:
-        """Return the share of a 16-bit cache that a prompt takes, sliding layers left out."""
+        """Return the share of a 16-bit cache that layers with budgets take of a prompt."""
         stored = self.head_bytes_at(context_tokens)[list(self.shape.full_layers)]
         return float(stored.mean()) / (context_tokens * self.shape.bytes_per_entry)
 
@@ -480,18 +482,18 @@ class BudgetProfile(JsonRecord):
     def _fits(self) -> Self:
         check_size(self.shape, self.context_tokens, self.page_tokens, self.batch)
         shape, table = self.shape, (self.shape.n_layers, self.shape.n_kv_heads)
-        full, sliding = list(shape.full_layers), list(shape.sliding_layers)
+        full, others = list(shape.full_layers), list(shape.constant_layers)
         require_shape("budgets", self.budgets, table)
         self._require_budgets(self.budgets[full])
         if self.bits is not None:
             require_shape("bits", self.bits, table)
             expected = "16 there: nothing is decided"
-            right = (self.bits[sliding] == 16).all()
-            require(right, "bits", "another number in a sliding layer", expected)
+            right = (self.bits[others] == 16).all()
+            require(right, "bits", "another number in a layer without a budget", expected)
             widths, known = np.unique(self.bits).tolist(), ", ".join(map(str, BIT_WIDTHS))
             require({*widths} <= {*BIT_WIDTHS}, "bits", widths, f"one of {known} each")
             for width in widths:
-                if fault := bits_fault(width, shape.head_dim):
+                if fault := bits_fault(width, shape.dims[1]):
                     raise InputError(f"budget profile: bits: {fault}")
         if self.by_prompt:
             self._require_by_prompt()

@@ -21,6 +21,7 @@ from pydantic import (
     GetCoreSchemaHandler,
     ValidationError,
     computed_field,
+    field_serializer,
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema, from_json, to_json
 
@@ -32,7 +33,7 @@ from kvalloc.shape import ModelShape
 _HEADER_BYTES = 100_000_000
 """The longest header that safetensors reads."""
 
-_LISTS, _MAX_ITEMS = ("layer_types", "versions", "profiles"), 999
+_LISTS, _MAX_ITEMS = ("layer_types", "layers", "versions", "profiles"), 999
 """Fields of which pydantic would note every wrong item, and how many they have at most."""
 
 LARGEST_JSON_BYTES = 2**28
@@ -187,6 +188,10 @@ class Record(BaseModel):
         """
         values = {name: getattr(self, name) for name in type(self).model_fields}
         return type(self)(**{**values, **changes})
+
+    @field_serializer("shape", check_fields=False)
+    def _shape_values(self, shape: ModelShape) -> dict[str, Any]:
+        return shape.to_dict()
 
     def record(self) -> dict[str, Any]:
         """Return plain values, as in JSON."""

@@ -19,10 +19,11 @@ import numpy.typing as npt
 from pydantic import Field, PlainSerializer, PlainValidator, model_validator
 
 from kvalloc.accounting import IntArray
-from kvalloc.accounting.costs import KEY_BLOCK_TOKENS, packed_row_bytes, sliding_entries
+from kvalloc.accounting.costs import KEY_BLOCK_TOKENS, packed_row_bytes
 from kvalloc.errors import ProfileFileError, by_interface, option
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.record import FileRecord, require
+from kvalloc.shape import WINDOWED, LayerShape
 
 
 def _checked(stated: object) -> BudgetProfile:
@@ -268,20 +269,23 @@ class _Contents:
         self._require(header.batch <= rows, "batch", header.batch, "an entry for each row and head")
         if "visible" in self._left:
             self._shown = self._take("visible", "uint8", (header.batch, header.seen_tokens)) != 0
-        for index, kind in enumerate(header.profile.shape.layer_types):
-            self._check_layer(index, kind)
+        for index, layer in enumerate(header.profile.shape.by_layer):
+            if layer.kv_heads:
+                self._check_layer(index, layer)
         self._require(not self._left, min(self._left, default=""), "a tensor", "no such tensor")
 
-    def _check_layer(self, index: int, kind: str) -> None:
+    def _check_layer(self, index: int, layer: LayerShape) -> None:
         """Check the tensors of a layer: all of its entries, or the kept ones in segments."""
         header, profile = self._header, self._header.profile
-        seen, heads, dim = header.seen_tokens, profile.shape.n_kv_heads, profile.shape.head_dim
+        seen, heads = header.seen_tokens, layer.kv_heads
         name = f"{index}.keys"
-        n_dense = self._take(name, header.dtype, (header.batch, heads, None, dim)).shape[2]
-        self._take(f"{index}.values", header.dtype, (header.batch, heads, n_dense, dim))
+        n_dense = self._take(name, header.dtype, (header.batch, heads, None, layer.key_dim)).shape[
+            2
+        ]
+        self._take(f"{index}.values", header.dtype, (header.batch, heads, n_dense, layer.value_dim))
         whole = not any(name.startswith(f"{index}.bits_") for name in self._left)
-        if kind == "sliding" or whole:
-            total = sliding_entries(profile.shape, seen) if kind == "sliding" else seen
+        if layer.kind in WINDOWED or whole:
+            total = layer.stored_tokens(seen) if layer.kind in WINDOWED else seen
             self._require(n_dense == total, name, f"of {n_dense} tokens", f"all {total}")
             return
         name = f"{index}.latest"
@@ -295,17 +299,17 @@ class _Contents:
 
     def _check_segments(self, prefix: str, bits: int, heads: int, end: IntArray) -> None:
         """Check the segments of rows and heads, back to back, of tokens below a row's ``end``."""
-        header, dim = self._header, self._header.profile.shape.head_dim
+        header, dims = self._header, self._header.profile.shape.dims
         name = f"{prefix}lengths"
         counts = self._take(name, "int64", (header.batch, heads)).reshape(-1)
         low, high, ends = int(counts.min()), int(counts.max()), end.repeat(heads)
         sound = low >= 0 and bool((counts <= ends).all())
         self._require(sound, name, f"from {low} to {high}", f"from 0 to {int(end.max())}")
-        total, widths, dtypes = int(counts.sum()), (dim, dim), _stored_types(header.dtype)
+        total, widths, dtypes = int(counts.sum()), dims, _stored_types(header.dtype)
         if bits != 16:
-            widths, dtypes = packed_row_bytes(bits, dim), ("uint8",)
+            widths, dtypes = packed_row_bytes(bits, *dims), ("uint8",)
             blocks = int((-(-counts // KEY_BLOCK_TOKENS)).sum())
-            self._take(f"{prefix}key_scales", ("float16", "bfloat16"), (blocks, 2, dim))
+            self._take(f"{prefix}key_scales", ("float16", "bfloat16"), (blocks, 2, dims[0]))
         self._take(f"{prefix}kept_keys", dtypes, (total, widths[0]))
         self._take(f"{prefix}kept_values", dtypes, (total, widths[1]))
         name = f"{prefix}kept_positions"

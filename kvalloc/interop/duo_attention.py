@@ -56,7 +56,7 @@ class DuoAttention(ExportTarget):
     def write(self, profile: BudgetProfile, path: Path) -> None:
         """Write both files; see `ExportTarget.write`."""
         heads = profile.budgets == profile.context_tokens
-        heads[list(profile.shape.sliding_layers)] = False
+        heads[list(profile.shape.constant_layers)] = False
         make_folder(path)
         rows = ["\t".join(f"{one:.1f}" for one in row) for row in heads]
         write_text(path / HEADS, "\n".join(rows))

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvalloc.accounting import FloatArray, IntArray
-from kvalloc.accounting.costs import sliding_entries
+from kvalloc.accounting.costs import constant_entries
 from kvalloc.accounting.rounding import apportion
 from kvalloc.errors import (
     InputError,
@@ -185,8 +185,8 @@ def full_profile(shape: ModelShape, context_tokens: int) -> BudgetProfile:
     context_tokens : int
         Prompt that budgets are of, tokens.
     """
-    budgets = np.full((shape.n_layers, shape.n_kv_heads), context_tokens, dtype=np.int64)
-    budgets[list(shape.sliding_layers)] = sliding_entries(shape, context_tokens)
+    budgets = constant_entries(shape, context_tokens)
+    budgets[list(shape.full_layers)] = context_tokens
     return BudgetProfile(
         shape=shape,
         level="head",

@@ -45,8 +45,8 @@ class TensorRTLLM(ExportTarget):
         """Write it; see `ExportTarget.write`. Blocks of another prompt's window are not reused."""
         windows = [int(budget) for budget in profile.budgets[:, 0]]
         shape = profile.shape
-        for layer in shape.sliding_layers:  # what transformers stores is one token less
-            windows[layer] = shape.sliding_window or windows[layer]
+        for layer in shape.constant_layers:  # what transformers stores is one token less
+            windows[layer] = shape.by_layer[layer].window or windows[layer]
         write_text(
             path,
             f"""\

@@ -9,30 +9,32 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache
 
 from kvalloc.errors import InputError
 from kvalloc.measure.kl import row_divergences
-from kvalloc.measure.mini_prefill import begun_at, check_seen, evaluating, layers_of
-from kvalloc.models.attention import AttentionStates, intercept_attention
+from kvalloc.measure.mini_prefill import begun_at, check_seen, evaluating, layers_of, run_apart
+from kvalloc.models.attention import AttentionStates, intercept_attention, latent_states
 from kvalloc.models.names import cache_keyword
-from kvalloc.models.structure import end_tokens, input_device
+from kvalloc.models.structure import end_tokens, input_device, text_config
 from kvalloc.runtime.quantization import quantised_keys, quantised_values
+from kvalloc.runtime.second_read import Held
 from kvalloc.runtime.selection import keep_best
+from kvalloc.runtime.states import state_of
 
 if TYPE_CHECKING:
     from kvalloc.accounting import IntArray
     from kvalloc.measure.sampling import Sample
     from kvalloc.models.attention import Compute
     from kvalloc.scorers import Scorer
-    from kvalloc.shape import ModelShape
+    from kvalloc.shape import LayerShape, ModelShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +114,8 @@ class LossProbe:
         self._scorer, self._sinks, self._shape = scorer, sinks, shape
         self._unmeasured = max(0, question.numel() - 1)
         self.n_tokens = prompt.numel()
-        self._cache: Any = DynamicCache(config=model.config)
+        self._cache: Any = DynamicCache(config=text_config(model))
+        self._apart = run_apart(model, states=True)
         self._states: dict[int, AttentionStates] = {}
         self.scores: dict[int, Tensor] = {}
         with torch.no_grad(), evaluating(model):
@@ -172,14 +175,18 @@ class LossProbe:
         Tensor of float64, (n_variants, n_measured)
             Nats. Rounding may take a loss of nothing a little below 0.
         """
-        entering = self._hidden[layer].expand(keep.shape[0], -1, -1)
         reduced = self._reduced(layer, keep, bits)
 
         def attend(states: AttentionStates) -> Tensor:
-            return self._attend(states, reduced if states.layer == layer else None)
+            return self._attend(states, reduced if self._source(states.layer) == layer else None)
 
-        with begun_at(self._layers, layer, entering):
-            logits = self._measured(self._run(attend, inputs_embeds=entering))
+        begun: AbstractContextManager[None] = nullcontext()
+        inputs = {"input_ids": self.continuation_ids.expand(len(keep), -1)}
+        if self._apart:
+            entering = self._hidden[layer].expand(keep.shape[0], -1, -1)
+            begun, inputs = begun_at(self._layers, layer, entering), {"inputs_embeds": entering}
+        with begun:
+            logits = self._measured(self._run(attend, **inputs))
             return row_divergences(self._log_probabilities, logits)
 
     @torch.no_grad()
@@ -199,7 +206,7 @@ class LossProbe:
         (n_variants,) = {len(variants) for variants in keep.values()}
         reduced = {layer: self._reduced(layer, one, None) for layer, one in keep.items()}
         logits = self._run(
-            lambda states: self._attend(states, reduced.get(states.layer)),
+            lambda states: self._attend(states, reduced.get(self._source(states.layer))),
             input_ids=self.continuation_ids.expand(n_variants, -1),
         )
         return row_divergences(self._log_probabilities, self._measured(logits))
@@ -209,7 +216,7 @@ class LossProbe:
         if bits is None or bool((bits == 16).all()):
             return Reduced(keep=keep)
         keys, values = (
-            stored[:, None].expand(-1, len(keep), -1, -1) for stored in self._stored(layer)
+            stored[:, None].expand(-1, len(keep), -1, -1) for stored in self._entries(layer)
         )
         widths = np.unique(bits).tolist()
         by_width = {width: quantised_values(values[None, :, 0], width)[0] for width in widths}
@@ -221,7 +228,8 @@ class LossProbe:
         for (variant, head), width in np.ndenumerate(np.broadcast_to(bits, keep.shape[:2])):
             of_head, kept = keys[head, variant], keep[variant, head]
             of_head[kept] = quantised_keys(of_head[kept][None, None], int(width))[0, 0]
-        return Reduced(keep=keep, keys=keys, values=torch.stack(rounded))
+        keys, values = self._seen_as(layer, (keys, torch.stack(rounded)))
+        return Reduced(keep=keep, keys=keys, values=values)
 
     @torch.no_grad()
     def outputs(self, layer: int, keep: Tensor | None, bits: IntArray | None = None) -> Tensor:
@@ -307,16 +315,26 @@ class LossProbe:
                 logits_to_keep=1,
                 **cache_keyword(self._model, self._cache),
             ).logits
-        check_seen(self._model, range(len(self._layers)), seen)
+        check_seen(self._model, self._shape.full_layers, seen)
         return logits
 
-    def _stored(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return a layer's keys and values of the prompt, ``(n_kv_heads, n_tokens, head_dim)``.
+    def _source(self, layer: int) -> int:
+        """Return the layer whose entries a layer reads."""
+        reads = self._shape.by_layer[layer].reads
+        return layer if reads is None else reads
+
+    def _entries(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return what a layer reads of the prompt, ``(n_kv_heads, n_tokens, dim)`` each.
 
         A sliding layer's are those of the last tokens.
         """
-        stored = self._cache.layers[layer]
+        stored = self._cache.layers[self._source(layer)]
         return stored.keys[0], stored.values[0]
+
+    def _seen_as(self, layer: int, entries: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return entries as attention shows them."""
+        latent = self._shape.layer_types[layer] == "latent"
+        return latent_states(*entries) if latent else entries
 
     def _measured(self, logits: Tensor) -> Tensor:
         """Return the predictions of the answer: those inside the question do not count."""
@@ -366,8 +384,24 @@ class LossProbe:
             evaluating(self._model),
             intercept_attention(self._model, lambda states, compute: (attend(states), None)),
         ):
-            logits: Tensor = self._model(**inputs, position_ids=positions, use_cache=False).logits
+            inputs |= {"position_ids": positions, **self._with_states(len(tokens))}
+            logits: Tensor = self._model(**inputs).logits
         return logits
+
+    def _with_states(self, n_variants: int) -> dict[str, Any]:
+        """Return the cache of a forward after the prompt: its states, and no entries."""
+        if not self._shape.state_bytes:
+            return {"use_cache": False}
+        rows, layers = torch.zeros(n_variants, dtype=torch.long, device="cpu"), []
+        for layer in self._cache.layers:
+            entries = None
+            if getattr(layer, "keys", None) is not None:
+                empty = (one[:, :, :0] for one in (layer.keys, layer.values))
+                keys, values = (one.expand(n_variants, -1, -1, -1) for one in empty)
+                entries = keys, values
+            held = Held(entries=entries, other=state_of(layer, rows))
+            layers.append(held.layer(None, self.n_tokens))
+        return cache_keyword(self._model, Cache(layers=layers))
 
     def _attend(self, states: AttentionStates, reduced: Reduced | None) -> Tensor:
         """Return attention of new tokens over stored ones and over each other.
@@ -387,18 +421,18 @@ class LossProbe:
         Tensor, (n_variants, n_new, n_query_heads, head_dim)
         """
         variants, _, n_new, head_dim = states.queries.shape
-        keys, values = (stored[:, None] for stored in self._stored(states.layer))
+        entries = self._seen_as(states.layer, self._entries(states.layer))
+        keys, values = (stored[:, None] for stored in entries)
         if reduced is not None and reduced.keys is not None and reduced.values is not None:
             keys, values = reduced.keys, reduced.values
         n_kv_heads, apart, stored, _ = keys.shape
-        full = states.layer in self._shape.full_layers
-        window = None if full else self._shape.sliding_window
+        layer = self._shape.by_layer[self._source(states.layer)]
         queries = states.queries.reshape(variants, n_kv_heads, -1, n_new, head_dim)
         rows = queries.transpose(0, 1).reshape(n_kv_heads, apart, -1, head_dim)
         before = (rows @ keys.transpose(2, 3)).float() * states.scaling
         before = before.view(n_kv_heads, variants, -1, n_new, stored)
         among = (queries @ states.keys[:, :, None].transpose(-1, -2)).float() * states.scaling
-        visible = _visible(n_new, stored, window, before.device)
+        visible = _visible(n_new, stored, layer, self.n_tokens, before.device)
         if states.softcap is not None:
             before = states.softcap * torch.tanh(before / states.softcap)
             among = states.softcap * torch.tanh(among / states.softcap)
@@ -413,9 +447,9 @@ class LossProbe:
             logits.append(extra.expand(*among.shape[:-1], 1))
         weights = torch.cat(logits, dim=-1).softmax(dim=-1).to(values.dtype)
         seen = weights[..., :stored].transpose(0, 1).reshape(n_kv_heads, apart, -1, stored) @ values
-        output = seen.view(n_kv_heads, variants, -1, n_new, head_dim).transpose(0, 1)
+        output = seen.view(n_kv_heads, variants, -1, n_new, values.shape[-1]).transpose(0, 1)
         output = output + weights[..., stored : stored + n_new] @ states.values[:, :, None]
-        return output.reshape(variants, -1, n_new, head_dim).transpose(1, 2).contiguous()
+        return output.flatten(1, 2).transpose(1, 2).contiguous()
 
 
 def check_continues(model: Any, token: int, *, where: str = "") -> None:
@@ -440,9 +474,14 @@ def check_continues(model: Any, token: int, *, where: str = "") -> None:
         )
 
 
-def _visible(n_new: int, stored: int, window: int | None, device: torch.device) -> Tensor:
+def _visible(
+    n_new: int, stored: int, layer: LayerShape, n_before: int, device: torch.device
+) -> Tensor:
     """Return the mask of the tokens that each new token sees, ``(n_new, stored + n_new)``."""
-    place = torch.arange(stored + n_new, device=device)
-    distance = place[stored:, None] - place
-    visible: Tensor = distance >= 0
-    return visible if window is None else visible & (distance < window)
+    place = torch.arange(stored + n_new, device=device) + n_before - stored
+    new, visible = place[stored:, None], place <= place[stored:, None]
+    if layer.window is None:
+        return visible
+    if layer.kind == "chunked":
+        return visible & (place // layer.window == new // layer.window)
+    return visible & (new - place < layer.window)

@@ -12,9 +12,9 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from kvalloc.errors import UnsupportedModelError
-from kvalloc.models.attention import AttentionStates, intercept_attention
+from kvalloc.models.attention import AttentionStates, intercept_attention, stored_layers
 from kvalloc.models.names import cache_keyword
-from kvalloc.models.structure import decoder_layers, decoder_of
+from kvalloc.models.structure import decoder_layers, decoder_of, has_layer_inputs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,8 +53,9 @@ def mini_prefill(
         norm and the head are never computed, but for the few tokens by which the model's rotation
         is found out, once for a model.
     chunk : int, optional
-        Tokens that run at once, as many in the last chunk; all by default. `look`
-        is then called with each chunk's queries, and all keys and values up to it.
+        Tokens that run at once, as many in the last chunk; all by default, and where layers do not
+        `run_apart`. `look` is then called with each chunk's queries, and all keys and values up to
+        it.
 
     Raises
     ------
@@ -81,7 +82,7 @@ def mini_prefill(
 
     decoder = decoder_of(model)
     with torch.inference_mode(), evaluating(decoder), intercept_attention(model, handler):
-        if chunk is None or chunk >= n_tokens:
+        if chunk is None or chunk >= n_tokens or not run_apart(model):
             with suppress(_Seen):
                 decoder(input_ids=input_ids, use_cache=False)
         else:
@@ -152,6 +153,22 @@ def check_seen(model: Any, layers: Iterable[int], seen: Container[int]) -> None:
             f"the attention of layer {missing} of {type(model).__name__} never went through "
             "transformers' attention interface, so kvalloc cannot see it"
         )
+
+
+def run_apart(model: Any, *, states: bool = False) -> bool:
+    """Return whether each layer of a model runs on what the one before it makes, and that alone.
+
+    Not where layers read others' entries, or have inputs of each token beside the hidden states.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+    states : bool
+        Whether layers may have states.
+    """
+    layers, _ = stored_layers(model)
+    others = any(one.kind == "shared" or (one.state_bytes and not states) for one in layers)
+    return not (others or has_layer_inputs(model))
 
 
 @contextmanager

@@ -19,20 +19,22 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
-from kvalloc.errors import UnsupportedModelError
+from kvalloc.models.families import configured_shapes
 from kvalloc.models.names import (
+    EXPANSION,
     IMPLEMENTATION,
+    LAYER,
     attention_function,
     base_implementation,
-    has_attention_interface,
     register_implementation,
+    takes_layer,
 )
-from kvalloc.models.probe import Probe, check_heads, probe
+from kvalloc.models.probe import Probe, probe
 from kvalloc.models.rope import current_frequencies
 from kvalloc.models.structure import check_decoder_only, decoder_of
 
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 
     from kvalloc.accounting import IntArray
     from kvalloc.models.rope import Rotation
+    from kvalloc.shape import LayerShape
 
 _PREFIX = "kvalloc_"
 
@@ -105,6 +108,10 @@ class AttentionStates:
     layers : tuple of int
         Where the heads of several layers are shown as those of one: these layers, each with as
         many heads. Empty for one layer, and for scorers that do not ask for more.
+    latents : (Tensor, Tensor) or None
+        Of a layer that stores latents: these and their rotary keys, (batch, 1, n_tokens, dim) each.
+        Keys are then both, values the latents, the same for all query heads, and queries what they
+        are against such keys: logits and weights are those of the layer.
     shared : dict
         Results from these very states that will be needed again; `replace` copies none.
     """
@@ -130,6 +137,7 @@ class AttentionStates:
     counts: Tensor | None = None
     key_bits: IntArray | None = None
     layers: tuple[int, ...] = ()
+    latents: tuple[Tensor, Tensor] | None = None
     shared: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     def kv_head(self, head: int) -> AttentionStates:
@@ -281,7 +289,26 @@ class _ConfigView:
     """
 
     def __init__(self, config: Any, module_id: int) -> None:
-        self.__dict__.update(_viewed=config, _module_id=module_id)
+        self.__dict__.update(_viewed=config, _module_id=module_id, _before={})
+
+    def lend(self, module: Any) -> None:
+        """Give a module, beside its config, what else it is to have while it is intercepted."""
+        attributes, kind = vars(module), type(module)
+        lent: dict[str, Any] = {}
+        if hasattr(kind, EXPANSION):
+            lent[EXPANSION] = _Expansion(module)
+        if takes_layer(kind.forward):
+            lent["forward"] = _Call(module)
+        self._before.update((name, attributes.get(name)) for name in lent)
+        attributes.update(lent)
+
+    def take_back(self, module: Any) -> None:
+        """Undo `lend`."""
+        for name, before in self._before.items():
+            vars(module)[name] = before
+            if before is None:
+                del vars(module)[name]
+        self._before.clear()
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -306,7 +333,57 @@ class _ConfigView:
 # a property: Dynamo, which follows a compiled model into it, asks the class for it
 setattr(_ConfigView, IMPLEMENTATION, property(_ConfigView._implementation))
 
+
+class _Call:
+    """The forward of a module that several layers share, which takes the layer's number."""
+
+    def __init__(self, module: Any) -> None:
+        self._module, self._forward = module, vars(module).get("forward")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward = self._forward or partial(type(self._module).forward, self._module)
+        token = _called_layer.set(kwargs.get(LAYER))
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            _called_layer.reset(token)
+
+
+class _Expansion:
+    """What a layer calls to expand its latents while it is intercepted; notes what they are."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __call__(self, latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
+        if _active.get() is not None:
+            _expanded.set((id(self._module), latents, rotary))
+        return self.expanded(latents, rotary)
+
+    def expanded(self, latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values of all heads."""
+        states: tuple[Tensor, Tensor] = getattr(type(self._module), EXPANSION)(
+            self._module, latents, rotary
+        )
+        return states
+
+    def matrices(self, latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what expands latents and rotary keys, (1, n_query_heads, n, dim) each."""
+        import torch
+
+        n, first = latents.shape[-1] + rotary.shape[-1], latents.shape[-1]
+        basis = torch.eye(n + 1, n, dtype=latents.dtype, device=latents.device)[None, None]
+        states = self.expanded(basis[..., :first].contiguous(), basis[..., first:].contiguous())
+        keys, values = (one[:, :, :n] - one[:, :, n:] for one in states)
+        return keys, values[:, :, :first]
+
+
 _active: ContextVar[_Active | None] = ContextVar("kvalloc_attention", default=None)
+# The layer that a shared module computes.
+_called_layer: ContextVar[int | None] = ContextVar("kvalloc_layer", default=None)
+# The latents that a layer has just expanded, with the `id` of its module.
+_expanded: ContextVar[tuple[int, Tensor, Tensor] | None]
+_expanded = ContextVar("kvalloc_expanded", default=None)
 # Of each decoder: its attention modules, and the probe of them that succeeded.
 _probes: weakref.WeakKeyDictionary[nn.Module, tuple[object, Probe]] = weakref.WeakKeyDictionary()
 # The switch of each decoder, as long as a cache or somebody else holds it.
@@ -377,7 +454,7 @@ class AttentionSwitch:
 
     def __init__(self, model: nn.Module) -> None:
         decoder: nn.Module = decoder_of(model)
-        _check_goes_through_interface(model, decoder)
+        check_decoder_only(model)
         modules = list(decoder.modules())
         self._module_ids = frozenset(map(id, modules))
         self._decoder = weakref.ref(decoder)
@@ -395,8 +472,11 @@ class AttentionSwitch:
             result = probe(decoder, self._attention, self.intercepting)
             if result.final:
                 _probes[decoder] = parts, result
-        check_heads(decoder, result.heads)
         self.rotations, self._final = result.rotations, result.final
+        self.layers, self.n_query_heads = (
+            result.layers or configured_shapes(decoder),
+            result.queries,
+        )
 
     @classmethod
     def of(cls, model: nn.Module) -> AttentionSwitch:
@@ -474,8 +554,10 @@ class AttentionSwitch:
                 if within and type(config) is not _ConfigView:
                     vars(view)["_viewed"] = config
                     attributes["config"] = view
+                    view.lend(module)
                 elif not within and type(config) is _ConfigView:
                     attributes["config"] = config._viewed
+                    config.take_back(module)
 
 
 def _attention_modules(modules: list[nn.Module]) -> list[Any]:
@@ -498,19 +580,28 @@ def rotary_frequencies(model: nn.Module) -> list[Tensor | str]:
     return AttentionSwitch.of(model).frequencies()
 
 
+def latent_states(latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
+    """Return latents and rotary keys as keys and values of `AttentionStates`."""
+    import torch
+
+    return torch.cat([latents, rotary], dim=-1), latents
+
+
+def stored_layers(model: nn.Module) -> tuple[tuple[LayerShape, ...], int]:
+    """Return what each layer of a model stores, in order, and the query heads of a layer.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If the model's attention does not go through transformers' attention interface.
+    """
+    switch = AttentionSwitch.of(model)
+    return switch.layers, switch.n_query_heads
+
+
 def rotates_halves(model: nn.Module) -> bool:
     """Return whether every layer rotates halves of its queries, so they can be put elsewhere."""
     return AttentionSwitch.of(model).rotates_halves
-
-
-def _check_goes_through_interface(model: nn.Module, decoder: nn.Module) -> None:
-    check_decoder_only(model)
-    if not has_attention_interface(decoder):
-        raise UnsupportedModelError(
-            f"the attention of {type(model).__name__} does not go through transformers' attention "
-            "interface, so kvalloc cannot see it; use a model class that supports attention "
-            "backends."
-        )
 
 
 @cache
@@ -544,6 +635,8 @@ def _answered(
     """Return what a handler answers in place of an implementation."""
     kind: Any = type(module)
     function = attention_function(kind, base)
+    states = _states(active, base, module, (query, key, value), attention_mask, kwargs)
+    computed: AttentionResult | None = None
 
     def compute(
         mask: Tensor | None,
@@ -551,6 +644,10 @@ def _answered(
         values: Tensor | None = None,
         rows: slice | Tensor | None = None,
     ) -> AttentionResult:
+        nonlocal computed
+        if keys is not None and states.latents is not None:
+            n = states.latents[0].shape[-1]
+            keys, values = _Expansion(module).expanded(keys[..., :n], keys[..., n:])
         keys = key if keys is None else keys
         values = value if values is None else values
         queries, named = query, kwargs
@@ -561,31 +658,60 @@ def _answered(
         # Flash attention reads its own name from the config again, to pick a kernel.
         token = _active.set(None)
         try:
-            return function(module, queries, keys, values, mask, *more, **named)
+            computed = function(module, queries, keys, values, mask, *more, **named)
         finally:
             _active.reset(token)
+        return computed
 
+    output, weights = active.handler(states, compute)
+    if states.latents is not None and (computed is None or output is not computed[0]):
+        _, to_values = _Expansion(module).matrices(*states.latents)
+        output = (output.transpose(1, 2) @ to_values).transpose(1, 2).contiguous()
+    return output, weights
+
+
+def _states(
+    active: _Active,
+    base: str,
+    module: nn.Module,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    mask: Tensor | None,
+    kwargs: dict[str, Any],
+) -> AttentionStates:
+    """Return what a handler is shown of a layer's attention: queries, keys and values, and more."""
+    query, key, value = tensors
     scaling, softcap = kwargs.get("scaling"), kwargs.get("softcap")
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    layer = _called_layer.get()
+    if layer is None:
+        layer = int(module.layer_idx)  # type: ignore[arg-type]
     details: dict[str, Any] = {}
     if not active.known:
         details = {
             "output_projection": _output_projection(module, query.shape[1] * value.shape[-1]),
             "frequencies": current_frequencies(active.rotations.get(layer, "it is not known yet")),
         }
-    states = AttentionStates(
+    if (expanded := _expanded.get()) is not None and expanded[0] == id(module):
+        _expanded.set(None)
+        latents = expanded[1:]
+        to_keys, _ = _Expansion(module).matrices(*latents)
+        query, (key, value) = query @ to_keys.mT, latent_states(*latents)
+        details = {
+            "latents": latents,
+            "frequencies": "its keys are latents, of which a part is rotated",
+        }
+    return AttentionStates(
         layer=layer,
         queries=query,
         keys=key,
         values=value,
-        scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-        mask=attention_mask,
+        scaling=scaling,
+        mask=mask,
         # sdpa knows neither, and says so: scores leave them out as well
         softcap=None if softcap is None or base == "sdpa" else float(softcap),
         sink_logits=None if base == "sdpa" else _sink_logits(module, kwargs),
         **details,
     )
-    return active.handler(states, compute)
 
 
 def _sink_logits(module: nn.Module, kwargs: dict[str, Any]) -> Tensor | None:

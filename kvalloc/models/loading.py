@@ -27,18 +27,18 @@ from kvalloc.errors import (
 from kvalloc.files import near_file
 from kvalloc.formats.hub import HUB_TIMEOUT_SECONDS
 from kvalloc.models import gguf
+from kvalloc.models.attention import stored_layers
+from kvalloc.models.families import WITH_FULL_CACHE
 from kvalloc.models.names import COMMIT
 from kvalloc.models.quiet import quiet_transformers
 from kvalloc.models.structure import (
     check_decoder_only,
-    configured_heads,
     context_limit,
     rotary_settings,
-    size_of,
     text_config,
 )
 from kvalloc.models.weights import known_weights
-from kvalloc.shape import LayerType, ModelShape
+from kvalloc.shape import REDUCIBLE, ModelShape
 
 DEMO = "demo"
 DEMO_MODEL_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -49,8 +49,6 @@ _FEW_NUMBERS, _MOST_A_BYTE, _MOST_LAYERS = 2**24, 64, 10_000
 """A model of fewer numbers is made in no time; no weights have more numbers a byte."""
 
 DTYPES = ("float32", "bfloat16", "float16")
-
-_LAYER_TYPES: dict[str, LayerType] = {"full_attention": "full", "sliding_attention": "sliding"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,23 +209,38 @@ def shape_of(model: Any, *, model_id: str | None = None) -> ModelShape:
 
 def _shape_of(model: Any, model_id: str | None) -> ModelShape:
     name = type(model).__name__
-    whole = getattr(model, "config", None)
-    if whole is None:
-        raise UnsupportedModelError(f"{name} has no config; kvalloc needs a transformers model")
     check_decoder_only(model)
     config = text_config(model)
-    n_layers, heads = size_of(config, name, "num_hidden_layers"), configured_heads(model)
-    layer_types, sliding_window = _layer_types(config, name, n_layers)
+    layers, n_query_heads = stored_layers(model)
+    kinds = tuple(layer.kind for layer in layers)
+    if not {*kinds} & {*REDUCIBLE}:
+        raise UnsupportedModelError(
+            f"no layer of {name} stores entries of all tokens ({', '.join(sorted({*kinds}))}): its "
+            "cache has a constant size, so there is no budget to decide"
+        )
+    first = next(layer for layer in layers if layer.kind in REDUCIBLE)
+    other = next(
+        (i for i, x in enumerate(layers) if x.kind in REDUCIBLE and x.sizes != first.sizes), None
+    )
+    if other is not None:
+        raise UnsupportedModelError(
+            f"layer {other} of {name} has {layers[other].sizes_text}, and another one "
+            f"{first.sizes_text}; kvalloc gives budgets to layers that are alike: {WITH_FULL_CACHE}"
+        )
+    plain = all(one.kind in ("full", "sliding") and one.sizes == first.sizes for one in layers)
+    window = next((layer.window for layer in layers if layer.window), None)
     return ModelShape(
         model_id=model_id if model_id is not None else _known_as(model),
-        revision=getattr(whole, COMMIT, None),
-        n_layers=n_layers,
-        n_query_heads=heads.queries,
-        n_kv_heads=heads.kv,
-        head_dim=heads.key_dim,
+        revision=getattr(model.config, COMMIT, None),
+        n_layers=len(layers),
+        n_query_heads=n_query_heads,
+        n_kv_heads=first.kv_heads,
+        head_dim=first.key_dim,
+        value_dim=None if first.value_dim == first.key_dim else first.value_dim,
         dtype_bytes=int(model.dtype.itemsize),
-        layer_types=layer_types,
-        sliding_window=sliding_window,
+        layer_types=kinds,
+        layers=None if plain else layers,
+        sliding_window=window,
         max_context_tokens=context_limit(model),
         vocab_size=getattr(config, "vocab_size", None),
         rotary=rotary_settings(config),
@@ -412,32 +425,3 @@ def _known_as(model: Any) -> str:
     if _looks_like_path(name) or os.path.exists(name):
         return name.replace("\\", "/").rsplit("/", 1)[-1] or type(model).__name__
     return name
-
-
-def _layer_types(
-    config: Any, model_name: str, n_layers: int
-) -> tuple[tuple[LayerType, ...], int | None]:
-    if getattr(config, "num_kv_shared_layers", None):
-        raise UnsupportedModelError(
-            f"{model_name} shares keys and values between layers, which kvalloc does not account "
-            "for"
-        )
-    window = getattr(config, "sliding_window", None)
-    if getattr(config, "use_sliding_window", True) is False:
-        window = None
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:
-        kinds = ["sliding_attention" if window else "full_attention"] * n_layers
-    unknown = sorted({str(kind) for kind in kinds} - set(_LAYER_TYPES))
-    if unknown:
-        raise UnsupportedModelError(
-            f"{model_name} has layers of the kind {unknown[0]}; kvalloc works on full and sliding "
-            "attention"
-        )
-    types = tuple(_LAYER_TYPES[kind] for kind in kinds)[:n_layers]
-    if "full" not in types:
-        raise UnsupportedModelError(
-            f"all {n_layers} layers of {model_name} use a sliding window of {window} tokens: "
-            "their cache has a constant size, so there is no budget to decide"
-        )
-    return types, window if "sliding" in types else None

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from kvalloc.errors import MissingDependencyError, UnsupportedModelError
+from kvalloc.shape import LayerType
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -31,6 +32,12 @@ COLUMN = "cache_position"
 
 BY_TOKEN = ("input_ids", "position_ids", COLUMN, "token_type_ids")
 """Arguments of a decoder with an axis of new tokens, which is the last one."""
+
+LAYER = "layer_idx"
+"""Attribute of an attention: the number of its layer; argument where layers share it."""
+
+KEPT_LOGITS = "logits_to_keep"
+"""Argument of a forward: of how many of the latest tokens logits are wanted; 0 for all."""
 
 IMPLEMENTATION = "_attn_implementation"
 """Attribute of a config: the name of the attention implementation that its model uses."""
@@ -147,15 +154,52 @@ def is_paged(cache: Any) -> bool:
     return kind is not None and isinstance(cache, kind)
 
 
-def layer_classes() -> tuple[type, type]:
-    """Return transformers' cache layers of full and of sliding-window attention.
+_LAYER_KINDS: dict[str, LayerType] = {
+    "DynamicLayer": "full",
+    "DynamicSlidingWindowLayer": "sliding",
+    "LinearAttentionLayer": "state",
+    "LinearAttentionAndFullAttentionLayer": "hybrid",
+    "LinearAttentionAndSlidingWindowAttentionLayer": "sliding",
+    "DummyLayer": "none",
+}
+
+
+def layer_kind(layer: Any) -> LayerType | None:
+    """Return the kind of a cache layer of transformers; None if it is another one's."""
+    return _LAYER_KINDS.get(type(layer).__name__)
+
+
+def has_state(layer: Any) -> bool:
+    """Return whether a cache layer has a state of a convolution or a recurrence."""
+    return hasattr(layer, "conv_states")
+
+
+def state_class() -> type:
+    """Return transformers' cache layer of a state.
 
     Raises
     ------
     MissingDependencyError
     """
-    path, ability = "transformers.cache_utils:Dynamic", "a reduced cache"
-    return lookup(f"{path}Layer", ability), lookup(f"{path}SlidingWindowLayer", ability)
+    path = "transformers.cache_utils:LinearAttentionLayer"
+    return lookup(path, "a reduced cache beside states")  # type: ignore[no-any-return]
+
+
+def state_tensors(layer: Any) -> list[Tensor]:
+    """Return the tensors of a cache layer's state."""
+    states = (getattr(layer, name, None) or {} for name in ("conv_states", "recurrent_states"))
+    return [tensor for one in states for tensor in one.values() if tensor is not None]
+
+
+EXPANSION = "expand_kv"
+"""Method of a layer that expands latents and rotary keys, (batch, 1, n_tokens, dim) each, to keys
+and values of all heads."""
+
+
+@cache
+def takes_layer(function: Callable[..., Any]) -> bool:
+    """Return whether the forward of an attention takes the number of the layer it is called for."""
+    return LAYER in inspect.signature(function).parameters
 
 
 @cache
@@ -169,7 +213,8 @@ def takes_column(function: Callable[..., Any]) -> bool:
 
 def can_take_back(layer: Any) -> bool:
     """Return whether a cache layer can remove its latest tokens, which old sliding ones cannot."""
-    return not layer.is_sliding or hasattr(layer, "record_past")
+    slides = getattr(layer, "is_sliding", False)
+    return not has_state(layer) and (not slides or hasattr(layer, "record_past"))
 
 
 def record_past(layers: Iterable[Any]) -> None:
@@ -199,20 +244,6 @@ def set_implementation(config: Any, name: str) -> None:
 def register_implementation(name: str, function: Callable[..., Any]) -> None:
     """Add an implementation to transformers' table."""
     lookup("transformers:AttentionInterface", "a reduced cache").register(name, function)
-
-
-def has_attention_interface(decoder: Any) -> bool:
-    """Return whether the attention of a model goes through transformers' attention interface.
-
-    Raises
-    ------
-    MissingDependencyError
-        If this version of transformers has no such attribute on any model.
-    """
-    ability, name = "seeing what a model attends to", "_supports_attention_backend"
-    lookup(f"transformers:PreTrainedModel.{name}", ability)
-    lookup(f"transformers:PreTrainedConfig.{IMPLEMENTATION}", ability)
-    return bool(getattr(decoder, name, False))
 
 
 @cache

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvalloc.errors import UnsupportedModelError, one_line, warn_user
+from kvalloc.models.families import WITH_FULL_CACHE, cached_layers, layer_shapes
 from kvalloc.models.names import cache_keyword
 from kvalloc.models.rope import rotation_of
 from kvalloc.models.structure import (
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from kvalloc.models.rope import Rotation
+    from kvalloc.shape import LayerShape
 
 _POSITIONS = (0, 1, 17, 200)
 """Positions of a probe: small ones for pairs that rotate fast, large ones for slow pairs."""
@@ -38,7 +40,7 @@ _TOKENS = (1, 2)
 
 _ONCE = (
     "kvalloc evicts and rounds what a cache stores, so each layer has to attend, once in a "
-    "forward, to what its cache returns; use this model with its full cache"
+    f"forward, to what its cache returns; {WITH_FULL_CACHE}"
 )
 
 
@@ -50,15 +52,18 @@ class Probe:
     ----------
     rotations : dict of int to Rotation
         By layer. It has no strong reference to the decoder.
-    heads : dict of int to Heads
-        Heads that each layer asks with and stores. Empty if they were not seen.
+    layers : tuple of LayerShape, or None
+        What each layer stores; None if that was not seen.
+    queries : int
+        Query heads of a layer that attends; the config's if none was seen.
     final : bool
         Whether a later probe would find the same. Not if the forward failed, queries were zeros,
         or the model is in training mode.
     """
 
     rotations: Mapping[int, Rotation]
-    heads: Mapping[int, Heads]
+    layers: tuple[LayerShape, ...] | None
+    queries: int
     final: bool
 
     @property
@@ -91,20 +96,25 @@ def probe(
     UnsupportedModelError
         If a layer attends to anything but what its cache returned, or not once in a forward.
     """
-    seen = _Seen({layer: type(module).__name__ for layer, module in layers.items()})
+    seen = _Seen(dict(layers), cached_layers(decoder))
     rotations: dict[int, Any] = {}
     failure = ""
     try:
         with intercepting(seen.attend):
             positions = _run(decoder, seen)
-        for layer in seen.queries.keys() & layers.keys():
+        for layer in seen.queries:
             # dropout may change its queries then
-            kind = seen.kinds[layer] + " in training mode" * decoder.training
+            kind = seen.kind(layer) + " in training mode" * decoder.training
             rotations[layer] = rotation_of(kind, seen.queries[layer], positions, decoder)
     except Exception as error:  # models fail in any way
         failure = f"a probe raises {type(error).__name__}: {one_line(error)}"
     # gradient checkpointing takes the cache away from a model in training
     complete = not failure and bool(seen.stored or not decoder.training)
+    if complete and not seen.calls:
+        name, why = type(decoder).__name__, "stores no keys and values, so nothing can be reduced"
+        if seen.stored:
+            why = "attends without transformers' attention interface, so kvalloc cannot see it"
+        raise UnsupportedModelError(f"{name} {why}; {WITH_FULL_CACHE}")
     if complete or (failure and max(seen.calls.values(), default=0) > 1):
         seen.count()
     if seen.fault is not None:
@@ -112,36 +122,20 @@ def probe(
     if failure:
         warn_user(f"it is not known how {type(decoder).__name__} rotates its queries: {failure}")
     final = not (failure or decoder.training or None in rotations.values())
-    for layer, kind in seen.kinds.items():
+    for layer in layers.keys() | seen.queries.keys():
+        kind = seen.kind(layer)
         if failure or rotations.get(layer) is None:
             zeros = "a probe finds zeros or no numbers"
             why = failure or (zeros if layer in rotations else "a probe calls no attention of it")
             rotations[layer] = f"it is not known when {kind} rotates its queries: {why}"
-    return Probe(rotations=rotations, heads=seen.heads if complete else {}, final=final)
-
-
-def check_heads(decoder: Any, heads: Mapping[int, Heads]) -> None:
-    """Refuse a model with other heads than its config says: bytes are counted by the config.
-
-    Raises
-    ------
-    UnsupportedModelError
-        Names the first layer that differs.
-    """
-    configured = configured_heads(decoder)
-    layer = next((layer for layer in sorted(heads) if heads[layer] != configured), None)
-    if layer is None:
-        return
-    seen = heads[layer]
-    way_out = (
-        "kvalloc works on models with the same heads in every layer, and keys and values of one "
-        "size"
-    )
-    if {*heads.values()} == {Heads(configured.queries, seen.kv, seen.key_dim, seen.key_dim)}:
-        way_out = f"set its num_key_value_heads to {seen.kv} and its head_dim to {seen.key_dim}"
-    raise UnsupportedModelError(
-        f"layer {layer} of {type(decoder).__name__} has {seen.differences(configured)}, but the "
-        f"config says {configured.differences(seen)}; {way_out}"
+    shapes = None
+    if complete:
+        shapes = layer_shapes(decoder, seen.layers, seen.heads, seen.reads, seen.latents)
+    return Probe(
+        rotations=rotations,
+        layers=shapes,
+        queries=seen.n_query_heads or configured_heads(decoder).queries,
+        final=final,
     )
 
 
@@ -151,11 +145,18 @@ class _Seen:
 
     Attributes
     ----------
-    kinds : dict of int to str
-        Class of each layer's attention.
+    modules : dict of int to nn.Module
+        Each layer's attention.
+    layers : list
+        Of the cache.
     queries : dict of int to Tensor
         Of the latest call of each layer.
     heads : dict of int to Heads
+        Of each layer that stores entries.
+    reads : dict of int to int
+        Of each layer that attends to what another one's cache returned, which.
+    latents : set of int
+        Layers that expand what their cache returned.
     stored : dict of int to list
         What the cache returned, and copies of it, by layer.
     calls : dict of int to int
@@ -164,23 +165,34 @@ class _Seen:
         The first thing that is wrong.
     """
 
-    kinds: dict[int, str]
+    modules: dict[int, nn.Module]
+    layers: list[Any]
     queries: dict[int, Tensor] = field(default_factory=dict)
     heads: dict[int, Heads] = field(default_factory=dict)
+    reads: dict[int, int] = field(default_factory=dict)
+    latents: set[int] = field(default_factory=set)
     stored: dict[int, list[Any]] = field(default_factory=lambda: defaultdict(list))
     calls: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    n_query_heads: int = 0
     fault: str | None = None
 
-    def cache(self, config: Any) -> Any:
+    def kind(self, layer: int) -> str:
+        """Return the class of a layer's attention."""
+        return type(self.modules[layer]).__name__ if layer in self.modules else "the model"
+
+    def cache(self) -> Any:
         """Return a plain cache, and note its updates."""
         from transformers import DynamicCache
 
-        cache: Any = DynamicCache(config=config)
+        cache: Any = DynamicCache()
+        cache.layers, cache.layer_class_to_replicate = self.layers, None
         plain = cache.update
 
         def update(keys: Tensor, values: Tensor, layer: int, *args: Any, **kwargs: Any) -> Any:
             states = plain(keys, values, layer, *args, **kwargs)
             self.stored[layer].append((states, [copies.clone() for copies in states]))
+            heads, dim = keys.shape[1::2]
+            self.heads[layer] = Heads(0, heads, dim, values.shape[-1])
             return states
 
         cache.update = update
@@ -194,7 +206,15 @@ class _Seen:
         layer, attended = states.layer, (states.keys, states.values)
         self.calls[layer] += 1
         self.queries[layer] = states.queries
-        returned, copies = self.stored[layer][-1] if layer in self.stored else (attended, attended)
+        source = layer
+        if layer not in self.stored:  # it may attend to what another layer stores
+            source = next((i for i, one in self.stored.items() if one[-1][0][0] is states.keys), -1)
+            if source >= 0:
+                self.reads[layer] = source
+        returned, copies = self.stored[source][-1] if source in self.stored else (attended,) * 2
+        if states.latents is not None and layer in self.stored:
+            self.latents.add(layer)
+            attended = states.latents
         for name, now, was, copied in zip(
             ("keys", "values"), attended, returned, copies, strict=True
         ):
@@ -202,13 +222,10 @@ class _Seen:
                 difference = f"{_size(now)}, stored are {_size(was)}"
                 if now.shape == was.shape:
                     difference = "of the same size, changed or copied after they were stored"
-                kind = self.kinds.get(layer)
-                self.fault = f"layer {layer} of {kind} attends to other {name} than its cache "
-                self.fault += f"returned: {difference}"
-        n_query_heads, n_new = states.queries.shape[1:3]
-        n_kv_heads, key_dim = returned[0].shape[1::2]
-        self.heads[layer] = Heads(n_query_heads, n_kv_heads, key_dim, returned[1].shape[-1])
-        group = n_query_heads // states.values.shape[1]
+                self.fault = f"layer {layer} of {self.kind(layer)} attends to other {name} than "
+                self.fault += f"its cache returned: {difference}"
+        self.n_query_heads, n_new = states.queries.shape[1:3]
+        group = self.n_query_heads // states.values.shape[1]
         newest = states.values[:, :, -n_new:]  # there are others if a layer runs several times
         return newest.repeat_interleave(group, dim=1).transpose(1, 2).contiguous(), None
 
@@ -216,11 +233,11 @@ class _Seen:
         """Look whether each layer has stored and attended once."""
         for layer in sorted(self.calls.keys() | self.stored.keys()):
             calls, updates = self.calls[layer], len(self.stored[layer])
-            if (calls, updates) != (1, 1):
-                kind = self.kinds.get(layer, "the model")
+            expected = 1 - (layer in self.reads)
+            if (calls, updates) != (1, expected):
                 self.fault = (
-                    f"layer {layer} of {kind} makes {calls} attention calls and {updates} updates "
-                    "of the cache in one forward, expected 1 and 1"
+                    f"layer {layer} of {self.kind(layer)} makes {calls} attention calls and "
+                    f"{updates} updates of the cache in one forward, expected 1 and {expected}"
                 )
                 return
 
@@ -260,6 +277,6 @@ def _run(decoder: Any, seen: _Seen) -> Tensor:
             input_ids=ids.repeat_interleave(len(positions))[:, None],
             position_ids=positions.repeat(len(ids))[:, None],
             use_cache=not decoder.training,  # some say that it goes badly with checkpointing
-            **cache_keyword(decoder, seen.cache(config)),
+            **cache_keyword(decoder, seen.cache()),
         )
     return positions

@@ -20,7 +20,10 @@ def decoder_of(model: Any) -> Any:
     """Return the model without its language-model head; each forward passes through it once."""
     get_decoder = getattr(model, "get_decoder", None)
     decoder = get_decoder() if get_decoder is not None else None
-    return uncompiled(model if decoder is None else decoder)
+    decoder = uncompiled(model if decoder is None else decoder)
+    if hasattr(decoder, "lm_head") and hasattr(decoder, "model"):  # Llama 4 returns its head, too
+        return uncompiled(decoder.model)
+    return decoder
 
 
 def decoder_layers(model: Any) -> Any:
@@ -70,8 +73,12 @@ def input_device(model: Any) -> torch.device:
 
 def text_config(model: Any) -> Any:
     """Return the config of the model's decoder, also if the model's config has several parts."""
-    of_text = getattr(model.config, "get_text_config", None)
-    return model.config if of_text is None else of_text(decoder=True)
+    config = getattr(model, "config", None)
+    if config is None:
+        name = type(model).__name__
+        raise UnsupportedModelError(f"{name} has no config; kvalloc needs a transformers model")
+    of_text = getattr(config, "get_text_config", None)
+    return config if of_text is None else of_text(decoder=True)
 
 
 class Heads(NamedTuple):
@@ -129,6 +136,11 @@ def size_of(config: Any, model_name: str, field: str) -> int:
             "it works on models with the same attention heads in every layer"
         )
     return value
+
+
+def has_layer_inputs(model: Any) -> bool:
+    """Return whether each layer has embeddings of the tokens beside its hidden states."""
+    return bool(getattr(text_config(model), "hidden_size_per_layer_input", 0))
 
 
 def context_limit(model: Any) -> int | None:

@@ -29,7 +29,7 @@ from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.formats.shipped_profiles import load_profile
 from kvalloc.models import names
 from kvalloc.models.loading import check_not_loaded
-from kvalloc.models.structure import decoder_of
+from kvalloc.models.structure import decoder_of, text_config
 from kvalloc.online.conflicts import check_conflicts, given_names
 from kvalloc.online.decision import Decision, PromptSize, StoredProfile
 from kvalloc.online.default import Default
@@ -221,7 +221,7 @@ class Applied:
         self._model, self._decoder = model, decoder_of(model)
         self._decision, self._lossless = decision, lossless
         # whether a model puts images between its tokens, so that these do not say what is read
-        self._embeds = getattr(model, "base_model", model) is not self._decoder
+        self._embeds = text_config(model) is not model.config
         # Made now, so that what cannot work is refused here; held, so that the hooks stay.
         self._held: BudgetCache | None = self._new_cache(self._size({}, None))
         self._limited = self._held.options.memory is not None or self._held.profile.fits_a_peak
@@ -229,7 +229,8 @@ class Applied:
         self._read_tokens: int | None = None  # of the latest cache, if a forward made it
         self._warned_of_whole = False
         hooks.serve(self._decoder, self._read)
-        self._watching = hooks.watch_calls(model) if self._embeds else None
+        outer = getattr(model, "base_model", model) is not self._decoder  # may make caches itself
+        self._watching = hooks.watch_calls(model) if outer else None
         if _IN_EFFECT not in vars(model):
             _lend_methods(model)
         vars(model)[_IN_EFFECT].append(self)

@@ -18,11 +18,11 @@ from typing import ClassVar
 import numpy as np
 
 from kvalloc.accounting.costs import (
+    constant_entries,
     entries_in_share,
     head_bytes,
     plain_bytes,
     reading_bytes,
-    sliding_entries,
 )
 from kvalloc.errors import InputError
 from kvalloc.formats.budget_profile import BudgetProfile
@@ -188,9 +188,9 @@ class Method:
         """
         setting, shape = self.setting, self.setting.shape
         context = tokens or min(shape.max_context_tokens or 4096, 4096)
-        table, sliding = (shape.n_layers, shape.n_kv_heads), list(shape.sliding_layers)
-        bits, budgets = np.full(table, self.bits), np.full(table, setting.entries(context))
-        bits[sliding], budgets[sliding] = 16, sliding_entries(shape, context)
+        budgets, full = constant_entries(shape, context), list(shape.full_layers)
+        bits = np.full_like(budgets, 16)
+        bits[full], budgets[full] = self.bits, setting.entries(context)
         return BudgetProfile(
             shape=shape,
             level="head",

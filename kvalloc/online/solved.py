@@ -161,7 +161,7 @@ def shares_of_rows(file: str, share: float, lengths: tuple[int, ...]) -> tuple[f
         CacheCosts(shape=scores.shape, context_tokens=tokens, batch=1, page_tokens=1)
         for tokens in lengths
     ]
-    extra = [one.sliding_bytes + one.reading_bytes for one in costs]  # a pool holds the peaks
+    extra = [one.constant_bytes + one.reading_bytes for one in costs]  # a pool holds the peaks
     request = {"level": "head", "objective": "loss", "bits": WIDTHS}
     pool = solve_pool(
         [(scores, {**request, "context": tokens}, 1.0) for tokens in lengths],

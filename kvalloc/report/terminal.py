@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from unicodedata import combining, east_asian_width
 
 from kvalloc.errors import one_line, plain
+from kvalloc.shape import REDUCIBLE
 
 if TYPE_CHECKING:
     from kvalloc.formats.budget_profile import BudgetProfile
@@ -214,7 +215,7 @@ def layer_bars(
     heading, *lines = table_lines((*headings, scale), [(*row, "") for row in rows], left=(-1,))
     begin, types = heading.index(scale), profile.shape.layer_types
     for place, (line, share) in enumerate(zip(lines, shares, strict=True)):
-        remark = "  sliding" if types[place] == "sliding" else ""
+        remark = "" if types[place] in REDUCIBLE else f"  {types[place]}"
         width = max(10, terminal_width() - begin - len(remark))
         lines[place] = f"{line:<{begin}}{bar(share / full_bar, width)}{remark}".rstrip()
     return [heading, *lines]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -33,8 +34,11 @@ RETENTION_NOTE = "retention predicts kept attention mass, not answer quality"
 
 def model_text(shape: ModelShape) -> str:
     """Return a model on one line."""
-    sliding = shape.n_layers - len(shape.full_layers)
-    kinds = f" ({sliding} of them sliding, window {shape.sliding_window})" if sliding else ""
+    counts = Counter(layer.kind for layer in shape.by_layer)
+    kinds = ", ".join(f"{n} of them {kind}" for kind, n in counts.items() if kind != "full")
+    if kinds:
+        window = f", window {shape.sliding_window}" if shape.sliding_window else ""
+        kinds = f" ({kinds}{window})"
     return (
         f"{shape.model_id}: {shape.n_layers} layers{kinds} x {shape.n_kv_heads} KV "
         f"head{'s' if shape.n_kv_heads > 1 else ''}, {shape.bytes_per_entry:,} bytes an entry"

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from kvalloc.accounting import IntArray
 from kvalloc.errors import ModelMismatchError, UnsupportedRequestError
+from kvalloc.models.families import WITH_FULL_CACHE
+from kvalloc.models.names import has_state
 from kvalloc.runtime import hooks, prompt, refusals, turns
 from kvalloc.runtime.checks import Checks
 from kvalloc.runtime.door import Door
@@ -22,6 +24,7 @@ from kvalloc.runtime.extension import Extension
 from kvalloc.runtime.figures import CacheFigures
 from kvalloc.runtime.forwards import HALF_WAY, Forward, HookedCache
 from kvalloc.runtime.rows import Method, Row
+from kvalloc.runtime.states import select_rows
 from kvalloc.runtime.store import Store
 
 TURN_BROKEN_OFF = (
@@ -50,13 +53,17 @@ class BudgetCache(CacheFigures, HookedCache):
         The texts of its batch; none before the first forward.
     extensions : list of Extension
         What listens to it.
+    attending : int
+        Layers that attend.
+    reads, last_readers : dict of int to int
+        Of each layer that reads another one's entries, which; of these, the last that reads them.
 
     Notes
     -----
     Rows of a batch may have different lengths, padded on either side: each gets the budgets of
     its own length, and padding is neither kept nor counted. A prompt may come in chunks that are
     announced (``prompt_tokens``). `reorder_cache` (beam search), `crop` back to the end of the
-    prompt, `copy.deepcopy` and `reset` work. Sliding-window layers are transformers' own.
+    prompt, `copy.deepcopy` and `reset` work. Layers without budgets are transformers' own.
     """
 
     read_ids: Tensor | None = None  # the first tokens that it has seen, as far as they are known
@@ -76,6 +83,15 @@ class BudgetCache(CacheFigures, HookedCache):
         self.methods = tuple(methods)
         self.door = Door(announced, lengths)
         self.extensions: list[Extension] = []
+        kinds = methods[0].profile.shape.layer_types
+        self.attending = sum(kind not in ("state", "none") for kind in kinds)
+        self.traceable = not {*kinds} - {"full", "sliding", "chunked"}
+        shapes = enumerate(methods[0].profile.shape.by_layer)
+        self.reads = {index: one.reads for index, one in shapes if one.reads is not None}
+        self.last_readers = {source: index for index, source in self.reads.items()}
+        self._own = {
+            i: copy.deepcopy(one) for i, one in enumerate(layers) if not isinstance(one, Store)
+        }  # transformers' layers, without tokens
         self.spent = False  # whether its budgets were decided from a prompt that is gone
         self._forget()
         hooks.retain(self, decoder)
@@ -160,19 +176,39 @@ class BudgetCache(CacheFigures, HookedCache):
         for one in self.extensions:
             one.appended(layer_idx, key_states, value_states)
         if isinstance(store := self.layers[layer_idx], Store):
+            if not store.rows:
+                self._check_sizes(layer_idx, key_states, value_states)
             return store.update(key_states, value_states, running.batch, interval=running.interval)
         updated = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return updated[0], updated[1]
+
+    def _check_sizes(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Refuse entries of other sizes than a forward of a few tokens has shown."""
+        known, (heads, dim) = self.methods[0].profile.shape.by_layer[layer], keys.shape[1::2]
+        found = replace(known, kv_heads=heads, key_dim=dim, value_dim=int(values.shape[-1]))
+        if found != known:
+            raise ModelMismatchError(
+                f"layer {layer} of {self._name} stores {found.sizes_text}, and when it was looked "
+                f"at {known.sizes_text}; {WITH_FULL_CACHE}"
+            )
+
+    def renew_own_layers(self) -> None:
+        """Forget all that transformers' own layers hold."""
+        for index, layer in self._own.items():
+            self.layers[index] = copy.deepcopy(layer)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether a layer has a state, out of which no token can be taken again."""
+        return any(map(has_state, self.layers))
 
     def reset(self) -> None:
         """Forget prompt and tokens, and free their storage; the next forward is a new prompt."""
         self.read_ids = None
         self.spent |= bool(self.rows) and any(method.once for method in self.methods)
-        for layer in self.layers:
-            if not isinstance(layer, Store):
-                layer.keys = layer.values = None
-                layer.is_initialized = False
-            layer.reset()
+        for store in self.stores.values():
+            store.reset()
+        self.renew_own_layers()
         self.door.forget()
         for one in self.extensions:
             one.reset()
@@ -241,6 +277,11 @@ class BudgetCache(CacheFigures, HookedCache):
             )
         if self.interrupted is not None:
             raise UnsupportedRequestError(self.interrupted)
+        if remove > 0 and self.has_states:
+            raise UnsupportedRequestError(
+                "cannot crop: layers of this model have a state, out of which no token can be "
+                "taken again; crop nothing, and go on from a copy.deepcopy(cache) made before"
+            )
         for layer in self.layers if remove > 0 else ():
             if isinstance(layer, Store):
                 if layer.tail is not None and (removed > layer.tail.lengths).any():
@@ -250,8 +291,10 @@ class BudgetCache(CacheFigures, HookedCache):
                         "eviction, and what went there cannot come back; crop a "
                         "copy.deepcopy(cache) that was made before, or read the text anew"
                     )
-            elif not getattr(layer, "record_past", False) and (
-                layer.get_seq_length() >= layer.sliding_window
+            elif (
+                hasattr(layer, "sliding_window")
+                and not getattr(layer, "record_past", False)
+                and (layer.get_seq_length() >= layer.sliding_window)
             ):
                 raise UnsupportedRequestError(
                     "cannot crop: a sliding-window layer has already dropped the tokens that "
@@ -305,7 +348,7 @@ class BudgetCache(CacheFigures, HookedCache):
         if (ids := self.read_ids) is not None:
             self.read_ids = ids[rows.to(ids.device)] if len(ids) == self.batch else None
         for layer in self.layers:
-            layer.batch_select_indices(rows)
+            select_rows(layer, rows)
         self.door.select(rows)
         self.rows = [self.rows[row] for row in rows.tolist()]
         for one in self.extensions:

@@ -198,6 +198,7 @@ def before_traced(
         or kwargs.get("use_cache") is False
         or kwargs.get("output_attentions")
         or isinstance(kwargs.get("attention_mask"), dict)
+        or not cache.traceable
     ):
         names.break_graph(UNCOMPILED)
     tokens, seen = torch.ops.kvalloc.begin(cache.number, tokens, kwargs.get("attention_mask"))

@@ -237,11 +237,12 @@ class Eviction:
         if head is not None:
             group = queries.shape[1] // n_heads
             states, queries = template.kv_head(head), queries[:, head * group : (head + 1) * group]
+        keys, values = store.seen_as(candidates.keys, candidates.values)
         states = replace(
             states,
             queries=queries,
-            keys=candidates.keys,
-            values=candidates.values,
+            keys=keys,
+            values=values,
             absent=candidates.absent,
             counts=candidates.counts,
             older=max(int(queries.shape[2]) - new, 0),
@@ -345,7 +346,7 @@ class Eviction:
             over = int(stored_bytes(counts + kept_counts, width, shape).sum() - granted_bytes)
             if over <= 0:
                 return counts
-            total -= -(-over // sum(packed_row_bytes(width, shape.head_dim)))
+            total -= -(-over // sum(packed_row_bytes(width, *shape.dims)))
 
     @torch.no_grad()
     def _evictable_scores(self, layer: int, store: Store) -> list[Tensor]:
@@ -401,6 +402,7 @@ class Eviction:
             and not self.scored
             and all(each.kept is None and not each.notes.later for each in (store, group[first]))
             and (layer in self.widths) == (first in self.widths)
+            and store.readers == group[first].readers
             and store.keys.shape == group[first].keys.shape
             and store.values.shape == group[first].values.shape
             and (one.scaling, one.softcap, one.frequencies is other.frequencies)
@@ -502,6 +504,7 @@ class Eviction:
                 limits = Limits(sinks=self.sinks, window=self.window)
                 made = self.policy.combine(states, kept, budgets, **limits)
                 keys, values = (states.keys, states.values) if made is None else made
+        keys, values = store.stored_as(keys, values)
         return _flat(bundle, targets.shape[1], keys, values, positions, kept, budgets.numpy())
 
     def _note(
@@ -569,7 +572,7 @@ def _flat(
 def evict(cache: Any, eviction: Eviction, targets: Mapping[int, IntArray]) -> None:
     """Evict in these layers of a cache, by scores of all of them if the heads share budgets."""
     stores, profiles = cache.stores, [cache.rows[row].profile for row in eviction.rows]
-    with without_autocast(cache.layers[0].keys):
+    with without_autocast(next(iter(stores.values())).keys):
         if targets and eviction.by_prompt:
             targets = eviction.hand_out(stores, targets, profiles)
         for listener in cache.extensions:

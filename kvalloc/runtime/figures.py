@@ -16,6 +16,7 @@ from kvalloc.accounting.costs import full_bytes
 from kvalloc.accounting.stored import bytes_at_16_bits, layer_tensors, storages
 from kvalloc.errors import InputError, one_line
 from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.models.names import state_tensors
 from kvalloc.runtime.door import Door
 from kvalloc.runtime.options import CacheOptions
 from kvalloc.runtime.rows import Method, Row
@@ -114,7 +115,7 @@ class CacheFigures(Cache):
         if not self.batch:
             return 0
         shape = self.methods[0].profile.shape
-        shape = replace(shape, dtype_bytes=self.layers[0].keys.dtype.itemsize)
+        shape = replace(shape, dtype_bytes=next(iter(self.stores.values())).keys.dtype.itemsize)
         slid_out: int = sum(
             tensor.untyped_storage().nbytes() - tensor.nbytes
             for layer in self.layers
@@ -136,8 +137,10 @@ class CacheFigures(Cache):
         counts: IntArray = np.zeros((self.batch, len(self.layers), heads), dtype=np.int64)
         tokens = self.tokens
         for index, layer in enumerate(self.layers if self.batch else ()):
-            stored = layer.counts(tokens) if isinstance(layer, Store) else layer.keys.shape[-2]
-            counts[:, index] = stored
+            if isinstance(layer, Store):
+                counts[:, index] = layer.counts(tokens)
+            elif (keys := getattr(layer, "keys", None)) is not None:
+                counts[:, index] = keys.shape[-2]
         return counts
 
     @property
@@ -146,8 +149,9 @@ class CacheFigures(Cache):
         return np.array([row.seen for row in self.rows], dtype=np.int64)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Return all K and V tensors."""
-        return (tensor for layer in self.layers for tensor in layer_tensors(layer))
+        """Return all K and V tensors, and states."""
+        of_layer = (layer_tensors, state_tensors)
+        return (tensor for layer in self.layers for read in of_layer for tensor in read(layer))
 
     def kept_indices(self, layer: int) -> Tensor:
         """Original positions of the prompt's entries that a layer keeps.
@@ -158,7 +162,7 @@ class CacheFigures(Cache):
         Parameters
         ----------
         layer : int
-            A full-attention layer.
+            A layer with budgets.
 
         Returns
         -------
@@ -170,11 +174,15 @@ class CacheFigures(Cache):
         Raises
         ------
         InputError
-            If the layer is a sliding one, or no prompt has been seen.
+            If the layer has no budgets, or no prompt has been seen.
         """
         store = self.layers[layer]
         if not isinstance(store, Store):
-            raise InputError(f"layer {layer} is a sliding-window layer: it keeps the last tokens")
+            kind = self.methods[0].profile.shape.layer_types[layer]
+            raise InputError(
+                f"layer {layer} is of the kind '{kind}': what it holds has a constant size, and "
+                "nothing of it is kept by a budget"
+            )
         if not self.batch or self.door.prompt_columns is None:
             raise InputError("the cache has seen no prompt yet; run the model with it first")
         prompt = min(self.door.prompt_columns, store.seen)

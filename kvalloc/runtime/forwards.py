@@ -21,9 +21,11 @@ from kvalloc.models.attention import AttentionStates, AttentionSwitch, Compute, 
 from kvalloc.runtime import prompt, refusals, turns
 from kvalloc.runtime.attention.backends import attend
 from kvalloc.runtime.attention.call import AttentionCall
+from kvalloc.runtime.attention.masks import over_entries
 from kvalloc.runtime.checks import Checks
 from kvalloc.runtime.door import Batch, shown
 from kvalloc.runtime.evict import Running, evict
+from kvalloc.runtime.notes import by_kv_head
 from kvalloc.runtime.pieces import part
 from kvalloc.runtime.refusals import new_tokens_shape
 from kvalloc.runtime.store import Store
@@ -89,6 +91,7 @@ class Forward:
         self.attended = 0
         self.mask: Tensor | None = None
         self.callback: Any = None
+        self._queries: list[Tensor] = []  # of the layers that read one's entries, so far
         self._checks = Checks()
 
     def begin(self, decoder: nn.Module, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -133,15 +136,17 @@ class Forward:
             or all(isinstance(layer, Store) and layer.kept is not None for layer in cache.layers)
         ):
             return {}
-        return {"attention_mask": door.mask(cache.layers[0].device)}
+        return {"attention_mask": door.mask(next(iter(cache.stores.values())).device)}
 
     def attend(self, states: AttentionStates, compute: Compute) -> Any:
         """Answer one layer's attention over all that it holds; then evict."""
         self.attended += 1
-        store, running = self.cache.layers[states.layer], self.running
+        index = self.cache.reads.get(states.layer, states.layer)
+        store, running = self.cache.layers[index], self.running
         if not isinstance(store, Store):
             output = compute(states.mask)
-            _free_slid_out(store, states)
+            if index == states.layer:
+                _free_slid_out(store, states)
             return output
         assert running is not None
         batch, aligned = running.batch, states
@@ -149,18 +154,35 @@ class Forward:
             aligned = replace(states, queries=batch.aligned(states.queries))
         if store.kept is None:
             output = compute(states.mask)
+        elif store.latent:
+            output = compute(self._mask(store, states))
         else:
             output = self._answer(store, aligned, compute, batch)
         if store.template is None:
             store.template = _without_tokens(states)
-        if not batch.follows:
+        if not (batch.follows or (store.latent and store.kept is not None)):
             _check_shown(store, states)
         if running.n_queries:
-            store.notes.queries.note(aligned.queries.detach(), batch.lengths, running.n_queries)
+            self._queries.append(aligned.queries.detach())
+        if states.layer != self.cache.last_readers.get(index, index):
+            return output  # another layer reads these entries, too
+        if running.n_queries:
+            queries, self._queries = by_kv_head(self._queries, int(store.keys.shape[1])), []
+            store.notes.queries.note(queries, batch.lengths, running.n_queries)
             store.notes.noted_until = store.seen
         if running.planned or running.observing:
-            self._evict(states.layer, store, running)
+            self._evict(index, store, running)
         return output
+
+    def _mask(self, store: Store, states: AttentionStates) -> Any:
+        """Return the mask of new tokens over all entries of a reduced layer."""
+        assert self.running is not None
+        batch, shown = self.running.batch, store.shown()
+        if shown is None and batch.new == 1:
+            return None
+        base = names.base_implementation(self.cache.decoder().config)
+        places, stored = batch.places.to(states.keys.device), int(states.keys.shape[2])
+        return over_entries(base, shown, places, stored=stored, dtype=states.queries.dtype)
 
     def _answer(self, store: Any, states: AttentionStates, compute: Compute, batch: Batch) -> Any:
         """Answer new tokens, in order, from what a reduced layer holds."""
@@ -226,10 +248,12 @@ class Forward:
                 if store.notes.noted_until > batch.seen:
                     store.notes.queries.undo()
                     store.notes.noted_until = batch.seen
-        if {layer.get_seq_length() for layer in cache.layers} != {batch.seen}:
+        lengths = {one.get_seq_length() for one in cache.layers if hasattr(one, "get_seq_length")}
+        if lengths != {batch.seen} or (batch.seen and cache.has_states):
             cache.broken = HALF_WAY
         elif not batch.seen:
             cache.rows = []
+            cache.renew_own_layers()
 
 
 def _check_shown(store: Store, states: AttentionStates) -> None:
@@ -237,7 +261,8 @@ def _check_shown(store: Store, states: AttentionStates) -> None:
 
     `kvalloc.models.probe` asks this first, but it may have failed.
     """
-    pairs = (states.keys, store.keys), (states.values, store.values)
+    shown = states.latents or (states.keys, states.values)
+    pairs = zip(shown, (store.keys, store.values), strict=True)
     if not all(shown is stored or shown.is_set_to(stored) for shown, stored in pairs):
         raise UnsupportedModelError(
             f"layer {states.layer} attends to other keys or values than its cache returned, so "
@@ -251,7 +276,7 @@ def _without_tokens(states: AttentionStates) -> AttentionStates:
         tensor[:1, :, :0].detach().clone()
         for tensor in (states.queries, states.keys, states.values)
     )
-    return replace(states, queries=queries, keys=keys, values=values, mask=None)
+    return replace(states, queries=queries, keys=keys, values=values, mask=None, latents=None)
 
 
 def _free_slid_out(layer: Any, states: AttentionStates) -> None:
@@ -325,6 +350,8 @@ def begin(
         raise
     running[thread] = forward  # where budgets were decided, the model has run in between
     arguments = {**names.without_cache(arguments), entry.argument: cache, **changed}
+    if cache.reads and names.KEPT_LOGITS in arguments:
+        arguments[names.KEPT_LOGITS] = 0  # layers that read others' entries see all tokens
     if decoded:
         forward.mask = arguments.get("attention_mask")
     else:
@@ -386,12 +413,12 @@ def close(entry: Installed, *, completed: bool) -> Sequence[Any]:
     if forward.token is not None:
         entry.switch.leave(forward.token)
     if forward.running is not None:
-        layers, calls = len(forward.cache.layers), forward.attended
+        layers, calls = forward.cache.attending, forward.attended
         forward.end(completed=completed and calls == layers)
         if completed and calls != layers:
             raise UnsupportedModelError(
                 f"{calls} attention calls went through transformers' attention interface in a "
-                f"forward of {layers} layers, expected one of each; load the model with "
+                f"forward of {layers} attention layers, expected one of each; load the model with "
                 'attn_implementation="sdpa", and do not compile its layers'
             )
     return forward.outputs

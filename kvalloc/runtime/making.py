@@ -7,27 +7,28 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from transformers import DynamicCache
 
-from kvalloc.errors import InputError, UnsupportedModelError, UnsupportedRequestError, option
+from kvalloc.errors import InputError, UnsupportedRequestError, option
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.models.attention import AttentionSwitch
+from kvalloc.models.families import cached_layers
 from kvalloc.models.loading import shape_of, warn_if_untested
-from kvalloc.models.names import layer_classes, uncompiled
-from kvalloc.models.structure import decoder_of, text_config
+from kvalloc.models.names import uncompiled
+from kvalloc.models.structure import decoder_of
 from kvalloc.runtime import refusals
 from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.options import CacheOptions
 from kvalloc.runtime.policies import policy_of
 from kvalloc.runtime.rows import Method, Within
+from kvalloc.runtime.states import with_state
 from kvalloc.runtime.store import Store
 from kvalloc.shape import HALF_BYTES, ModelShape
 
 
 def make_layers(model: nn.Module, shape: ModelShape) -> list[Any]:
-    """Cache layers for the model, its full-attention ones replaced by `Store`.
+    """Cache layers for the model, those with budgets replaced by `Store`.
 
-    Sliding layers are transformers' own: they hold a constant number of entries anyway.
+    All others are transformers' own: what they hold has a constant size anyway.
 
     Parameters
     ----------
@@ -43,19 +44,18 @@ def make_layers(model: nn.Module, shape: ModelShape) -> list[Any]:
     Raises
     ------
     UnsupportedModelError
-        If a layer caches anything but keys and values of full or sliding attention.
+        If a layer is of a kind that kvalloc does not know.
     """
-    layers: list[Any] = DynamicCache(config=text_config(model)).layers
-    full, sliding = layer_classes()
-    expected = [full if t == "full" else sliding for t in shape.layer_types]
-    kinds_of = [type(layer) for layer in layers]
-    if kinds_of != expected:
-        kinds = ", ".join(sorted({kind.__name__ for kind in kinds_of})) or "any kind"
-        raise UnsupportedModelError(
-            f"transformers caches {type(model).__name__} in {len(kinds_of)} layers of {kinds}; "
-            "kvalloc reduces full attention next to sliding-window attention only"
+    layers = cached_layers(model)
+    for index in shape.full_layers:
+        kind = shape.layer_types[index]
+        layers[index] = (
+            with_state(Store, layers[index]) if kind == "hybrid" else Store(latent=kind == "latent")
         )
-    return [Store() if type(layer) is full else layer for layer in layers]
+    for layer in shape.by_layer:
+        if layer.reads is not None and isinstance(store := layers[layer.reads], Store):
+            store.readers += 1
+    return layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +158,11 @@ def _method(way: Way, shape: ModelShape, switch: AttentionSwitch, *, wide: bool)
         once=way.once,
         wide=wide,
     )
+    if policy.combines and "latent" in shape.layer_types:
+        raise UnsupportedRequestError(
+            f"the policy {policy.name} makes values of its own, and layers of this model make keys "
+            "and values of one latent; choose another policy"
+        )
     if profile.fits_a_peak and (method.holds(in_chunks=False) or policy.combines):
         raise UnsupportedRequestError(
             f"these budgets were decided for {option('memory')} at its peak, and here the policy "

@@ -144,6 +144,32 @@ class Notes:
         return note if head is None else of_head(note, head, n_kv_heads)
 
 
+def by_kv_head(tensors: Sequence[Tensor], n_kv_heads: int) -> Tensor:
+    """Return tensors of the query heads of several layers, (rows, n_query_heads, ...), as one.
+
+    Query heads that share a KV head stand beside each other.
+    """
+    if len(tensors) == 1:
+        return tensors[0]
+    grouped = [one.reshape(len(one), n_kv_heads, -1, *one.shape[2:]) for one in tensors]
+    return torch.cat(grouped, dim=2).flatten(1, 2)
+
+
+def of_readers(notes: Sequence[Observed], n_kv_heads: int) -> Observed:
+    """Return the notes of several layers that read the same entries as those of one."""
+    first = notes[0]
+    columns = [one.columns for one in notes if one.columns is not None]
+    totals = {
+        name: by_kv_head([one.totals[name] for one in notes], n_kv_heads)
+        if total.ndim > 1
+        else total
+        for name, total in first.totals.items()
+    }
+    return replace(
+        first, columns=by_kv_head(columns, n_kv_heads) if columns else None, totals=totals
+    )
+
+
 def of_batch(notes: Sequence[Observed]) -> Observed:
     """Return the notes of several rows as one batch."""
     first = notes[0]

@@ -21,7 +21,8 @@ from kvalloc.runtime.door import Batch
 from kvalloc.runtime.evict import Eviction, Running, evict, wanted_queries
 from kvalloc.runtime.notes import Notes, of_row
 from kvalloc.runtime.rows import Row, Widths, alike
-from kvalloc.runtime.second_read import HeldPrompt, check_context, read_again
+from kvalloc.runtime.second_read import Held, HeldPrompt, check_context, read_again
+from kvalloc.runtime.states import state_of
 from kvalloc.runtime.tail import rows_of
 from kvalloc.scorers import Scorer
 
@@ -242,16 +243,21 @@ def _read_again(cache: Any, rows: IntArray, scorer: Scorer, layers: Sequence[int
         by_place.setdefault(door.place(row), []).append(row)
     for alike_rows in by_place.values():
         group, columns = np.array(alike_rows), door.columns(alike_rows[0])
-        layers_of_prompt = []
+        layers_of_prompt = list[Held]()
         for index, layer in enumerate(cache.layers):
             if index in stores:
                 candidates = layer.candidates(group, door.columns)
-                layers_of_prompt.append((candidates.keys, candidates.values, False))
-                continue
-            slid = torch.arange(seen, device="cpu")[columns] - (seen - int(layer.keys.shape[2]))
-            at = slid[slid >= 0].to(layer.keys.device)
-            keys, values = (rows_of(one, group)[:, :, at] for one in (layer.keys, layer.values))
-            layers_of_prompt.append((keys, values, True))
+                entries: tuple[Tensor, Tensor] | None
+                entries, slides = (candidates.keys, candidates.values), False
+            elif slides := getattr(layer, "keys", None) is not None:
+                slid = torch.arange(seen, device="cpu")[columns] - (seen - int(layer.keys.shape[2]))
+                at = slid[slid >= 0].to(layer.keys.device)
+                keys, values = (rows_of(one, group)[:, :, at] for one in (layer.keys, layer.values))
+                entries = keys, values
+            else:
+                entries = None
+            other = state_of(layer, torch.from_numpy(group))
+            layers_of_prompt.append(Held(entries=entries, slides=slides, other=other))
         positions = [cache.prompt_read.next_position(row, columns) for row in alike_rows]
         prompt = HeldPrompt(
             decoder=decoder,
@@ -259,7 +265,7 @@ def _read_again(cache: Any, rows: IntArray, scorer: Scorer, layers: Sequence[int
             next_positions=torch.tensor(positions, device="cpu"),
             read=rows_of(cache.prompt_read.tokens, group)[:, columns],
         )
-        notes = read_again(prompt, scorer, scorer.later, layers, sinks=sinks)
+        notes = read_again(prompt, scorer, scorer.later, layers, cache.reads, sinks=sinks)
         for index, observed in notes.items():
             for place, row in enumerate(alike_rows):
                 stores[index].notes.later[row] = of_row(observed, place)

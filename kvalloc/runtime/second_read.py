@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import copy
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +22,8 @@ from kvalloc.models.attention import (
 )
 from kvalloc.models.names import cache_keyword
 from kvalloc.models.structure import context_limit
+from kvalloc.runtime.notes import of_readers
+from kvalloc.runtime.states import with_state
 from kvalloc.scorers import Scorer
 from kvalloc.scorers.later_pass import (
     CARRIED_TOKENS,
@@ -87,6 +91,34 @@ def _taken(states: Tensor, places: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Held:
+    """What a layer holds of prompts.
+
+    Attributes
+    ----------
+    entries : (Tensor, Tensor), or None
+        Keys and values, (n_rows, n_kv_heads, n_tokens, head_dim), of a sliding layer those of the
+        last tokens; None if it stores none.
+    slides : bool
+        Whether its attention has a sliding window.
+    other : transformers' layer, or None
+        With its state, or of a layer that stores nothing.
+    """
+
+    entries: tuple[Tensor, Tensor] | None = None
+    slides: bool = False
+    other: Any = None
+
+    def layer(self, shown: Tensor | None, tokens: int) -> Any:
+        """Return a cache layer for later tokens, which goes with them; see `HeldPrompt.cache`."""
+        if self.entries is None:
+            return copy.deepcopy(self.other)
+        shown = None if self.slides else shown
+        make = LaterLayer if self.other is None else partial(with_state, LaterLayer, self.other)
+        return make(self.entries, shown, tokens, sliding=self.slides)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class HeldPrompt:
     """Prompts of equal length in a full cache, from which the model can run on.
 
@@ -94,9 +126,7 @@ class HeldPrompt:
     ----------
     decoder : nn.Module
         The model without its language-model head.
-    layers : sequence of (Tensor, Tensor, bool)
-        Keys and values, (n_rows, n_kv_heads, n_tokens, head_dim), of a sliding layer those of the
-        last tokens, and whether it is one.
+    layers : sequence of Held
     next_positions : Tensor of int64, (n_rows,)
         Position of the token after each row.
     read : Tensor of int64, (n_rows, n_tokens), or (n_rows, n_tokens, hidden_size)
@@ -104,7 +134,7 @@ class HeldPrompt:
     """
 
     decoder: nn.Module
-    layers: Sequence[tuple[Tensor, Tensor, bool]]
+    layers: Sequence[Held]
     next_positions: Tensor
     read: Tensor
 
@@ -121,12 +151,7 @@ class HeldPrompt:
         shown : Tensor of int64, (n_shown,), or None
             Tokens that the later ones see in full-attention layers; None for all.
         """
-        return Cache(
-            layers=[
-                LaterLayer((keys, values), None if slides else shown, self.tokens, sliding=slides)
-                for keys, values, slides in self.layers
-            ]
-        )
+        return Cache(layers=[one.layer(shown, self.tokens) for one in self.layers])
 
     def run(self, cache: Cache, read: Tensor) -> None:
         """Let the decoder read some tokens, (n_rows, n_new_tokens, ...), behind the prompts."""
@@ -141,7 +166,13 @@ class HeldPrompt:
 
 @torch.no_grad()
 def read_again(
-    prompt: HeldPrompt, scorer: Scorer, later: Later, layers: Collection[int], *, sinks: int
+    prompt: HeldPrompt,
+    scorer: Scorer,
+    later: Later,
+    layers: Collection[int],
+    reads: Mapping[int, int],
+    *,
+    sinks: int,
 ) -> dict[int, Observed]:
     """Let the model read prompts again, as a scorer asks for; they are the same afterwards.
 
@@ -153,6 +184,8 @@ def read_again(
         How they are read.
     layers : collection of int
         Layers to look at.
+    reads : mapping of int to int
+        Of each layer that reads another one's entries, which: it is looked at as well.
     sinks : int
         First tokens of the prompt that are never evicted.
 
@@ -172,7 +205,7 @@ def read_again(
     for tokens, step in _pieces(prompt, later, sinks):
 
         def look(states: AttentionStates, compute: Compute, step: LaterStep = step) -> Any:
-            if states.layer in layers:
+            if reads.get(states.layer, states.layer) in layers:
                 noted_states = replace(states, observed=notes.get(states.layer))
                 with without_autocast(states.keys):
                     note = scorer.observe_later(noted_states, step, sinks=sinks)
@@ -181,6 +214,11 @@ def read_again(
 
         with intercept_attention(prompt.decoder, look):
             prompt.run(prompt.cache(step.shown), tokens)
+    for source in {*reads.values()} & {*layers}:
+        among = [notes[source], *(notes.pop(one) for one, of in reads.items() if of == source)]
+        entries = prompt.layers[source].entries
+        assert entries is not None
+        notes[source] = of_readers(among, int(entries[0].shape[1]))
     return notes
 
 

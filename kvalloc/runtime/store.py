@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicLayer
 
 from kvalloc.accounting import IntArray
-from kvalloc.models.attention import AttentionStates
+from kvalloc.models.attention import AttentionStates, latent_states
 from kvalloc.runtime.door import Batch, Columns
 from kvalloc.runtime.kept import NO_COLUMN, Kept, Part, extended, joined, packed
 from kvalloc.runtime.notes import Notes
@@ -64,6 +64,11 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
         Queries and observations until the next eviction.
     template : AttentionStates or None
         Its attention without tokens: the part that is the same in all forwards of a prompt.
+    latent : bool
+        Whether keys and values are latents and rotary keys, which the layer expands: an update
+        returns those of all entries.
+    readers : int
+        Other layers that attend to its entries.
     """
 
     is_croppable = True  # `BudgetCache.crop` refuses to go behind the latest eviction
@@ -71,8 +76,9 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
     keys: Any  # transformers calls them optional
     values: Any
 
-    def __init__(self) -> None:
+    def __init__(self, *, latent: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.latent, self.readers = latent, 0
         self._forget()
 
     def _forget(self) -> None:
@@ -129,6 +135,8 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
             states = batch.aligned(key_states), batch.aligned(value_states)
             self.tail.add(states, batch.lengths, interval=interval)
             self.keys, self.values = self.tail.states
+            if self.latent:
+                return self._whole()
         elif self.fresh and not self.rows:
             if not self.is_initialized:
                 self.lazy_initialization(key_states, value_states)
@@ -137,7 +145,39 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
             super().update(key_states, value_states)
         return self.keys, self.values
 
+    def _whole(self) -> tuple[Tensor, Tensor]:
+        """Return all entries, kept ones in front, (rows, n_kv_heads, n, dim)."""
+        assert self.kept is not None
+        keys, values, _ = self.kept.padded(np.arange(self.rows))
+        pairs = zip((keys, values), (self.keys, self.values), strict=True)
+        keys, values = (torch.cat(pair, dim=2) for pair in pairs)
+        return keys, values
+
+    def shown(self) -> Tensor | None:
+        """Return at which places of `_whole` a row has an entry, (rows, n); None if at all."""
+        assert self.kept is not None
+        assert self.tail is not None
+        kept = self.kept.lengths[:, 0]
+        starts, end = self.tail.starts, self.tail.tokens
+        if starts is None and (kept == kept.max()).all():
+            return None
+        places = np.arange(kept.max() + end)
+        first = kept.max() + (0 if starts is None else starts)
+        shown = (places < kept[:, None]) | (places >= np.broadcast_to(first, kept.shape)[:, None])
+        return torch.from_numpy(shown).to(self.keys.device)
+
     # What there is to choose from
+
+    def seen_as(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values as `AttentionStates` show them."""
+        return latent_states(keys, values) if self.latent else (keys, values)
+
+    def stored_as(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what is stored of keys and values that `seen_as` has made."""
+        if not self.latent:
+            return keys, values
+        first = int(values.shape[-1])
+        return keys[..., :first], keys[..., first:]
 
     def alike(self, row: int, place: Callable[[int], object]) -> tuple[object, ...]:
         """Return a key that is equal for rows with candidates of one shape."""

@@ -14,6 +14,7 @@ import torch
 
 from kvalloc.accounting import IntArray
 from kvalloc.accounting.stored import layer_tensors
+from kvalloc.models.names import state_tensors
 from kvalloc.runtime import plan
 from kvalloc.runtime.door import Batch
 from kvalloc.runtime.evict import Eviction, evict
@@ -196,14 +197,15 @@ def _goal(
 def _left(cache: Any, row: Row) -> int | None:
     """Return the bytes that the memory leaves for a row's entries.
 
-    Beside them stand sliding layers, the tail, and lists of tiles.
+    Beside them stand layers without budgets, the tail, and lists of tiles.
     """
     if (memory := memory_of(cache, row)) is None:
         return None
-    slid = (layer for layer in cache.layers if not isinstance(layer, Store))
-    taken: int = sum(tensor.nbytes for layer in slid for tensor in layer_tensors(layer))
+    own = (layer for layer in cache.layers if not isinstance(layer, Store))
+    taken: int = sum(tensor.nbytes for layer in own for tensor in layer_tensors(layer))
+    taken += sum(tensor.nbytes for layer in cache.layers for tensor in state_tensors(layer))
     taken = -(-taken // len(cache.rows))
-    if cache.layers[0].keys.is_cuda:  # where a kernel reads by lists
+    if next(iter(cache.stores.values())).keys.is_cuda:  # where a kernel reads by lists
         taken += WORK_BYTES * row.profile.budgets.size
     tokens = plan.interval(row, memory, row.seen)
     return memory - taken - tokens * plan.token_bytes(row.profile)

@@ -17,7 +17,7 @@ from scipy.linalg import hadamard
 from tiny_models import FAMILIES, random_model
 from transformers import DynamicCache
 
-from kvalloc.accounting.costs import WIDTHS, sliding_entries, turns
+from kvalloc.accounting.costs import WIDTHS, constant_entries, turns
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.models.attention import intercept_attention
 from kvalloc.runtime.quantization import quantised_keys, quantised_values
@@ -101,7 +101,7 @@ def make_profile(
             for i in range(len(full))
         ]
     table = np.full((shape.n_layers, shape.n_kv_heads), 0, dtype=np.int64)
-    table[:] = sliding_entries(shape, context_tokens)
+    table[:] = constant_entries(shape, context_tokens)
     for layer, budget in zip(full, budgets, strict=True):
         table[layer] = budget
     return BudgetProfile(

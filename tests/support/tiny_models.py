@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import transformers
 
-from kvalloc.accounting.costs import sliding_entries
+from kvalloc.accounting.costs import constant_entries
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.models.loading import shape_of
 
@@ -129,7 +129,7 @@ def equal_budgets(model: Any, kept: int, *, context_tokens: int = 40) -> BudgetP
     shape = shape_of(model)
     budgets = np.full((shape.n_layers, shape.n_kv_heads), kept, dtype=np.int64)
     sliding = [layer for layer in range(shape.n_layers) if layer not in shape.full_layers]
-    budgets[sliding] = sliding_entries(shape, context_tokens)
+    budgets[sliding] = constant_entries(shape, context_tokens)[sliding]
     policy = Policy(scorer="xkv", scorer_parameters={"window": 4, "pool": 3}, sinks=2, window=4)
     return BudgetProfile(
         shape=shape, level="layer", context_tokens=context_tokens, budgets=budgets, policy=policy

@@ -261,8 +261,8 @@ def _check_kept(kept: Kept, batch: int, n_kv_heads: int, key_dim: int, value_dim
     fits = sorted(segments) == [*range(batch * n_kv_heads)]
     for part in kept.parts:
         n, packed = int(part.lengths.sum()), part.bits < 16
-        widths = [packed_row_bytes(part.bits, dim)[i] for i, dim in enumerate((key_dim, value_dim))]
-        rows = [(n, width) for width in (widths if packed else (key_dim, value_dim))]
+        widths = packed_row_bytes(part.bits, key_dim, value_dim) if packed else (key_dim, value_dim)
+        rows = [(n, width) for width in widths]
         types = {torch.uint8} if packed else {*_KINDS}
         scales = (int(part.spans.first_scales[-1]), 2, key_dim) if packed else None
         fits &= (part.key_scales is None) != packed

@@ -137,7 +137,7 @@ def test_sliding_layers_count_towards_their_cap():
     entry = SLIDING.bytes_per_entry + POSITION_BYTES
     stored = int(profile.budgets[0].sum()) * entry + 2 * per_layer
     assert 1500 - 2 * entry < stored <= 1500
-    with pytest.raises(InputError, match="only sliding"):
+    with pytest.raises(InputError, match="only layers without budgets"):
         solve(scores, budget=0.5, cap="1-2=1MiB")
     paged = formulate(scores, Request.parse(budget=0.5, page=5, cap=("0-1=2000B",)))
     (cap,) = paged.constraints

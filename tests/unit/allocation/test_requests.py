@@ -128,7 +128,7 @@ def test_sliding_layers_are_paid_for_but_not_decided():
     scores = make_scores(1, shape=SLIDING, context_tokens=100)
     for context, batch, entries in ((100, 1, 19), (10, 5, 10)):
         costs = make_posed(scores, budget=0.5, context=context, batch=batch).costs
-        assert costs.sliding_bytes == 2 * 2 * entries * SLIDING.bytes_per_entry * batch
+        assert costs.constant_bytes == 2 * 2 * entries * SLIDING.bytes_per_entry * batch
     problem = formulate(scores, Request.parse(memory=full_bytes(SLIDING, 100)))
     assert problem.layers.tolist() == [0, 3]
     assert problem.weights.tolist() == [0.5, 0.5]

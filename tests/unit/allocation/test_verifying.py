@@ -69,7 +69,7 @@ def test_what_solve_writes_is_true_and_comes_back(make, asked, tmp_path):
     for context in (profile.context_tokens, 2 * profile.context_tokens):
         pages = -(-profile.budgets_for(context) // profile.page_tokens) * profile.page_tokens
         stored = head_bytes(pages, 16 if profile.bits is None else profile.bits, scores.shape)
-        sliding = list(scores.shape.sliding_layers)
+        sliding = list(scores.shape.constant_layers)
         stored[sliding] = pages[sliding] * scores.shape.plain_bytes_per_entry
         assert profile.retained_bytes_at(context, 2) == 2 * int(stored.sum())
     assert profile.retained_bytes <= profile.requested.get("bytes", profile.full_bytes)

@@ -15,33 +15,23 @@ from kvalloc.models import names
 from kvalloc.models.attention import rotates_halves
 
 TOKENS, PADDING = 160, 30
-HYBRID = "of the kind (linear_attention|hybrid)|does not go through"  # of older versions
 REFUSED = {
-    "gemma4 by layer": "cannot be read from its config .*'head_dim' is a per-layer",
-    "gemma4 shared": "shares keys and values between layers",
-    "gemma3n shared": "shares keys and values between layers",
-    "qwen3.5": "linear_attention",
-    "qwen3-next": "linear_attention",
-    "llama4": "chunked_attention",
-    "deepseek": "latent attention",
-    "mimo": "MiMoV2FlashModel has values of 4 numbers, but the config says values of 8",
-    "jamba": HYBRID,
-    "zamba2": HYBRID,
-    "bamba": HYBRID,
-    "falcon-h1": HYBRID,
-    "lfm2": "of the kind conv",
-    "mamba": "no num_attention_heads",
-    "rwkv": "no num_attention_heads",
-    "bloom": "does not go through transformers' attention interface",
+    "mamba": "stores no keys and values",
+    "rwkv": "stores no keys and values|caches no layer",
+    "bloom": "attends without transformers' attention interface",
     "t5": "encoder-decoder",
     "bart": "encoder-decoder",
-    "qwen3.5 with images": "linear_attention",
-    "llama4 with images": "chunked_attention",
 }
 NOT_FITTED = ("cohere", "cohere2", "glm4", "smollm3", "exaone4", "gpt2")
-SERVED = [one for one in (*families.TEXT_ONLY, *families.WITH_IMAGES) if one not in REFUSED]
+SERVED = [
+    one
+    for one in (*families.TEXT_ONLY, *families.WITH_IMAGES)
+    if one not in (*REFUSED, "llama4 with images")
+]
 IMAGES = [
-    one for one in families.WITH_IMAGES if one not in (*REFUSED, "llava", "llava-next", "mistral3")
+    one
+    for one in families.WITH_IMAGES
+    if one not in (*REFUSED, "llava", "llava-next", "mistral3", "llama4 with images")
 ]
 TEXTS = [" ".join(f"w{i * j % 97}" for j in range(400)) for i in range(3, 9)]
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from factories import concave_values, make_problem
 
-from kvalloc.accounting.costs import full_bytes, sliding_entries
+from kvalloc.accounting.costs import constant_entries, full_bytes
 from kvalloc.errors import InfeasibleError, InputError
 from kvalloc.problem import GroupCap, Sense, dual_bound
 from kvalloc.problem.constraints import MaxDistinct
@@ -29,7 +29,8 @@ def test_bytes_of_a_shape_by_hand():
     )
     assert shape.bytes_per_entry == 2 * 64 * 2
     assert shape.full_layers == (0, 2)
-    assert [sliding_entries(shape, n) for n in (1, 9, 10, 500)] == [1, 9, 9, 9]
+    sliding = [constant_entries(shape, n)[:, 0].tolist() for n in (1, 9, 10, 500)]
+    assert sliding == [[0, 1, 0, 1], [0, 9, 0, 9], [0, 9, 0, 9], [0, 9, 0, 9]]
     assert full_bytes(shape, 100, rows=3) == (100 * 2 + 9 * 2) * 2 * 256 * 3
     stated = shape.to_dict()
     assert ModelShape(**stated | {"layer_types": tuple(stated["layer_types"])}) == shape

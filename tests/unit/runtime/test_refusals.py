@@ -311,7 +311,7 @@ CASES = {
         (lambda model: made(model, profile_of(model).replace(policy=WIDE)), "at the last 9 tokens"),
         (
             lambda model: read(tiny.tiny_model("gemma3")).kept_indices(0),
-            "layer 0 is a sliding-window layer",
+            "layer 0 is of the kind 'sliding'",
         ),
         (lambda model: made(model).kept_indices(0), "no prompt yet"),
         (partial(asked, ids=torch.ones(0, 5)), "this one has 0"),

@@ -1,0 +1,116 @@
+"""What each layer of a model stores, and what of it can be reduced.
+
+The kinds of layers are those of the cache that transformers makes for a model. Sizes, and which
+layer reads another one's entries, are seen in a forward of a few tokens (`kvalloc.models.probe`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from kvalloc.errors import UnsupportedModelError
+from kvalloc.models.names import has_state, layer_kind, state_tensors
+from kvalloc.models.structure import Heads, configured_heads, text_config
+from kvalloc.shape import LayerShape, LayerType
+
+WITH_FULL_CACHE = "use this model with its full cache"
+
+
+def cached_layers(model: Any) -> list[Any]:
+    """Return new layers of the cache that transformers makes for a model, in order.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If there is none of a kind that kvalloc knows.
+    """
+    from transformers import DynamicCache
+
+    name, layers = type(model).__name__, DynamicCache(config=text_config(model)).layers
+    if not layers:
+        raise UnsupportedModelError(
+            f"transformers caches no layer of {name} by its config, so there is nothing to reduce; "
+            f"{WITH_FULL_CACHE}"
+        )
+    for layer in layers:
+        if layer_kind(layer) is None:
+            raise UnsupportedModelError(
+                f"{name} caches {type(layer).__name__}s, of which kvalloc cannot take entries "
+                f"away; {WITH_FULL_CACHE}"
+            )
+    return layers
+
+
+def layer_shapes(
+    model: Any,
+    cached: Sequence[Any],
+    stored: Mapping[int, Heads],
+    reads: Mapping[int, int],
+    latents: Collection[int],
+) -> tuple[LayerShape, ...]:
+    """Return what layers store after a forward has shown it.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+    cached : sequence of transformers' layers
+        After the forward.
+    stored : mapping of int to Heads
+        Of each layer that stores entries.
+    reads : mapping of int to int
+        Of each layer that attends to another one's entries, which.
+    latents : collection of int
+        Layers whose entries are latents.
+    """
+    chunked = [str(kind).startswith("chunked") for kind in _configured_kinds(model, len(cached))]
+    shapes = []
+    for index, layer in enumerate(cached):
+        kind: LayerType | None = layer_kind(layer)
+        assert kind is not None
+        heads, sizes = stored.get(index), {}
+        if heads is not None:
+            sizes = {"kv_heads": heads.kv, "key_dim": heads.key_dim, "value_dim": heads.value_dim}
+            if kind == "full" and index in latents:
+                kind = "latent"
+            if kind == "sliding" and chunked[index]:
+                kind = "chunked"
+        elif index in reads:
+            kind = "shared"
+        elif not has_state(layer):
+            kind = "none"
+        elif kind != "sliding":
+            kind = "state"
+        rows = [(one.nbytes, len(one)) for one in state_tensors(layer)]
+        shapes.append(
+            LayerShape(
+                kind=kind,
+                window=getattr(layer, "sliding_window", None),
+                reads=reads.get(index),
+                state_bytes=sum(n_bytes // n_rows for n_bytes, n_rows in rows),
+                **sizes,
+            )
+        )
+    return tuple(shapes)
+
+
+def configured_shapes(model: Any) -> tuple[LayerShape, ...]:
+    """Return what layers store by a model's config alone, of a model that could not be run.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If it has other layers than those of full and sliding attention.
+    """
+    cached, heads = cached_layers(model), configured_heads(model)
+    if any(layer_kind(layer) not in ("full", "sliding") for layer in cached):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has layers of other kinds than full and sliding attention, "
+            f"and it could not be run to see what they store; {WITH_FULL_CACHE}"
+        )
+    return layer_shapes(model, cached, dict.fromkeys(range(len(cached)), heads), {}, ())
+
+
+def _configured_kinds(model: Any, n_layers: int) -> Sequence[Any]:
+    kinds = getattr(text_config(model), "layer_types", None) or ()
+    return kinds if len(kinds) == n_layers else [None] * n_layers

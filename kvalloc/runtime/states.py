@@ -1,0 +1,79 @@
+"""Layers of transformers beside those of full attention: states, and layers that store nothing."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+
+from kvalloc.models.names import has_state, state_class
+from kvalloc.runtime.store import Store
+
+
+def with_state(entries: type, other: Any, *args: Any, **kwargs: Any) -> Any:
+    """Make a layer of entries, of a class of layers, that has the state of another layer, too.
+
+    Parameters
+    ----------
+    entries : type
+        Class of the layer.
+    other : transformers' layer
+        Its state is copied.
+    *args, **kwargs
+        As the class takes them.
+    """
+    layer = _class_of(entries, state_class())(other.number_of_states, *args, **kwargs)
+    fresh = state_class()(other.number_of_states)
+    for name in vars(fresh):
+        setattr(layer, name, copy.deepcopy(getattr(other, name)))
+    return layer
+
+
+@cache
+def _class_of(entries: Any, state: Any) -> Any:
+    class WithState(state, entries):  # type: ignore[misc]
+        """A layer of entries, and a state, each as in a layer of its own."""
+
+        def __init__(self, number_of_states: int, *args: Any, **kwargs: Any) -> None:
+            state.__init__(self, number_of_states=number_of_states)
+            entries.__init__(self, *args, **kwargs)
+
+        def lazy_initialization(self, *given: Any, **states: Any) -> None:
+            """Get ready for entries, which come by position, or for a state."""
+            (entries if given else state).lazy_initialization(self, *given, **states)
+
+        def reset(self) -> None:
+            """Forget everything."""
+            state.__init__(self, number_of_states=self.number_of_states)
+            entries.reset(self)
+
+        def batch_select_indices(self, indices: Tensor) -> None:
+            """Keep only these rows; one may be kept more than once."""
+            state.reorder_cache(self, indices)
+            entries.batch_select_indices(self, indices)
+
+    return WithState
+
+
+def state_of(layer: Any, rows: Tensor) -> Any:
+    """Return a layer of transformers with some rows of a layer's state; None if it has none.
+
+    A layer that stores nothing at all is returned as it is.
+    """
+    if not has_state(layer):
+        return None if hasattr(layer, "get_seq_length") else layer
+    copied = state_class()(layer.number_of_states)
+    for name in vars(copied):
+        setattr(copied, name, copy.deepcopy(getattr(layer, name)))
+    copied.reorder_cache(rows)
+    return copied
+
+
+def select_rows(layer: Any, rows: Tensor) -> None:
+    """Let row i of a cache's layer go on with what row ``rows[i]`` has."""
+    if isinstance(layer, Store):
+        layer.batch_select_indices(rows)
+    else:
+        layer.reorder_cache(rows)
