@@ -35,11 +35,11 @@ from kvalloc.models.attention import (
     Compute,
     Handler,
     intercept_attention,
-    rotary_frequencies,
+    rotations_of,
 )
 from kvalloc.models.loading import shape_of
 from kvalloc.models.names import base_implementation
-from kvalloc.models.rope import rotate
+from kvalloc.models.rope import Rotation, rotate
 from kvalloc.models.structure import context_limit, decoder_of, input_device, text_config
 from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.kept import Part
@@ -82,7 +82,8 @@ def blend(
     Parameters
     ----------
     model : transformers.PreTrainedModel
-        On sdpa or eager attention, with full attention and RoPE of halves in all layers.
+        On sdpa or eager attention, with full attention in all layers, which rotate keys (RoPE) or
+        have no positions.
     documents : sequence of str, Path or BudgetCache
         Caches of one row, each of a text that was read alone. Their entries are copied.
     question : Tensor of int64, (n_question,), or sequence of int, optional
@@ -118,7 +119,7 @@ def blend(
     >>> cache = kvalloc.blend(model, ["a.kv", "b.kv"], question=ids)  # doctest: +SKIP
     >>> list(answer(model, cache, ids))  # doctest: +SKIP
     """
-    frequencies = _frequencies(model)
+    rotations = _rotations(model)
     if not documents:
         raise InputError("there is no document to blend; name at least one saved cache")
     share = _share(recompute, question)
@@ -134,7 +135,7 @@ def blend(
     read = [
         _ids_of(*pair, tokens, needed=share > 0) for pair, tokens in zip(named, stated, strict=True)
     ]
-    joined = Documents.joined(model, caches, [front, *read, question_ids], frequencies)
+    joined = Documents.joined(model, caches, [front, *read, question_ids], rotations)
     joined.recompute(_chosen(joined, share) if share else torch.arange(len(front), device="cpu"))
     return _cache_of(joined, caches[0], allow_other_model)
 
@@ -199,10 +200,11 @@ def _share(recompute: float | str | None, question: object) -> float:
     return share
 
 
-def _frequencies(model: Any) -> list[Tensor]:
-    """Return the RoPE inverse frequencies of all layers, where keys can be turned by them."""
-    shape, frequencies = shape_of(model), rotary_frequencies(model)
-    reasons = [one for one in frequencies if isinstance(one, str)]
+def _rotations(model: Any) -> list[Rotation]:
+    """Return the rotation of each layer, if keys can be turned to other places by it."""
+    shape, found = shape_of(model), rotations_of(model)
+    rotations = [found[layer] for layer in sorted(found)]
+    reasons = [one for one in rotations if isinstance(one, str)]
     attention = base_implementation(text_config(model))
     if attention not in ("sdpa", "eager"):
         raise UnsupportedModelError(
@@ -219,7 +221,7 @@ def _frequencies(model: Any) -> list[Tensor]:
             f"documents of {shape.model_id} cannot be put elsewhere: {reasons[0]}; read them "
             "together"
         )
-    return [one for one in frequencies if not isinstance(one, str)]
+    return [one for one in rotations if isinstance(one, Rotation)]
 
 
 def _loaded(
@@ -306,7 +308,7 @@ class DenseLayer:
 
     @classmethod
     def joined(
-        cls, stores: Sequence[Store], n_before: int, n_after: int, frequencies: Tensor
+        cls, stores: Sequence[Store], n_before: int, n_after: int, rotation: Rotation
     ) -> DenseLayer:
         """Copy one layer of documents behind each other, keys turned to their places.
 
@@ -316,8 +318,7 @@ class DenseLayer:
             Of one row each.
         n_before, n_after : int
             Numbers of tokens in front of them and after them; their keys and values are 0.
-        frequencies : Tensor, (n_rotated / 2,)
-            RoPE inverse frequencies.
+        rotation : Rotation
         """
         n_tokens = n_before + sum(store.seen for store in stores) + n_after
         keys, values = (
@@ -330,7 +331,7 @@ class DenseLayer:
             turned, shown = entries.keys, slice(place, place + store.seen)
             if place:
                 by = torch.tensor([place], device=keys.device)
-                turned = rotate(turned, by, frequencies).to(keys.dtype)
+                turned = rotate(turned, by, rotation)
             if store.kept is None:
                 keys[:, :, shown], values[:, :, shown] = turned, entries.values
             else:
@@ -420,7 +421,7 @@ class Documents:
         model: Any,
         caches: Sequence[BudgetCache],
         ids: Sequence[Tensor],
-        frequencies: Sequence[Tensor],
+        rotations: Sequence[Rotation],
     ) -> Documents:
         """Put caches behind each other, their keys turned to their places.
 
@@ -431,13 +432,13 @@ class Documents:
             One row each, complete.
         ids : sequence of Tensor of int64
             Of the tokens before them, of each document, and of the question.
-        frequencies : sequence of Tensor, (n_layers,) of (n_rotated / 2,)
-            RoPE inverse frequencies.
+        rotations : sequence of Rotation
+            Of each layer.
         """
         n_before, n_after = len(ids[0]), len(ids[-1])
         layers = [
-            DenseLayer.joined([cache.layers[index] for cache in caches], n_before, n_after, turns)
-            for index, turns in enumerate(frequencies)
+            DenseLayer.joined([cache.layers[index] for cache in caches], n_before, n_after, one)
+            for index, one in enumerate(rotations)
         ]
         joined = torch.cat([*ids])
         return cls(

@@ -13,7 +13,7 @@ from kvalloc.interop.kvpress import make_press, read_peer_name, require_kvpress
 from kvalloc.interop.lu_kv import LUKV
 from kvalloc.interop.target import restrict
 from kvalloc.models.attention import AttentionStates
-from kvalloc.models.rope import known_frequencies, rotate
+from kvalloc.models.rope import known_rotation, rotate
 from kvalloc.scorers.base import Scorer
 from kvalloc.scorers.parameters import Positive
 
@@ -141,24 +141,27 @@ class PressScorer(Scorer):
         Raises
         ------
         UnsupportedModelError
-            If the model does not rotate halves of its queries.
+            If it is not known how the model rotates its queries.
         UnsupportedRequestError
             If the press looks at more than queries, keys and values.
         """
         import torch
 
-        frequencies = known_frequencies(
-            states.frequencies, user="the scorer kvpress", instead="use a scorer of kvalloc"
-        ).to(states.keys.device)
+        rotation = known_rotation(
+            states.rotation, user="the scorer kvpress", instead="use a scorer of kvalloc"
+        )
         batch, n_heads, n_tokens, head_dim = states.queries.shape
+        order = rotation.order_of_halves(head_dim)  # presses rotate halves of the whole head
+        rates = rotation.frequencies.float().to(states.keys.device)
+        rates = torch.nn.functional.pad(rates, (0, head_dim // 2 - len(rates)))
 
         def angles(positions: Tensor) -> tuple[Tensor, Tensor]:
-            turned = positions[..., None].float() * frequencies
-            turned = torch.cat([turned, turned], dim=-1).reshape(1, -1, 2 * len(frequencies))
+            turned = positions[..., None].float() * rates
+            turned = torch.cat([turned, turned], dim=-1).reshape(1, -1, head_dim)
             return turned.cos(), turned.sin()
 
         positions = torch.arange(n_tokens, device=states.keys.device)
-        plain = rotate(states.queries.float(), -positions, frequencies)
+        plain = rotate(states.queries.float(), -positions, rotation)[..., order]
         config = SimpleNamespace(
             num_attention_heads=n_heads, num_key_value_heads=states.keys.shape[1]
         )
@@ -174,7 +177,7 @@ class PressScorer(Scorer):
             scores = make_press(read_peer_name(f"kvpress:{self.press}")).score(
                 module,
                 plain.transpose(1, 2).reshape(batch, n_tokens, n_heads * head_dim),
-                states.keys.float(),
+                states.keys.float()[..., order],
                 states.values.float(),
                 None,
                 {"position_embeddings": angles(positions)},

@@ -177,8 +177,7 @@ def fit_surrogate(
         If there is too little text, two readings are beyond the model's limit, or every sample of
         a half fails.
     UnsupportedModelError
-        If the model has no attention that kvalloc can see, or does not rotate its keys by
-        halves.
+        If the model has no attention that kvalloc can see, or it is not known how it rotates keys.
 
     References
     ----------

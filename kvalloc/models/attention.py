@@ -35,7 +35,6 @@ from kvalloc.models.names import (
     takes_layer,
 )
 from kvalloc.models.probe import Probe, probe
-from kvalloc.models.rope import current_frequencies
 from kvalloc.models.structure import check_decoder_only, decoder_of
 
 if TYPE_CHECKING:
@@ -78,10 +77,9 @@ class AttentionStates:
         Weight of the layer's output projection, of all heads also where `first_head` is not 0; or
         what returns it, for a layer that torch has quantized. None where there is none that can
         be read.
-    frequencies : Tensor, (n_rotated / 2,), or str
-        RoPE inverse frequencies: the angle per position of each rotated pair (i, i + n_rotated / 2)
-        of a head's dimensions, in radians. A sentence where the layer does not rotate its queries
-        in this way, or where that is not known.
+    rotation : Rotation or str
+        The pairs of a head's dimensions that the layer rotates by the position (RoPE), and their
+        frequencies; none if it has no positions. A sentence if that is not known.
     observed : Observed or None
         What the scorer's `observe` left of the earlier chunks of this prompt; None for the first.
     older : int
@@ -125,7 +123,7 @@ class AttentionStates:
     softcap: float | None = None
     sink_logits: Tensor | None = None
     output_projection: Tensor | Callable[[], Tensor] | None = None
-    frequencies: Tensor | str = "it is not known when the model does so"
+    rotation: Rotation | str = "it is not known when the model does so"
     observed: Observed | None = None
     older: int = 0
     first_head: int = 0
@@ -277,9 +275,9 @@ class _Active:
 
     handler: Handler
     module_ids: frozenset[int]
-    rotations: Mapping[int, Rotation]
+    rotations: Mapping[int, Rotation | str]
     outer: _Active | None
-    known: bool = False  # whether the handler knows the layers' weights and frequencies
+    known: bool = False  # whether the handler knows the layers' weights and rotations
 
 
 class _ConfigView:
@@ -465,7 +463,7 @@ class AttentionSwitch:
             module.layer_idx: module for module in self._modules if module.layer_idx is not None
         }
         self.renames = all(module.config is decoder.config for module in self._modules)
-        self.rotations: Mapping[int, Rotation] = {}
+        self.rotations: Mapping[int, Rotation | str] = {}
         parts = frozenset((id(module), type(module)) for module in self._modules)
         known, result = _probes.get(decoder, (None, None))
         if result is None or known != parts or not result.tables <= self._module_ids:
@@ -490,14 +488,10 @@ class AttentionSwitch:
                 _switches[decoder] = weakref.ref(switch)
         return switch
 
-    def frequencies(self) -> list[Tensor | str]:
-        """Return the RoPE inverse frequencies of each layer as they are now, or why it has none."""
-        return [current_frequencies(self.rotations[layer]) for layer in sorted(self.rotations)]
-
     @property
-    def rotates_halves(self) -> bool:
-        """Whether every layer rotates halves of its queries."""
-        return not any(isinstance(one, str) for one in self.frequencies())
+    def knows_rotations(self) -> bool:
+        """Whether queries can be put elsewhere, since the rotation of every layer is known."""
+        return not any(isinstance(one, str) for one in self.rotations.values())
 
     def answer(self, handler: Handler, layer: int, *states: Any, **kwargs: Any) -> AttentionResult:
         """Return what a handler answers for one layer, without interception.
@@ -518,7 +512,7 @@ class AttentionSwitch:
     def enter(self, handler: Handler, *, known: bool = False) -> Token[_Active | None]:
         """Switch interception on; returns what `leave` needs.
 
-        If the handler knows the layers, states show it no output projection and no frequencies.
+        If the handler knows the layers, states show it no output projection and no rotation.
         """
         self._count(1)
         outer = _active.get()
@@ -569,15 +563,15 @@ def _attention_modules(modules: list[nn.Module]) -> list[Any]:
     ]
 
 
-def rotary_frequencies(model: nn.Module) -> list[Tensor | str]:
-    """Return the RoPE inverse frequencies of each layer of a model, in order, or why it has none.
+def rotations_of(model: nn.Module) -> Mapping[int, Rotation | str]:
+    """Return the rotation of each layer of a model, or why it is not known.
 
     Raises
     ------
     UnsupportedModelError
         If the model's attention does not go through transformers' attention interface.
     """
-    return AttentionSwitch.of(model).frequencies()
+    return AttentionSwitch.of(model).rotations
 
 
 def latent_states(latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
@@ -599,9 +593,9 @@ def stored_layers(model: nn.Module) -> tuple[tuple[LayerShape, ...], int]:
     return switch.layers, switch.n_query_heads
 
 
-def rotates_halves(model: nn.Module) -> bool:
-    """Return whether every layer rotates halves of its queries, so they can be put elsewhere."""
-    return AttentionSwitch.of(model).rotates_halves
+def knows_rotations(model: nn.Module) -> bool:
+    """Return whether queries can be put elsewhere; see `AttentionSwitch.knows_rotations`."""
+    return AttentionSwitch.of(model).knows_rotations
 
 
 @cache
@@ -689,7 +683,7 @@ def _states(
     if not active.known:
         details = {
             "output_projection": _output_projection(module, query.shape[1] * value.shape[-1]),
-            "frequencies": current_frequencies(active.rotations.get(layer, "it is not known yet")),
+            "rotation": active.rotations.get(layer, "it is not known yet"),
         }
     if (expanded := _expanded.get()) is not None and expanded[0] == id(module):
         _expanded.set(None)
@@ -698,7 +692,7 @@ def _states(
         query, (key, value) = query @ to_keys.mT, latent_states(*latents)
         details = {
             "latents": latents,
-            "frequencies": "its keys are latents, of which a part is rotated",
+            "rotation": "its keys are latents, of which a part is rotated",
         }
     return AttentionStates(
         layer=layer,

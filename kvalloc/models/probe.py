@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from kvalloc.errors import UnsupportedModelError, one_line, warn_user
 from kvalloc.models.families import WITH_FULL_CACHE, cached_layers, layer_shapes
 from kvalloc.models.names import cache_keyword
-from kvalloc.models.rope import rotation_of
+from kvalloc.models.rope import NO_ROTATION, Buffer, Rotation, rotation_of
 from kvalloc.models.structure import (
     Heads,
     configured_heads,
@@ -29,7 +29,6 @@ from kvalloc.models.structure import (
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from kvalloc.models.rope import Rotation
     from kvalloc.shape import LayerShape
 
 _POSITIONS = (0, 1, 17, 200)
@@ -50,8 +49,8 @@ class Probe:
 
     Attributes
     ----------
-    rotations : dict of int to Rotation
-        By layer. It has no strong reference to the decoder.
+    rotations : dict of int to Rotation or str
+        By layer; a sentence if it is not known. It has no strong reference to the decoder.
     layers : tuple of LayerShape, or None
         What each layer stores; None if that was not seen.
     queries : int
@@ -61,7 +60,7 @@ class Probe:
         or the model is in training mode.
     """
 
-    rotations: Mapping[int, Rotation]
+    rotations: Mapping[int, Rotation | str]
     layers: tuple[LayerShape, ...] | None
     queries: int
     final: bool
@@ -69,7 +68,8 @@ class Probe:
     @property
     def tables(self) -> set[int]:
         """Return the modules that have frequencies of the rotations, by `id`."""
-        return {id(one[0]()) for one in self.rotations.values() if not isinstance(one, str)}
+        sources = [one.source for one in self.rotations.values() if isinstance(one, Rotation)]
+        return {id(one.module()) for one in sources if isinstance(one, Buffer)}
 
 
 def probe(
@@ -122,6 +122,10 @@ def probe(
     if failure:
         warn_user(f"it is not known how {type(decoder).__name__} rotates its queries: {failure}")
     final = not (failure or decoder.training or None in rotations.values())
+    if [*rotations.values()] == [NO_ROTATION] * len(seen.layers):
+        # a model of attention alone knows no other order: it takes positions from elsewhere
+        same = f"the queries of {type(decoder).__name__} are the same at all positions of a probe"
+        rotations = dict.fromkeys(rotations, same)
     for layer in layers.keys() | seen.queries.keys():
         kind = seen.kind(layer)
         if failure or rotations.get(layer) is None:

@@ -1,4 +1,4 @@
-"""Rotary position embeddings (RoPE): a layer's inverse frequencies, and rotation by them.
+"""Rotary position embeddings (RoPE): the pairs of dimensions that a layer rotates, and how fast.
 
 Transformers has no interface that tells whether and how a layer rotates its queries, so a layer is
 judged by a run (`kvalloc.models.probe`): its queries of a token at several positions are
@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from kvalloc.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-
-Rotation: TypeAlias = "tuple[weakref.ref[nn.Module], str] | str"
-"""A module and the name of its buffer of inverse frequencies, which the model may replace as a text
-grows; or a sentence that says why a layer has none."""
 
 _SMALLEST = 1e-6
 """Smallest size of a pair that is compared by its own size, as a share of the largest pair's."""
@@ -28,72 +26,128 @@ _SMALLEST = 1e-6
 _TOLERANCE = 0.02
 """Largest difference of the queries from the expected ones, as a share of their size.
 
-Rotation of neighbours differs by more than 0.5, and by frequencies that are 1% off by more than
+Rotation of other pairs differs by more than 0.5, and by frequencies that are 1% off by more than
 0.1. Rotation by the same frequencies in TF32, which a graphics card may round to, differs by less
 than 0.005.
 """
 
 
-def known_frequencies(frequencies: Tensor | str, *, user: str, instead: str) -> Tensor:
-    """Return inverse frequencies, or raise if they are not known.
+@dataclass(frozen=True)
+class Buffer:
+    """A module's buffer, which the model may replace as a text grows.
+
+    Attributes
+    ----------
+    module : weakref.ref of nn.Module
+    name : str
+    """
+
+    module: weakref.ref[nn.Module]
+    name: str
+
+    def __call__(self) -> Tensor:
+        """Return the buffer as it is now."""
+        module = self.module()
+        if module is None:
+            raise UnsupportedModelError(
+                f"the module whose {self.name} rotated queries is gone; make the cache again"
+            )
+        buffer: Tensor = getattr(module, self.name)
+        return buffer
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """The pairs of a head's dimensions that a layer rotates by the position.
+
+    Attributes
+    ----------
+    source : callable
+        Returns `frequencies`.
+    first, second : slice
+        Dimensions of the pairs: the first one of each, and the second one.
+    """
+
+    source: Callable[[], Tensor]
+    first: slice
+    second: slice
+
+    @property
+    def frequencies(self) -> Tensor:
+        """The angle per position of each pair as it is now, radians, (n_pairs,)."""
+        return self.source()
+
+    def order_of_halves(self, head_dim: int) -> list[int]:
+        """Return all dimensions of a head, so that the pairs are first in each half."""
+        dims = range(head_dim)
+        first, second = dims[self.first], dims[self.second]
+        others = [dim for dim in dims if dim not in first and dim not in second]
+        middle = len(others) // 2
+        return [*first, *others[:middle], *second, *others[middle:]]
+
+
+def _no_frequencies() -> Tensor:
+    import torch
+
+    return torch.zeros(0)
+
+
+NO_ROTATION = Rotation(_no_frequencies, slice(0), slice(0))
+"""The rotation of a layer without positions: `rotate` changes nothing."""
+
+
+def known_rotation(rotation: Rotation | str, *, user: str, instead: str) -> Rotation:
+    """Return a rotation, or raise if it is not known.
 
     Parameters
     ----------
-    frequencies : Tensor or str
-        As `layer_frequencies` returns them.
+    rotation : Rotation or str
+        Of `kvalloc.models.attention.AttentionStates`.
     user, instead : str
-        The part that needs them, such as ``"the scorer expected_attention"``, and what to use
+        The part that needs it, such as ``"the scorer expected_attention"``, and what to use
         instead.
 
     Raises
     ------
     UnsupportedModelError
-        If they are not known; names the layer's class, the reason and the way out.
+        If it is not known; names the layer's class, the reason and the way out.
     """
-    if isinstance(frequencies, str):
-        raise UnsupportedModelError(f"{user} has to rotate queries, but {frequencies}; {instead}")
-    return frequencies
+    if isinstance(rotation, str):
+        raise UnsupportedModelError(f"{user} has to rotate queries, but {rotation}; {instead}")
+    return rotation
 
 
-def rotate(queries: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
-    """Rotate each query by its position, as rotary embeddings rotate the halves of a head.
+def rotate(states: Tensor, positions: Tensor, rotation: Rotation) -> Tensor:
+    """Rotate queries or keys by positions, as rotary embeddings do.
 
     Parameters
     ----------
-    queries : Tensor, (..., n, head_dim)
+    states : Tensor, (..., n, head_dim)
     positions : Tensor, (n,) or (..., n)
         By how many positions; a negative number rotates back.
-    frequencies : Tensor, (n_rotated / 2,)
-        Angle per position of each pair, radians.
+    rotation : Rotation
 
     Returns
     -------
-    Tensor, the shape of `queries`
+    Tensor, of the shape and type of `states`
 
     References
     ----------
     RoFormer: Enhanced Transformer with Rotary Position Embedding (Su et al., 2021).
     """
-    import torch
-
-    angles = positions.float()[..., None] * frequencies.float()
-    half = angles.shape[-1]
-    first, second, rest = queries.tensor_split((half, 2 * half), dim=-1)
+    angles = positions.float()[..., None] * rotation.frequencies.float().to(states.device)
     cosines, sines = angles.cos(), angles.sin()
-    turned = [first * cosines - second * sines, second * cosines + first * sines, rest]
-    return torch.cat(turned, dim=-1)
+    first, second = states[..., rotation.first], states[..., rotation.second]
+    turned = states.clone()
+    turned[..., rotation.first] = first * cosines - second * sines
+    turned[..., rotation.second] = second * cosines + first * sines
+    return turned
 
 
-def current_frequencies(rotation: Rotation) -> Tensor | str:
-    """Return the inverse frequencies of a layer as they are now, or why it has none."""
-    if isinstance(rotation, str):
-        return rotation
-    module, name = rotation
-    return getattr(module(), name, f"the module with its {name} is gone")
-
-
-def rotation_of(kind: str, queries: Tensor, positions: Tensor, decoder: Any) -> Rotation | None:
-    """Return the frequencies that fit the queries of a probe best, or a sentence if none fit.
+def rotation_of(
+    kind: str, queries: Tensor, positions: Tensor, decoder: Any
+) -> Rotation | str | None:
+    """Return the rotation that fits the queries of a probe best, or a sentence if none fits.
 
     None if the queries are zeros or no numbers.
 
@@ -114,37 +168,72 @@ def rotation_of(kind: str, queries: Tensor, positions: Tensor, decoder: Any) -> 
     rows = queries.float().reshape(-1, len(positions), *queries.shape[1:])
     at_zero, places = rows[:, :1].expand_as(rows), positions.to(rows.device)[:, None, None]
 
-    def squares_by_pair(states: Tensor, n_pairs: int) -> Tensor:
-        squares = states.square().flatten(0, -2).sum(dim=0)
-        first, second, rest = squares.tensor_split((n_pairs, 2 * n_pairs))
-        return torch.cat([first + second, rest])
-
-    def error(expected: Tensor, n_pairs: int = 0) -> float:
+    def error(rotation: Rotation) -> float:
         """Root of the mean over pairs of the squared difference, as a share of the pair's size."""
-        differences = squares_by_pair(rows - expected, n_pairs)
-        sizes = squares_by_pair(rows, n_pairs)
+        differences, sizes = (
+            _squares_by_pair(one, rotation)
+            for one in (rows - rotate(at_zero, places, rotation), rows)
+        )
         return float((differences / sizes.clamp(min=_SMALLEST * sizes.max())).mean().sqrt())
 
-    unrotated = error(at_zero)
+    unrotated = error(NO_ROTATION)
     if not math.isfinite(unrotated):
         return None
     if unrotated < tolerance:
-        return f"a layer of {kind} does not rotate its queries"
-    best: Rotation = f"{kind} does not rotate halves of its queries by frequencies of the model"
-    smallest_error = tolerance
-    for part, name in _tables(decoder):
-        frequencies = getattr(part, name)
-        if frequencies.ndim != 1 or 2 * len(frequencies) > rows.shape[-1]:
-            continue
-        rotated = rotate(at_zero, places, frequencies.to(rows.device))
-        if (rotated_error := error(rotated, len(frequencies))) < smallest_error:
-            best, smallest_error = (weakref.ref(part), name), rotated_error
-    return best
+        return NO_ROTATION
+    by_buffers = (one for table in _tables(decoder) for one in _layouts(table, rows.shape[-1]))
+    for candidates in (by_buffers, _measured(rows, places)):
+        best = min(candidates, key=error, default=NO_ROTATION)
+        if error(best) < tolerance:
+            return best
+    return f"the queries of {kind} change with the position, and not by rotation"
 
 
-def _tables(decoder: Any) -> Iterator[tuple[nn.Module, str]]:
-    """Yield module and name of each buffer of inverse frequencies."""
+def _layouts(source: Callable[[], Tensor], head_dim: int) -> Iterator[Rotation]:
+    """Yield the rotations that models have by these frequencies, halves of a head first.
+
+    Halves or neighbours are rotated, of the first or the last dimensions, either way round.
+    """
+    n_rotated = 2 * len(source())
+    for start in sorted({0, head_dim - n_rotated} if n_rotated <= head_dim else {}):
+        middle, end = start + n_rotated // 2, start + n_rotated
+        halves = slice(start, middle), slice(middle, end)
+        neighbours = slice(start, end, 2), slice(start + 1, end, 2)
+        for first, second in (halves, neighbours):
+            yield Rotation(source, first, second)
+            yield Rotation(source, second, first)
+
+
+def _measured(rows: Tensor, places: Tensor) -> Iterator[Rotation]:
+    """Yield rotations of the whole head by frequencies that are measured from a probe's queries.
+
+    The angle at a position tells the next digits of the frequencies: of whole turns, those so far
+    tell the number.
+    """
+    import torch
+
+    for layout in _layouts(partial(torch.zeros, rows.shape[-1] // 2), rows.shape[-1]):
+        pairs = torch.complex(rows[..., layout.first], rows[..., layout.second])
+        turns = (pairs * pairs[:, :1].conj()).sum(dim=(0, 2, 3))
+        frequencies = torch.zeros_like(turns[0].real)
+        for place, turn in zip(places.flatten()[1:], turns[1:], strict=True):
+            back = torch.polar(torch.ones_like(frequencies), -place * frequencies)
+            frequencies = frequencies + (turn * back).angle() / place
+        yield replace(layout, source=partial(torch.clone, frequencies))
+
+
+def _squares_by_pair(states: Tensor, rotation: Rotation) -> Tensor:
+    """Return the sum of squares of each dimension; of both together if they are a pair."""
+    squares = states.square().flatten(0, -2).sum(dim=0)
+    pairs = squares[rotation.first] + squares[rotation.second]
+    squares[rotation.first] = squares[rotation.second] = pairs
+    return squares
+
+
+def _tables(decoder: Any) -> Iterator[Buffer]:
+    """Yield each buffer of inverse frequencies."""
     for part in decoder.modules():
-        for name, _ in part.named_buffers(recurse=False):
-            if name.endswith("inv_freq") and not name.endswith("original_inv_freq"):
-                yield part, name
+        for name, buffer in part.named_buffers(recurse=False):
+            named = name.endswith("inv_freq") and not name.endswith("original_inv_freq")
+            if named and buffer.ndim == 1:
+                yield Buffer(weakref.ref(part), name)

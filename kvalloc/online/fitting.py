@@ -29,13 +29,13 @@ from kvalloc.measure.job import Job, Steps, measured_samples
 from kvalloc.measure.profiling import ProfileOptions, measure_job, read_options
 from kvalloc.measure.sampling import Sample, SampleSet, choose_samples
 from kvalloc.measure.scorer_fitting import FitOptions, fit_surrogate
-from kvalloc.models.attention import rotary_frequencies
+from kvalloc.models.attention import rotations_of
 from kvalloc.models.loading import require_run_packages
 from kvalloc.online.solved import SINKS, WIDTHS, WINDOW, solve_share
 from kvalloc.online.solving import loss_summary
 from kvalloc.prompts.calibration import KINDS, calibration_prompts
 from kvalloc.prompts.texts import Document, Prompt
-from kvalloc.scorers.surrogate import surrogate_frequencies
+from kvalloc.scorers.surrogate import surrogate_rotation
 from kvalloc.shape import ModelShape
 from kvalloc.units import duration, keywords_of
 
@@ -179,9 +179,9 @@ def fit(
 
 def _check_rotation(layers: Sequence[int], model: Any, item: None, advance: Advance) -> None:
     """Refuse a model if no surrogate can be fitted to its layers, before prompts are made."""
-    frequencies = rotary_frequencies(model)
+    rotations = rotations_of(model)
     for layer in layers:
-        surrogate_frequencies(frequencies[layer])
+        surrogate_rotation(rotations[layer])
 
 
 def _samples(

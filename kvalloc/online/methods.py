@@ -100,7 +100,7 @@ class Setting:
             return self.file
         why, joint = "was not measured; run it once", ", or "
         if not self.rotates:
-            why = "cannot be measured, since a layer does not rotate halves of its queries"
+            why = "cannot be measured, since it is not known how a layer rotates its queries"
             joint = "; "
         way_out = f"{joint}{instead}" if instead else ""
         raise InputError(

@@ -405,8 +405,8 @@ class Eviction:
             and store.readers == group[first].readers
             and store.keys.shape == group[first].keys.shape
             and store.values.shape == group[first].values.shape
-            and (one.scaling, one.softcap, one.frequencies is other.frequencies)
-            == (other.scaling, other.softcap, True)
+            and (one.scaling, one.softcap, one.rotation)
+            == (other.scaling, other.softcap, other.rotation)
             and (one.sink_logits is None) == (other.sink_logits is None)
         )
 

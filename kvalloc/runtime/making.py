@@ -151,7 +151,7 @@ def _method(way: Way, shape: ModelShape, switch: AttentionSwitch, *, wide: bool)
     method = Method(
         profile=profile,
         policy=policy,
-        after=policy.turn_policy(rotates=switch.rotates_halves),
+        after=policy.turn_policy(rotates=switch.knows_rotations),
         options=options,
         longer_profile=way.longer_profile,
         within=way.within,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvalloc.errors import UnsupportedModelError
 from kvalloc.models.attention import AttentionStates
-from kvalloc.models.rope import known_frequencies, rotate
+from kvalloc.models.rope import known_rotation, rotate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -178,7 +178,7 @@ def queries_behind(
     ahead : int
         Positions behind the newest token.
     user, instead : str
-        See `known_frequencies`.
+        See `known_rotation`.
 
     Returns
     -------
@@ -187,13 +187,13 @@ def queries_behind(
     Raises
     ------
     UnsupportedModelError
-        If the model does not rotate halves of its queries.
+        If it is not known how the model rotates its queries.
     """
-    frequencies = known_frequencies(states.frequencies, user=user, instead=instead)
+    rotation = known_rotation(states.rotation, user=user, instead=instead)
     queries = states.queries
     places = places.to(queries.device)
     distances = queries.shape[2] - 1 - places + ahead
-    return rotate(queries[:, :, places].float(), distances, frequencies.to(queries.device))
+    return rotate(queries[:, :, places].float(), distances, rotation)
 
 
 def states_behind(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvalloc.errors import UnsupportedModelError
 from kvalloc.models.attention import AttentionStates, Observed
-from kvalloc.models.rope import known_frequencies, rotate
+from kvalloc.models.rope import Rotation, known_rotation, rotate
 from kvalloc.scorers.attention_rows import protected_columns
 from kvalloc.scorers.base import Scorer
 from kvalloc.scorers.parameters import NonNegative, Positive
@@ -60,8 +60,8 @@ class ExpectedAttention(Scorer):
         Raises
         ------
         UnsupportedModelError
-            If the model does not rotate halves of its queries, or changes its logits in a way
-            that has no expectation in closed form.
+            If it is not known how the model rotates its queries, or it changes its logits in a
+            way that has no expectation in closed form.
         """
         import torch
 
@@ -78,7 +78,7 @@ class ExpectedAttention(Scorer):
         """Count, sum and outer products of the queries so far, rotated back to position 0."""
         import torch
 
-        frequencies, states = _frequencies(states), states.unobserved()
+        rotation, states = _rotation(states), states.unobserved()
         before = states.observed
         if before is not None and not states.queries.shape[2]:
             return before
@@ -89,7 +89,7 @@ class ExpectedAttention(Scorer):
         for first in range(0, n_new, _BLOCK_TOKENS):
             block = states.queries[:, :, first : first + _BLOCK_TOKENS].float()
             positions = torch.arange(first, first + block.shape[2], device=real.device) + start
-            block = rotate(block, -positions, frequencies)
+            block = rotate(block, -positions, rotation)
             block = block * real[:, :, first : first + _BLOCK_TOKENS, None]
             outer = (block.transpose(2, 3) @ block).double()
             sums = {"sum": block.sum(dim=2).double(), "outer": outer}
@@ -106,7 +106,7 @@ class ExpectedAttention(Scorer):
         count = seen.totals["count"].clamp(min=1)[:, None, None]
         mean = seen.totals["sum"] / count
         ahead = torch.arange(self.future, device=mean.device) + seen.n_tokens
-        turn = _mean_rotation(ahead, _frequencies(states), head_dim)
+        turn = _mean_rotation(ahead, _rotation(states), head_dim)
         keys = states.keys.float()[:, :, None]
         query = (mean @ turn.T).float().view(batch, n_kv_heads, -1, head_dim, 1)
         logits = (keys @ query).squeeze(-1) * states.scaling
@@ -118,7 +118,7 @@ class ExpectedAttention(Scorer):
         return logits
 
 
-def _frequencies(states: AttentionStates) -> Tensor:
+def _rotation(states: AttentionStates) -> Rotation:
     instead = "use a scorer that looks at attention, such as snapkv"
     if states.softcap is not None or states.sink_logits is not None:
         raise UnsupportedModelError(
@@ -126,13 +126,13 @@ def _frequencies(states: AttentionStates) -> Tensor:
             f"adds a sink to them; {instead}"
         )
     user = "the scorer expected_attention"
-    return known_frequencies(states.frequencies, user=user, instead=instead)
+    return known_rotation(states.rotation, user=user, instead=instead)
 
 
-def _mean_rotation(positions: Tensor, frequencies: Tensor, head_dim: int) -> Tensor:
+def _mean_rotation(positions: Tensor, rotation: Rotation, head_dim: int) -> Tensor:
     """Return the mean over positions of the matrix that `rotate` applies, (head_dim, head_dim)."""
     import torch
 
     basis = torch.eye(head_dim, device=positions.device)[:, None].expand(-1, positions.numel(), -1)
     # row i is the image of unit vector i, so the columns of the matrix are the rows
-    return rotate(basis, positions, frequencies).double().mean(dim=1).T
+    return rotate(basis, positions, rotation).double().mean(dim=1).T

@@ -12,7 +12,7 @@ from kvalloc.errors import InputError, UnsupportedRequestError, option
 from kvalloc.formats.shipped_profiles import load_surrogate
 from kvalloc.formats.surrogate import FittedSurrogate
 from kvalloc.models.attention import AttentionStates
-from kvalloc.models.rope import known_frequencies, rotate
+from kvalloc.models.rope import Rotation, known_rotation, rotate
 from kvalloc.scorers.base import Scorer
 from kvalloc.scorers.lookahead import LATEST_VOTES, TURN_VOTES, Lookahead
 from kvalloc.scorers.parameters import Above0, Count, Positive
@@ -122,7 +122,7 @@ class Surrogate(Scorer):
         Raises
         ------
         UnsupportedModelError
-            If the model does not rotate halves of its keys.
+            If it is not known how the model rotates its keys.
         UnsupportedRequestError
             If the layer is none that was fitted.
         """
@@ -195,7 +195,7 @@ def entry_features(states: AttentionStates) -> Tensor:
     Raises
     ------
     UnsupportedModelError
-        If the model does not rotate halves of its keys.
+        If it is not known how the model rotates its keys.
     """
     import torch
 
@@ -206,23 +206,24 @@ def _features(states: AttentionStates) -> list[Tensor]:
     """Return the parts of `entry_features`."""
     import torch
 
-    frequencies = surrogate_frequencies(states.frequencies).to(states.keys.device)
+    rotation = surrogate_rotation(states.rotation)
     keys, values, places = states.keys.float(), states.values.float(), states.positions
     if places is None:
         places = torch.arange(keys.shape[2], device=keys.device)
-    keys = rotate(keys, -places, frequencies)
-    half = frequencies.shape[0]
-    lengths = torch.hypot(keys[..., :half], keys[..., half : 2 * half])
+    keys = rotate(keys, -places, rotation)
+    lengths = torch.hypot(keys[..., rotation.first], keys[..., rotation.second])
+    # as many in each layer, whether it rotates its keys or not
+    lengths = torch.nn.functional.pad(lengths, (0, keys.shape[-1] // 2 - lengths.shape[-1]))
     norms = [
         one.norm(dim=-1, keepdim=True).clamp_(min=_LEAST_NORM).log_() for one in (keys, values)
     ]
     return [keys, values, lengths, *norms]
 
 
-def surrogate_frequencies(frequencies: Tensor | str) -> Tensor:
-    """Return the frequencies by which keys are rotated back; see `known_frequencies`."""
-    return known_frequencies(
-        frequencies,
+def surrogate_rotation(rotation: Rotation | str) -> Rotation:
+    """Return the rotation that is undone of keys; see `known_rotation`."""
+    return known_rotation(
+        rotation,
         user="the scorer surrogate, which 'kvalloc fit' makes,",
         instead=f"name {option('budget', '20%')} alone, which needs no fit, or a scorer that looks "
         "at attention, such as snapkv",

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvalloc.models.attention import AttentionStates
+from kvalloc.models.rope import Rotation
 from kvalloc.scorers import Scorer
 
 SINKS, TENSORS = 2, ("queries", "keys", "values")
@@ -45,7 +46,7 @@ class ScorerContract:
             values=values,
             scaling=8**-0.5,
             mask=None,
-            frequencies=torch.tensor([1.0, 0.3, 0.1, 0.03]),
+            rotation=Rotation(lambda: torch.tensor([1.0, 0.3, 0.1, 0.03]), slice(4), slice(4, 8)),
             output_projection=torch.randn(32, 32, generator=generator),
             **more,
         )

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from kvalloc.models.attention import AttentionStates
+from kvalloc.models.rope import Rotation
 from kvalloc.scorers import scorer_names
 
 SCORERS = [name for name in scorer_names() if name not in ("surrogate", "kvpress")]
@@ -17,6 +18,12 @@ SCORERS = [name for name in scorer_names() if name not in ("surrogate", "kvpress
 test_surrogate.py and test_kvpress.py."""
 
 Array = npt.NDArray[np.float64]
+
+
+def halves(*frequencies: float) -> Rotation:
+    """The rotation of the halves of a head's first dimensions."""
+    n = len(frequencies)
+    return Rotation(lambda: torch.tensor(frequencies), slice(n), slice(n, 2 * n))
 
 
 def make_states(

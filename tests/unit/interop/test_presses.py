@@ -13,7 +13,7 @@ import pytest
 import torch
 from factories import make_budget_profile
 from runtime_oracle import Oracle
-from scorer_oracle import make_states
+from scorer_oracle import halves, make_states
 from tiny_models import VOCABULARY, equal_budgets, tiny_model
 from transformers import DynamicCache
 
@@ -31,7 +31,7 @@ from kvalloc.interop.kvpress import KvpressMethod, make_press, read_peer_name, r
 from kvalloc.interop.kvpress_budgets import PressScorer, budget_press
 from kvalloc.models.loading import shape_of
 from kvalloc.models.names import cache_among
-from kvalloc.models.rope import rotate
+from kvalloc.models.rope import Rotation, rotate
 from kvalloc.runtime.quantization import quantised_keys, quantised_values
 
 N_LAYERS, N_HEADS, HEAD_DIM, N_PROMPT = 3, 2, 8, 30
@@ -358,9 +358,16 @@ def test_a_press_keeps_the_best_of_each_layer_and_head(model):
     assert all(getattr(one, "masked_key_indices", None) is None for one in attention)
 
 
-def test_the_scorer_shows_a_press_its_queries_and_angles():
-    frequencies = torch.tensor([1.0, 0.1])
-    states = make_states(frequencies=frequencies)
+@pytest.mark.parametrize(
+    "rotation",
+    [
+        halves(1.0, 0.1),
+        halves(0.7),
+        Rotation(lambda: torch.tensor([1.0, 0.1]), slice(0, 4, 2), slice(1, 4, 2)),
+    ],
+)
+def test_the_scorer_shows_a_press_its_queries_and_angles(rotation):
+    states = make_states(rotation=rotation)
     scores = PressScorer(press="Last", window=4).score(states, sinks=2)
     logits = torch.einsum(
         "bhd,bhnd->bhn", states.queries[:, :, -1], states.keys.repeat_interleave(3, 1)
@@ -369,7 +376,7 @@ def test_the_scorer_shows_a_press_its_queries_and_angles():
     expected -= expected.min()
     expected[..., :2] = expected[..., -4:] = 0
     torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-4)
-    plain = rotate(states.queries, -torch.arange(40), frequencies)
+    plain = rotate(states.queries, -torch.arange(40), rotation)
     assert not torch.equal(plain, states.queries)
     assert PressScorer(press="Last").query_rows(1000) == 1000
 
@@ -386,6 +393,6 @@ def test_what_cannot_be_is_refused(model):
     other = make_budget_profile([[9, 9]] * 3, context_tokens=N_PROMPT, policy=RECENT)
     with pytest.raises(ModelMismatchError):
         read_prompt(model, budget_press(other, NormPress()))
-    states = make_states(frequencies=torch.tensor([1.0, 0.1]))
+    states = make_states(rotation=halves(1.0, 0.1))
     with pytest.raises(UnsupportedRequestError, match="NeedyPress cannot score a prompt of 40"):
         PressScorer(press="Needy").score(states, sinks=2)

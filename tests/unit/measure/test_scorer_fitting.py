@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prompt_runs import states_seen
-from scorer_oracle import make_states
+from scorer_oracle import halves, make_states
 from surrogates import fit_surrogate
 from tiny_models import WordTokenizer, equal_budgets, tiny_model, words
 
@@ -105,14 +105,14 @@ def test_the_fit_is_that_of_all_tokens_of_all_samples(fitted):
 
 def test_the_scorer_is_a_direct_computation(fitted, file):
     """Numbers one by one, with half of the rotation undone at each position."""
-    frequencies = torch.tensor([1.0, 0.1, 0.01, 0.001])
-    states = make_states(batch=2, head_dim=8, frequencies=frequencies, n_tokens=12)
+    frequencies = [1.0, 0.1, 0.01, 0.001]
+    states = make_states(batch=2, head_dim=8, rotation=halves(*frequencies), n_tokens=12)
     found = get_scorer("surrogate", file=str(file), window=3, votes=0).score(states, sinks=2)
     for row, head, token in np.ndindex(2, 2, 12):
         key, value = (
             one[row, head, token].double().numpy() for one in (states.keys, states.values)
         )
-        pairs = (key[:4] + 1j * key[4:]) * np.exp(-1j * token * frequencies.double().numpy())
+        pairs = (key[:4] + 1j * key[4:]) * np.exp(-1j * token * np.array(frequencies))
         features = [
             *pairs.real, *pairs.imag, *value, *np.abs(pairs),
             np.log(np.linalg.norm(key)), np.log(np.linalg.norm(value)), 1.0,
@@ -170,7 +170,7 @@ def test_another_model_is_refused_before_it_runs(fitted, file):
             twin, WordTokenizer(), [words(300)], context=CONTEXT, samples=2,
             scorer=f"surrogate:file={file}",
         )  # fmt: skip
-    states = make_states(head_dim=4, frequencies=torch.tensor([1.0, 0.1]))
+    states = make_states(head_dim=4, rotation=halves(1.0, 0.1))
     with pytest.raises(UnsupportedRequestError, match="was not fitted to layer 0 of this model"):
         get_scorer("surrogate", file=str(file)).score(states, sinks=0)
 

@@ -14,8 +14,8 @@ from scorer_oracle import make_states
 
 from kvalloc.errors import UnsupportedModelError
 from kvalloc.models import attention
-from kvalloc.models.attention import intercept_attention, rotary_frequencies, rotates_halves
-from kvalloc.models.rope import rotate
+from kvalloc.models.attention import intercept_attention, knows_rotations, rotations_of
+from kvalloc.models.rope import NO_ROTATION, rotate
 from kvalloc.scorers.attention_rows import attention_rows
 from kvalloc.scorers.expected_attention import ExpectedAttention
 from kvalloc.scorers.projected_values import projected_value_norms
@@ -24,8 +24,9 @@ FAMILIES = [
     *("llama", "mistral", "qwen2", "qwen3", "phi3", "phi3 half rotated", "gemma3", "gemma2"),
     *("gpt-oss", "olmo3", "hunyuan"),
 ]
-UNUSUAL = ["afmoe", "exaone4", "smollm3", "cohere2", "llama4 half rotated", "cohere", "glm"]
-"""Which do not rotate the queries of all layers, or rotate neighbours."""
+UNUSUAL = ["cohere", "ernie4.5", "glm", "glm4", "gpt-j", "gpt-neox", "phi", "nanochat"]
+"""Families that rotate neighbours, a part of a head, or backwards."""
+LAST_UNROTATED = ["afmoe", "exaone4", "smollm3", "cohere2", "llama4 half rotated"]
 N_TOKENS = 12
 
 
@@ -78,8 +79,8 @@ def test_caps_and_sinks_matter_here(ids):
     assert weights.sum(dim=-1).min() < 0.9
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_frequencies_turn_queries_back(family):
+@pytest.mark.parametrize("family", [*FAMILIES, *UNUSUAL, *LAST_UNROTATED])
+def test_a_rotation_turns_queries_back(family):
     """The same token everywhere: turned back, its queries are the same at every position.
 
     Each layer sees the output of the layer before at a single position: sinks give each another.
@@ -87,35 +88,18 @@ def test_frequencies_turn_queries_back(family):
     model, queries = model_of(family), {}
 
     def note(states, compute):
-        queries[states.layer] = states.queries, states.frequencies
+        queries[states.layer] = states.queries, states.rotation
         return torch.zeros_like(states.queries.transpose(1, 2)), None
 
     with torch.no_grad(), intercept_attention(model, note):
         model(torch.full((1, N_TOKENS), 7))
     assert len(queries) == 2
-    for turned, frequencies in queries.values():
-        back = rotate(turned, -torch.arange(N_TOKENS), frequencies)
-        assert (turned[:, :, 1:] - turned[:, :, :1]).abs().max() > 0.01
+    for layer, (turned, rotation) in queries.items():
+        back = rotate(turned, -torch.arange(N_TOKENS), rotation)
+        moved = (turned[:, :, 1:] - turned[:, :, :1]).abs().max() > 0.01
+        assert moved == (layer == 0 or family not in LAST_UNROTATED)
+        assert moved == (rotation != NO_ROTATION)
         torch.testing.assert_close(back, back[:, :, :1].expand_as(back), atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("family", ["cohere", "glm"])
-def test_models_that_turn_neighbours_give_no_frequencies(family, ids):
-    found = states_of(model_of(family), ids)[0][0].frequencies
-    assert found.startswith(f"{family.title()}Attention does not rotate halves of its queries")
-
-
-@pytest.mark.parametrize("family", UNUSUAL[:5])
-def test_layers_that_do_not_turn_their_queries_give_no_frequencies(family):
-    """The same token everywhere: where its queries are the same as they are, nothing is turned."""
-    found = states_of(model_of(family), torch.full((1, N_TOKENS), 7))
-    assert len(found) == 2
-    neighbours = family in ("cohere2", "llama4 half rotated")
-    for (states, _), turned in zip(found, (True, False), strict=True):
-        moved = (states.queries[:, :, 1:] - states.queries[:, :, :1]).abs().max()
-        assert (moved > 0.01) == turned
-        assert (turned and not neighbours) == isinstance(states.frequencies, torch.Tensor)
-    assert "does not rotate its queries" in states.frequencies
 
 
 OWN = """
@@ -127,29 +111,39 @@ class Own(LlamaAttention):
 """
 
 
-@pytest.mark.parametrize(("factor", "recognised"), [(1.0, True), (-1.0, False), (1.5, False)])
-def test_a_layer_is_judged_by_what_it_computes(factor, recognised):
+@pytest.mark.parametrize("factor", [1.0, -1.0, 2.0])
+def test_a_layer_is_judged_by_what_it_computes(factor):
     """Its source cannot be read, and nothing in it is named as in transformers."""
     model = model_of("llama")
     names = {"LlamaAttention": type(model.model.layers[0].self_attn), "torch": torch}
     exec(OWN.format(factor=factor), names)
     for layer in model.model.layers:
         layer.self_attn.__class__ = names["Own"]
-    found = rotary_frequencies(model)
-    assert rotates_halves(model) == recognised
-    if recognised:
-        assert all(one is model.model.rotary_emb.inv_freq for one in found)
-    else:
-        assert all(one.startswith("Own does not rotate halves of its queries") for one in found)
+    for rotation in rotations_of(model).values():
+        rates = rotation.frequencies
+        assert (rates is model.model.rotary_emb.inv_freq) == (abs(factor) == 1.0)
+        assert (rotation.first.start > rotation.second.start) == (factor < 0)
+        torch.testing.assert_close(rates, abs(factor) * model.model.rotary_emb.inv_freq)
+
+
+def test_angles_that_do_not_grow_with_the_position_are_no_rotation():
+    """An angle of more than half a turn is negative, and half as much again is another place."""
+    model = model_of("llama")
+    names = {"LlamaAttention": type(model.model.layers[0].self_attn), "torch": torch}
+    exec(OWN.format(factor=1.5), names)
+    model.model.layers[1].self_attn.__class__ = names["Own"]
+    assert not knows_rotations(model)
+    said = "the queries of Own change with the position, and not by rotation"
+    assert rotations_of(model)[1] == said
 
 
 def test_what_happens_after_the_rotation_counts():
     """HunYuan scales rotated queries dimension by dimension, in each half by another factor."""
     model = model_of("hunyuan")
-    assert rotates_halves(model)
+    assert knows_rotations(model)
     scaled = model_of("hunyuan")
     torch.nn.init.normal_(scaled.model.layers[1].self_attn.query_layernorm.weight)
-    assert "does not rotate halves" in rotary_frequencies(scaled)[1]
+    assert "change with the position, and not by rotation" in rotations_of(scaled)[1]
 
 
 def fails(model):
@@ -186,11 +180,11 @@ def is_compiled(model):
 def test_a_layer_that_cannot_be_probed_is_not_taken_for_a_plain_one(change, said):
     model = model_of("llama")
     change(model)
-    found = rotary_frequencies(model)[0]
+    found = rotations_of(model)[0]
     assert found.startswith("it is not known when LlamaAttention rotates its queries: ")
     assert said in found
     assert "\n" not in found
-    states = make_states(frequencies=found)
+    states = make_states(rotation=found)
     with pytest.raises(UnsupportedModelError, match=f"expected_attention .*{said}.*snapkv"):
         ExpectedAttention().score(states, sinks=0)
 
@@ -202,30 +196,30 @@ def test_what_came_right_since_is_probed_again(change):
     layer = model.model.layers[0]
     weights = [own.weight.clone() for own in (layer.mlp.down_proj, layer.self_attn.q_proj)]
     change(model)
-    assert not rotates_halves(model)
+    assert not knows_rotations(model)
     layer.mlp.down_proj.weight = torch.nn.Parameter(weights[0])
     with torch.no_grad():
         layer.self_attn.q_proj.weight.copy_(weights[1])
-    assert rotates_halves(model)
+    assert knows_rotations(model)
 
 
 def test_a_verdict_of_training_is_no_verdict_of_evaluation():
     model = model_of("phi3 with dropout").train()
-    said = "Phi3Attention in training mode does not rotate halves of its queries"
-    assert rotary_frequencies(model)[-1].startswith(said)
-    assert rotates_halves(model.eval())
+    said = "the queries of Phi3Attention in training mode change with the position, and not by"
+    assert rotations_of(model)[1].startswith(said)
+    assert knows_rotations(model.eval())
 
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_rotary_module_that_was_replaced_is_not_asked(kept):
     model, other = model_of("llama"), model_of("llama")
     before = model.model.rotary_emb
-    assert rotates_halves(model)
+    assert knows_rotations(model)
     other.model.rotary_emb.inv_freq **= 2
     model.model.rotary_emb = other.model.rotary_emb
     if not kept:
         del before
-    assert torch.equal(rotary_frequencies(model)[0], other.model.rotary_emb.inv_freq)
+    assert torch.equal(rotations_of(model)[0].frequencies, other.model.rotary_emb.inv_freq)
 
 
 def test_a_hook_of_the_users_that_fails_in_a_probe_is_said():
@@ -236,9 +230,23 @@ def test_a_hook_of_the_users_that_fails_in_a_probe_is_said():
 
     handle = model.model.layers[1].register_forward_pre_hook(reads_one_row)
     with pytest.warns(UserWarning, match="not known how LlamaModel rotates.*one row"):
-        assert not rotates_halves(model)
+        assert not knows_rotations(model)
     handle.remove()
-    assert rotates_halves(model)
+    assert knows_rotations(model)
+
+
+def test_a_model_that_makes_its_own_positions_shows_nothing():
+    """Its queries are the same at all positions of a probe, and still are rotated in a text."""
+    model = model_of("llama")
+    rotary = model.model.rotary_emb
+    rotary.forward = lambda states, position_ids: type(rotary).forward(
+        rotary, states, torch.arange(states.shape[1])[None]
+    )
+    assert (
+        rotations_of(model)[0]
+        == "the queries of LlamaModel are the same at all positions of a probe"
+    )
+    assert not knows_rotations(model)
 
 
 def test_slow_pairs_that_carry_the_queries_do_not_hide_fast_ones():
@@ -246,12 +254,12 @@ def test_slow_pairs_that_carry_the_queries_do_not_hide_fast_ones():
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.q_proj.bias.view(4, 8)[:, [3, 7]] = 2000.0
-    assert rotates_halves(model)
+    assert knows_rotations(model)
 
 
 def test_a_context_of_one_position_shows_nothing():
     with pytest.warns(UserWarning, match="single position"):
-        assert not rotates_halves(model_of("llama of one position"))
+        assert not knows_rotations(model_of("llama of one position"))
 
 
 def contents(model):
@@ -280,7 +288,7 @@ def test_a_probe_leaves_nothing_behind(family, training, checkpointing):
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     before, state = contents(model), torch.get_rng_state()
-    assert rotates_halves(model) is not training
+    assert knows_rotations(model) is not training
     assert torch.equal(torch.get_rng_state(), state)
     after = contents(model)
     assert after.keys() == before.keys()
@@ -291,27 +299,27 @@ def test_a_probe_leaves_nothing_behind(family, training, checkpointing):
             assert [*map(id, value.values())] == [*map(id, before[key].values())]
         else:
             assert value is before[key] or value == before[key]
-    assert rotates_halves(model.eval())
+    assert knows_rotations(model.eval())
 
 
 @pytest.mark.parametrize("family", ["llama dynamic", "phi3 longrope"])
 def test_frequencies_are_those_of_the_text_that_runs(family):
     model = model_of(family)
     short, _ = states_of(model, torch.full((1, 8), 7))[0]
-    first = short.frequencies.clone()
+    first = short.rotation.frequencies.clone()
     long, _ = states_of(model, torch.full((1, 150), 7))[0]
-    assert not torch.equal(first, long.frequencies)
-    assert long.frequencies is rotary_frequencies(model)[0]
+    assert not torch.equal(first, long.rotation.frequencies)
+    assert long.rotation == rotations_of(model)[0]
 
 
 def test_a_probe_keeps_no_model_alive_and_goes_into_no_copy():
     model = model_of("llama")
-    assert rotates_halves(model)
+    assert knows_rotations(model)
     assert b"kvalloc" not in pickle.dumps(model)
     other = copy.deepcopy(model)
     with torch.no_grad():
         other.model.rotary_emb.inv_freq *= 2
-    assert rotary_frequencies(other)[0] is other.model.rotary_emb.inv_freq
+    assert rotations_of(other)[0].frequencies is other.model.rotary_emb.inv_freq
     gone = weakref.ref(model.model)
     del model
     gc.collect()
@@ -320,10 +328,13 @@ def test_a_probe_keeps_no_model_alive_and_goes_into_no_copy():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_enough(dtype):
-    for family in FAMILIES:
-        assert rotates_halves(model_of(family).to(dtype))
-    for family in UNUSUAL:
-        assert not rotates_halves(model_of(family).to(dtype))
+    for family in (*FAMILIES, *UNUSUAL, *LAST_UNROTATED):
+        single, half = model_of(family), model_of(family).to(dtype)
+        for layer, rotation in rotations_of(single).items():
+            found = rotations_of(half)[layer]
+            assert (found.first, found.second) == (rotation.first, rotation.second)
+            rates = rotation.frequencies
+            torch.testing.assert_close(found.frequencies.float(), rates, atol=1e-5, rtol=1e-2)
 
 
 def test_a_model_is_probed_within_its_own_forward_and_beside_it(ids):
@@ -334,7 +345,7 @@ def test_a_model_is_probed_within_its_own_forward_and_beside_it(ids):
 
     def ask(states, compute):
         attention._probes.pop(model.model)
-        assert rotates_halves(model)
+        assert knows_rotations(model)
         return compute(states.mask)
 
     with torch.no_grad(), intercept_attention(model, ask):
@@ -349,7 +360,7 @@ def test_a_model_is_probed_within_its_own_forward_and_beside_it(ids):
     thread.start()
     while thread.is_alive():
         attention._probes.pop(model.model, None)
-        assert rotates_halves(model)
+        assert knows_rotations(model)
     assert len(answers) == 20
     assert all(torch.equal(answer, expected) for answer in answers)
 
@@ -360,7 +371,7 @@ def test_quantized_layers_are_probed_and_show_their_output_projection(ids):
     model = model_of("llama")
     plain = states_of(model, ids)[0][0]
     quantized = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear})
-    assert rotates_halves(quantized)
+    assert knows_rotations(quantized)
     states = states_of(quantized, ids)[0][0]
     assert callable(states.output_projection)
     weight = states.output_projection().dequantize()

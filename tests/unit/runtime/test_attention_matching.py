@@ -111,7 +111,7 @@ def expected_of(model, ids, kept, *, rows=ROWS, bits=16):
         queries = own.queries[0].double().numpy()
         every_second = range(n_tokens - rows + 1, n_tokens, 2)
         ahead = [n_tokens - 1 + AHEAD_TOKENS - place for place in every_second]
-        rates = own.frequencies.double().numpy()
+        rates = own.rotation.frequencies.double().numpy()
         references = turned(queries[:, list(every_second)], ahead, rates)
         group = len(queries) // places.shape[1]
         found[layer] = []

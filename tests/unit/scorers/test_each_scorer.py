@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import scorer_oracle
 import torch
-from scorer_oracle import make_states, score_in_chunks
+from scorer_oracle import halves, make_states, score_in_chunks
 
 from kvalloc.errors import UnsupportedModelError
+from kvalloc.models.rope import NO_ROTATION, Rotation
 from kvalloc.scorers import attention_rows, column_sums, projected_values
 from kvalloc.scorers.a2sf import A2SF
 from kvalloc.scorers.cake import CAKE
@@ -25,7 +26,6 @@ from kvalloc.scorers.streaming import Streaming
 from kvalloc.scorers.tova import TOVA
 from kvalloc.scorers.xkv import XKV
 
-FREQUENCIES = torch.tensor([1.0, 0.05])
 PAD_BLIND = ("xkv", "snapkv", "criticalkv", "cake", "tova", "knorm", "h2o", "keydiff", "lookahead")
 """Scorers that look at no position: padding moves every token to another one."""
 
@@ -69,7 +69,7 @@ ARRIVALS = {
 def test_a_score_does_not_depend_on_how_the_prompt_comes(monkeypatch, scorer, arrival):
     """In chunks, or with padding: as at once and alone."""
     monkeypatch.setattr(attention_rows, "_KEY_BLOCK_TOKENS", 7)
-    states = make_states(batch=3, frequencies=FREQUENCIES, hidden_size=10)
+    states = make_states(batch=3, rotation=halves(1.0, 0.05), hidden_size=10)
     if arrival == "chunks":
         whole = scorer.score(states, sinks=2)
         assert (whole.dtype, whole.min()) == (torch.float32, 0.0)
@@ -205,32 +205,42 @@ def test_cake_with_one_row_has_no_variance():
     assert torch.equal(with_variance, without)
 
 
-def rotation(angles):
-    """The matrix that turns dimension i and i + half by each angle; the rest stays."""
-    size = 4
-    matrix = np.eye(size)
-    half = len(angles)
-    for i, angle in enumerate(angles):
-        matrix[i, i] = matrix[i + half, i + half] = math.cos(angle)
-        matrix[i, i + half], matrix[i + half, i] = -math.sin(angle), math.sin(angle)
+def turned_by(position, pairs):
+    """The matrix that rotates each pair, (first dimension, second one, frequency)."""
+    matrix = np.eye(4)
+    for i, j, frequency in pairs:
+        matrix[i, i] = matrix[j, j] = math.cos(position * frequency)
+        matrix[j, i] = math.sin(position * frequency)
+        matrix[i, j] = -matrix[j, i]
     return matrix
 
 
-@pytest.mark.parametrize("frequencies", [[1.0, 0.05], [0.7]])
-def test_expected_attention_agrees_with_loops(frequencies):
-    states = make_states(batch=2, frequencies=torch.tensor(frequencies))
+ROTATIONS = [
+    (halves(1.0, 0.05), [(0, 2, 1.0), (1, 3, 0.05)]),
+    (halves(0.7), [(0, 1, 0.7)]),
+    (Rotation(lambda: torch.tensor([0.7]), slice(3, 4), slice(2, 3)), [(3, 2, 0.7)]),
+    (
+        Rotation(lambda: torch.tensor([1.0, 0.05]), slice(0, 4, 2), slice(1, 4, 2)),
+        [(0, 1, 1.0), (2, 3, 0.05)],
+    ),
+    (NO_ROTATION, []),
+]
+
+
+@pytest.mark.parametrize(("rotation", "pairs"), ROTATIONS)
+def test_expected_attention_agrees_with_loops(rotation, pairs):
+    states = make_states(batch=2, rotation=rotation)
     sinks, window, future = 3, 5, 11
     scorer = ExpectedAttention(window=window, future=future, epsilon=0.01)
     found = scorer.score(states, sinks=sinks).numpy()
-    turns = np.array(frequencies)
-    ahead = np.mean([rotation((40 + step) * turns) for step in range(future)], axis=0)
+    ahead = np.mean([turned_by(40 + step, pairs) for step in range(future)], axis=0)
     keys, values = states.keys.double().numpy(), states.values.double().numpy()
     for row in range(2):
         for head in range(2):
             expected = np.zeros(40)
             for member in range(3):
                 queries = states.queries[row, head * 3 + member].double().numpy()
-                raw = [rotation(-p * turns) @ queries[p] for p in range(sinks, 40)]
+                raw = [turned_by(-p, pairs) @ queries[p] for p in range(sinks, 40)]
                 mean = ahead @ np.mean(raw, axis=0)
                 spread = ahead @ np.cov(np.array(raw).T, bias=True) @ ahead.T
                 logits = keys[row, head] @ mean / 2
@@ -246,8 +256,8 @@ def test_expected_attention_agrees_with_loops(frequencies):
     ("more", "said"),
     [
         ({}, "rotate"),
-        ({"frequencies": torch.ones(2), "softcap": 30.0}, "caps"),
-        ({"frequencies": torch.ones(2), "sink_logits": torch.ones(6)}, "sink"),
+        ({"rotation": halves(1.0, 1.0), "softcap": 30.0}, "caps"),
+        ({"rotation": halves(1.0, 1.0), "sink_logits": torch.ones(6)}, "sink"),
     ],
 )
 def test_expected_attention_refuses_what_it_cannot_expect(more, said):
@@ -257,17 +267,16 @@ def test_expected_attention_refuses_what_it_cannot_expect(more, said):
 
 @pytest.mark.parametrize("more", [{}, {"softcap": 1.5}, {"sink_logits": torch.linspace(0, 12, 6)}])
 @pytest.mark.parametrize("reduce", ["mean", "max"])
-@pytest.mark.parametrize("frequencies", [[1.0, 0.05], [0.7]])
-def test_votes_from_behind_the_end_agree_with_loops(frequencies, reduce, more):
-    states = make_states(batch=2, frequencies=torch.tensor(frequencies), **more)
+@pytest.mark.parametrize(("rotation", "pairs"), ROTATIONS)
+def test_votes_from_behind_the_end_agree_with_loops(rotation, pairs, reduce, more):
+    states = make_states(batch=2, rotation=rotation, **more)
     sinks, window, votes, ahead = 3, 5, 9, 4
     reductions = {"row_reduce": reduce, "group_reduce": reduce}
     scorer = Lookahead(window=window, votes=votes, ahead=ahead, **reductions)
     found = scorer.score(states, sinks=sinks).numpy()
-    turns = np.array(frequencies)
     moved = states.queries[:, :, -votes:].double().numpy()
     for place in range(votes):
-        matrix = rotation((votes - 1 - place + ahead) * turns)
+        matrix = turned_by(votes - 1 - place + ahead, pairs)
         moved[:, :, place] = moved[:, :, place] @ matrix.T
     # one query at a time is the last of its rows, and so sees every key
     rows = [replace(states, queries=torch.tensor(moved[:, :, [place]])) for place in range(votes)]
@@ -278,7 +287,7 @@ def test_votes_from_behind_the_end_agree_with_loops(frequencies, reduce, more):
     np.testing.assert_allclose(found, expected, rtol=2e-4, atol=1e-6)
 
 
-def test_votes_stay_in_their_places_where_a_model_does_not_rotate():
+def test_votes_stay_in_their_places_if_a_rotation_is_not_known():
     with pytest.raises(UnsupportedModelError, match=r"lookahead has to rotate .*ahead=0"):
         Lookahead(ahead=8).score(make_states(), sinks=0)
 
