@@ -27,8 +27,9 @@ def decoder_of(model: Any) -> Any:
 
 
 def decoder_layers(model: Any) -> Any:
-    """Return the decoder's layers in order; None if it has no ``layers``."""
-    return getattr(decoder_of(model), "layers", None) or None
+    """Return the decoder's layers in order; None if it has no ``layers`` and no ``h``, as GPT-2."""
+    decoder = decoder_of(model)
+    return getattr(decoder, "layers", None) or getattr(decoder, "h", None)
 
 
 def has_compiled_layers(model: Any) -> bool:
