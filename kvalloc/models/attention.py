@@ -35,6 +35,7 @@ from kvalloc.models.names import (
     takes_layer,
 )
 from kvalloc.models.probe import Probe, probe
+from kvalloc.models.rope import UNKNOWN
 from kvalloc.models.structure import check_decoder_only, decoder_of
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ class AttentionStates:
     softcap: float | None = None
     sink_logits: Tensor | None = None
     output_projection: Tensor | Callable[[], Tensor] | None = None
-    rotation: Rotation | str = "it is not known when the model does so"
+    rotation: Rotation | str = UNKNOWN
     observed: Observed | None = None
     older: int = 0
     first_head: int = 0
@@ -490,7 +491,7 @@ class AttentionSwitch:
 
     @property
     def knows_rotations(self) -> bool:
-        """Whether queries can be put elsewhere, since the rotation of every layer is known."""
+        """Whether queries can be put elsewhere: it is known how each layer that attends rotates."""
         return not any(isinstance(one, str) for one in self.rotations.values())
 
     def answer(self, handler: Handler, layer: int, *states: Any, **kwargs: Any) -> AttentionResult:
@@ -564,7 +565,7 @@ def _attention_modules(modules: list[nn.Module]) -> list[Any]:
 
 
 def rotations_of(model: nn.Module) -> Mapping[int, Rotation | str]:
-    """Return the rotation of each layer of a model, or why it is not known.
+    """Return the rotation of each layer of a model that attends, or why it is not known.
 
     Raises
     ------
@@ -683,7 +684,7 @@ def _states(
     if not active.known:
         details = {
             "output_projection": _output_projection(module, query.shape[1] * value.shape[-1]),
-            "rotation": active.rotations.get(layer, "it is not known yet"),
+            "rotation": active.rotations.get(layer, UNKNOWN),
         }
     if (expanded := _expanded.get()) is not None and expanded[0] == id(module):
         _expanded.set(None)

@@ -50,7 +50,8 @@ class Probe:
     Attributes
     ----------
     rotations : dict of int to Rotation or str
-        By layer; a sentence if it is not known. It has no strong reference to the decoder.
+        Of each layer that attends; a sentence if it is not known. It has no strong reference to
+        the decoder.
     layers : tuple of LayerShape, or None
         What each layer stores; None if that was not seen.
     queries : int
@@ -126,11 +127,10 @@ def probe(
         # a model of attention alone knows no other order: it takes positions from elsewhere
         same = f"the queries of {type(decoder).__name__} are the same at all positions of a probe"
         rotations = dict.fromkeys(rotations, same)
-    for layer in layers.keys() | seen.queries.keys():
-        kind = seen.kind(layer)
-        if failure or rotations.get(layer) is None:
-            zeros = "a probe finds zeros or no numbers"
-            why = failure or (zeros if layer in rotations else "a probe calls no attention of it")
+    for layer in layers if failure else rotations:
+        if failure or rotations[layer] is None:
+            why = failure or "a probe finds zeros or no numbers"
+            kind = seen.kind(layer)
             rotations[layer] = f"it is not known when {kind} rotates its queries: {why}"
     shapes = None
     if complete:

@@ -86,6 +86,10 @@ class Rotation:
         return [*first, *others[:middle], *second, *others[middle:]]
 
 
+UNKNOWN = "it is not known when the model does so"
+"""Stands for the rotation of a layer that no probe has seen."""
+
+
 def _no_frequencies() -> Tensor:
     import torch
 

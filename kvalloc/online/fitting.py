@@ -31,6 +31,7 @@ from kvalloc.measure.sampling import Sample, SampleSet, choose_samples
 from kvalloc.measure.scorer_fitting import FitOptions, fit_surrogate
 from kvalloc.models.attention import rotations_of
 from kvalloc.models.loading import require_run_packages
+from kvalloc.models.rope import UNKNOWN
 from kvalloc.online.solved import SINKS, WIDTHS, WINDOW, solve_share
 from kvalloc.online.solving import loss_summary
 from kvalloc.prompts.calibration import KINDS, calibration_prompts
@@ -181,7 +182,7 @@ def _check_rotation(layers: Sequence[int], model: Any, item: None, advance: Adva
     """Refuse a model if no surrogate can be fitted to its layers, before prompts are made."""
     rotations = rotations_of(model)
     for layer in layers:
-        surrogate_rotation(rotations[layer])
+        surrogate_rotation(rotations.get(layer, UNKNOWN))
 
 
 def _samples(

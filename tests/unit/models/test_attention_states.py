@@ -150,10 +150,6 @@ def fails(model):
     model.model.layers[0].mlp.down_proj.weight = torch.nn.Parameter(torch.zeros(3, 3))
 
 
-def asks_nothing(model):
-    model.model.layers[0].self_attn.forward = lambda hidden_states, **kwargs: (hidden_states, None)
-
-
 def has_no_weights(model):
     model.to("meta")
 
@@ -171,7 +167,6 @@ def is_compiled(model):
     ("change", "said"),
     [
         (fails, "a probe raises RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
-        (asks_nothing, "a probe calls no attention of it"),
         (has_no_weights, "a probe raises"),
         (has_no_numbers, "a probe finds zeros"),
         (is_compiled, "its layers are compiled"),
@@ -187,6 +182,15 @@ def test_a_layer_that_cannot_be_probed_is_not_taken_for_a_plain_one(change, said
     states = make_states(rotation=found)
     with pytest.raises(UnsupportedModelError, match=f"expected_attention .*{said}.*snapkv"):
         ExpectedAttention().score(states, sinks=0)
+
+
+def test_of_a_layer_that_does_not_attend_nothing_is_known():
+    """As a convolution does not, which is no reason to fit no values to other layers."""
+    model = model_of("llama")
+    attention = model.model.layers[0].self_attn
+    attention.forward = lambda hidden_states, **kwargs: (hidden_states, None)
+    assert [*rotations_of(model)] == [1]
+    assert knows_rotations(model)
 
 
 @pytest.mark.filterwarnings("ignore:it is not known how")
