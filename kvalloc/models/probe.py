@@ -103,10 +103,10 @@ def probe(
     try:
         with intercepting(seen.attend):
             positions = _run(decoder, seen)
-        for layer in seen.queries:
+        for layer in seen.rotated:
             # dropout may change its queries then
             kind = seen.kind(layer) + " in training mode" * decoder.training
-            rotations[layer] = rotation_of(kind, seen.queries[layer], positions, decoder)
+            rotations[layer] = rotation_of(kind, seen.rotated[layer], positions, decoder)
     except Exception as error:  # models fail in any way
         failure = f"a probe raises {type(error).__name__}: {one_line(error)}"
     # gradient checkpointing takes the cache away from a model in training
@@ -153,8 +153,8 @@ class _Seen:
         Each layer's attention.
     layers : list
         Of the cache.
-    queries : dict of int to Tensor
-        Of the latest call of each layer.
+    rotated : dict of int to Tensor
+        Queries and new keys of the latest call of each layer, by head.
     heads : dict of int to Heads
         Of each layer that stores entries.
     reads : dict of int to int
@@ -171,7 +171,7 @@ class _Seen:
 
     modules: dict[int, nn.Module]
     layers: list[Any]
-    queries: dict[int, Tensor] = field(default_factory=dict)
+    rotated: dict[int, Tensor] = field(default_factory=dict)
     heads: dict[int, Heads] = field(default_factory=dict)
     reads: dict[int, int] = field(default_factory=dict)
     latents: set[int] = field(default_factory=set)
@@ -207,9 +207,14 @@ class _Seen:
 
         A layer with sinks would compute something that depends on the position, too.
         """
+        import torch
+
         layer, attended = states.layer, (states.keys, states.values)
         self.calls[layer] += 1
-        self.queries[layer] = states.queries
+        self.n_query_heads, n_new = states.queries.shape[1:3]
+        # there are others if a layer runs several times
+        newest, values = states.keys[:, :, -n_new:], states.values[:, :, -n_new:]
+        self.rotated[layer] = torch.cat([states.queries, newest], dim=1)
         source = layer
         if layer not in self.stored:  # it may attend to what another layer stores
             source = next((i for i, one in self.stored.items() if one[-1][0][0] is states.keys), -1)
@@ -228,10 +233,8 @@ class _Seen:
                     difference = "of the same size, changed or copied after they were stored"
                 self.fault = f"layer {layer} of {self.kind(layer)} attends to other {name} than "
                 self.fault += f"its cache returned: {difference}"
-        self.n_query_heads, n_new = states.queries.shape[1:3]
         group = self.n_query_heads // states.values.shape[1]
-        newest = states.values[:, :, -n_new:]  # there are others if a layer runs several times
-        return newest.repeat_interleave(group, dim=1).transpose(1, 2).contiguous(), None
+        return values.repeat_interleave(group, dim=1).transpose(1, 2).contiguous(), None
 
     def count(self) -> None:
         """Look whether each layer has stored and attended once."""

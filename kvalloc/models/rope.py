@@ -1,7 +1,7 @@
 """Rotary position embeddings (RoPE): the pairs of dimensions that a layer rotates, and how fast.
 
 Transformers has no interface that tells whether and how a layer rotates its queries, so a layer is
-judged by a run (`kvalloc.models.probe`): its queries of a token at several positions are
+judged by a run (`kvalloc.models.probe`): its queries and keys of a token at several positions are
 compared with those at position 0, rotated by `rotate`. What cannot be compared counts as unknown,
 never as plain rotation.
 """
@@ -24,7 +24,7 @@ _SMALLEST = 1e-6
 """Smallest size of a pair that is compared by its own size, as a share of the largest pair's."""
 
 _TOLERANCE = 0.02
-"""Largest difference of the queries from the expected ones, as a share of their size.
+"""Largest difference of queries and keys from the expected ones, as a share of their size.
 
 Rotation of other pairs differs by more than 0.5, and by frequencies that are 1% off by more than
 0.1. Rotation by the same frequencies in TF32, which a graphics card may round to, differs by less
@@ -149,18 +149,19 @@ def rotate(states: Tensor, positions: Tensor, rotation: Rotation) -> Tensor:
 
 
 def rotation_of(
-    kind: str, queries: Tensor, positions: Tensor, decoder: Any
+    kind: str, states: Tensor, positions: Tensor, decoder: Any
 ) -> Rotation | str | None:
-    """Return the rotation that fits the queries of a probe best, or a sentence if none fits.
+    """Return the rotation that fits queries and keys of a probe best, or a sentence if none fits.
 
-    None if the queries are zeros or no numbers.
+    None if they are zeros or no numbers. Their sizes do not count, which some models let grow with
+    the position.
 
     Parameters
     ----------
     kind : str
         Name of the layer's class.
-    queries : Tensor, (n_tokens * n_positions, n_query_heads, 1, head_dim)
-        Each token at all positions, then the next one.
+    states : Tensor, (n_tokens * n_positions, n_heads, 1, head_dim)
+        Queries and keys, by head. Each token at all positions, then the next one.
     positions : Tensor of int64, (n_positions,)
         The first one is 0.
     decoder : nn.Module
@@ -168,8 +169,9 @@ def rotation_of(
     """
     import torch
 
-    tolerance = max(_TOLERANCE, 8 * torch.finfo(queries.dtype).eps)
-    rows = queries.float().reshape(-1, len(positions), *queries.shape[1:])
+    tolerance = max(_TOLERANCE, 8 * torch.finfo(states.dtype).eps)
+    rows = torch.nn.functional.normalize(states.float(), dim=-1)
+    rows = rows.reshape(-1, len(positions), *states.shape[1:])
     at_zero, places = rows[:, :1].expand_as(rows), positions.to(rows.device)[:, None, None]
 
     def error(rotation: Rotation) -> float:
@@ -190,7 +192,7 @@ def rotation_of(
         best = min(candidates, key=error, default=NO_ROTATION)
         if error(best) < tolerance:
             return best
-    return f"the queries of {kind} change with the position, and not by rotation"
+    return f"queries and keys of {kind} change with the position, and not by one rotation"
 
 
 def _layouts(source: Callable[[], Tensor], head_dim: int) -> Iterator[Rotation]:
@@ -209,7 +211,7 @@ def _layouts(source: Callable[[], Tensor], head_dim: int) -> Iterator[Rotation]:
 
 
 def _measured(rows: Tensor, places: Tensor) -> Iterator[Rotation]:
-    """Yield rotations of the whole head by frequencies that are measured from a probe's queries.
+    """Yield rotations of the whole head by frequencies that are measured from a probe's states.
 
     The angle at a position tells the next digits of the frequencies: of whole turns, those so far
     tell the number.

@@ -10,7 +10,7 @@ from kvalloc.models.rope import NO_ROTATION, rotate, rotation_of
 
 HEAD_DIM = 12
 POSITIONS = torch.tensor([0, 1, 17, 200])
-OTHERWISE = "the queries of Kind change with the position, and not by rotation"
+OTHERWISE = "queries and keys of Kind change with the position, and not by one rotation"
 PAIRS = {
     "halves": lambda start, n: [(start + i, start + n + i) for i in range(n)],
     "neighbours": lambda start, n: [(start + 2 * i, start + 2 * i + 1) for i in range(n)],

@@ -133,17 +133,18 @@ def test_angles_that_do_not_grow_with_the_position_are_no_rotation():
     exec(OWN.format(factor=1.5), names)
     model.model.layers[1].self_attn.__class__ = names["Own"]
     assert not knows_rotations(model)
-    said = "the queries of Own change with the position, and not by rotation"
+    said = "queries and keys of Own change with the position, and not by one rotation"
     assert rotations_of(model)[1] == said
 
 
-def test_what_happens_after_the_rotation_counts():
-    """HunYuan scales rotated queries dimension by dimension, in each half by another factor."""
+@pytest.mark.parametrize("norm", ["query_layernorm", "key_layernorm"])
+def test_what_happens_after_the_rotation_counts(norm):
+    """HunYuan scales queries, and keys, dimension by dimension after it, each by its factor."""
     model = model_of("hunyuan")
     assert knows_rotations(model)
     scaled = model_of("hunyuan")
-    torch.nn.init.normal_(scaled.model.layers[1].self_attn.query_layernorm.weight)
-    assert "change with the position, and not by rotation" in rotations_of(scaled)[1]
+    torch.nn.init.normal_(getattr(scaled.model.layers[1].self_attn, norm).weight)
+    assert "change with the position, and not by one rotation" in rotations_of(scaled)[1]
 
 
 def fails(model):
@@ -155,7 +156,8 @@ def has_no_weights(model):
 
 
 def has_no_numbers(model):
-    torch.nn.init.zeros_(model.model.layers[0].self_attn.q_proj.weight)
+    for part in ("q_proj", "k_proj"):
+        torch.nn.init.zeros_(getattr(model.model.layers[0].self_attn, part).weight)
 
 
 def is_compiled(model):
@@ -198,18 +200,20 @@ def test_of_a_layer_that_does_not_attend_nothing_is_known():
 def test_what_came_right_since_is_probed_again(change):
     model = model_of("llama")
     layer = model.model.layers[0]
-    weights = [own.weight.clone() for own in (layer.mlp.down_proj, layer.self_attn.q_proj)]
+    parts = layer.mlp.down_proj, layer.self_attn.q_proj, layer.self_attn.k_proj
+    weights = [own.weight.clone() for own in parts]
     change(model)
     assert not knows_rotations(model)
     layer.mlp.down_proj.weight = torch.nn.Parameter(weights[0])
     with torch.no_grad():
-        layer.self_attn.q_proj.weight.copy_(weights[1])
+        for part, weight in zip(parts[1:], weights[1:], strict=True):
+            part.weight.copy_(weight)
     assert knows_rotations(model)
 
 
 def test_a_verdict_of_training_is_no_verdict_of_evaluation():
     model = model_of("phi3 with dropout").train()
-    said = "the queries of Phi3Attention in training mode change with the position, and not by"
+    said = "queries and keys of Phi3Attention in training mode change with the position, and not by"
     assert rotations_of(model)[1].startswith(said)
     assert knows_rotations(model.eval())
 
