@@ -14,8 +14,6 @@ import pytest
 import torch
 import transformers
 
-from kvalloc.models.names import has_attention_interface
-
 _TABLES = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 TEXT_ONLY: dict[str, dict[str, Any]] = _TABLES["text only"]
 WITH_IMAGES: dict[str, dict[str, Any]] = _TABLES["with images"]
@@ -45,7 +43,7 @@ def family(name: str) -> Any:
         and not transformers.DynamicCache(config=config).layers
     ):
         pytest.skip("this transformers caches no layer if none is shared")
-    if name in FOR_ATTENTION and not has_attention_interface(model):
+    if name in FOR_ATTENTION and not model._supports_attention_backend:
         pytest.skip(f"this transformers shows no attention of {name}")
     takes = inspect.signature(model.forward).parameters
     if "image_grid_thw" in takes and "mm_token_type_ids" not in takes:
