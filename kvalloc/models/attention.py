@@ -691,10 +691,7 @@ def _states(
         latents = expanded[1:]
         to_keys, _ = _Expansion(module).matrices(*latents)
         query, (key, value) = query @ to_keys.mT, latent_states(*latents)
-        details = {
-            "latents": latents,
-            "rotation": "its keys are latents, of which a part is rotated",
-        }
+        details |= {"latents": latents, "output_projection": None}
     return AttentionStates(
         layer=layer,
         queries=query,

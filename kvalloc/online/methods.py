@@ -333,7 +333,7 @@ class SecondRead(Method):
         """Return the policy; it fits values if queries can be put behind the prompt."""
         if not self.setting.rotates:
             return super().policy
-        return fitting_policy(self.scorer, self.setting.share)
+        return fitting_policy(self.scorer, self.setting.share, self.setting.shape)
 
     def peak_bytes(self, size: PromptSize) -> int:
         """Return the peak, with the pieces of the second read and one layer of the prompt."""

@@ -17,6 +17,7 @@ from kvalloc.formats.policy import Policy
 from kvalloc.formats.shipped_profiles import load_fitted, while_unchanged
 from kvalloc.problem.registry import get_solver
 from kvalloc.scorers import Scorer, get_scorer
+from kvalloc.shape import ModelShape
 
 SINKS, WINDOW = 4, 8
 """Tokens at the prompt's begin and end, never evicted."""
@@ -46,8 +47,10 @@ def matching_options(share: float) -> dict[str, int]:
     return {"rows": MATCHED, "every": STEP}
 
 
-def fitting_policy(scorer: Scorer, share: float) -> Policy:
-    """Return the policy that keeps what a scorer ranks highest, and fits the values."""
+def fitting_policy(scorer: Scorer, share: float, shape: ModelShape) -> Policy:
+    """Return the policy that keeps what a scorer ranks highest, and fits values if it can."""
+    if "latent" in shape.layer_types:  # a latent is a key, too
+        return scorer.policy(SINKS)
     return scorer.policy(SINKS, name="attention_matching", parameters=matching_options(share))
 
 
@@ -99,7 +102,7 @@ def solve_share(file: str, share: float, tokens: int) -> BudgetProfile | None:
     except InfeasibleError:
         return None
     scorer = get_scorer("surrogate", file=file, window=WINDOW)
-    return decided.with_policy(fitting_policy(scorer, share))
+    return decided.with_policy(fitting_policy(scorer, share, fitted.shape))
 
 
 @while_unchanged(maxsize=256)

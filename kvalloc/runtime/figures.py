@@ -21,7 +21,7 @@ from kvalloc.runtime.door import Door
 from kvalloc.runtime.options import CacheOptions
 from kvalloc.runtime.rows import Method, Row
 from kvalloc.runtime.store import Store
-from kvalloc.units import share_text
+from kvalloc.units import share_text, size
 
 
 class CacheFigures(Cache):
@@ -101,9 +101,15 @@ class CacheFigures(Cache):
         return bytes_at_16_bits(self.layers) / max(1, tokens * whole)
 
     @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of layers without entries, which no budget changes."""
+        return sum(tensor.nbytes for layer in self.layers for tensor in state_tensors(layer))
+
+    @property
     def share_text(self) -> str:
-        """Requested share, if it is known, and stored bytes."""
-        return share_text(self.retained_bytes, self.full_bytes, self.profile.target_text)
+        """Requested share, if it is known, and stored bytes, those of states among them."""
+        text = share_text(self.retained_bytes, self.full_bytes, self.profile.target_text)
+        return f"{text}, states {size(self.state_bytes)}" if self.state_bytes else text
 
     @property
     def full_bytes(self) -> int:

@@ -14,7 +14,6 @@ import torch
 
 from kvalloc.accounting import IntArray
 from kvalloc.accounting.stored import layer_tensors
-from kvalloc.models.names import state_tensors
 from kvalloc.runtime import plan
 from kvalloc.runtime.door import Batch
 from kvalloc.runtime.evict import Eviction, evict
@@ -203,7 +202,7 @@ def _left(cache: Any, row: Row) -> int | None:
         return None
     own = (layer for layer in cache.layers if not isinstance(layer, Store))
     taken: int = sum(tensor.nbytes for layer in own for tensor in layer_tensors(layer))
-    taken += sum(tensor.nbytes for layer in cache.layers for tensor in state_tensors(layer))
+    taken += cache.state_bytes
     taken = -(-taken // len(cache.rows))
     if next(iter(cache.stores.values())).keys.is_cuda:  # where a kernel reads by lists
         taken += WORK_BYTES * row.profile.budgets.size
