@@ -68,6 +68,18 @@ class Batch:
         index = self.order.to(states.device)[:, None, :, None]
         return states.gather(2, index.expand(-1, states.shape[1], -1, states.shape[3]))
 
+    def seen_by(self, shown: Tensor) -> Tensor:
+        """Return which `aligned` new tokens see which, (rows, new, new), from that by columns.
+
+        In the places of padding there may be earlier tokens of the row, which all of them see.
+        """
+        if self.order is not None:
+            order = self.order.to(shown.device)
+            shown = shown.gather(1, order[:, :, None].expand_as(shown))
+            shown = shown.gather(2, order[:, None].expand_as(shown))
+        padding = np.arange(self.new) < self.new - self.lengths[:, None]
+        return shown | on_device(padding, shown.device)[:, None]
+
     def in_columns(self, output: Tensor) -> Tensor:
         """Return an output of `aligned` tokens, (rows, new, heads, dim), column by column."""
         if self.order is None:

@@ -50,6 +50,8 @@ class Running:
         Of how many layers the evictions wait for each other.
     waiting : list of int
         Layers that have attended and evict with the next ones.
+    sees : Tensor of bool, (rows, n_new, n_new), or None
+        Which `aligned` new tokens see which in reduced layers; None if that is causal.
     """
 
     batch: Batch
@@ -60,6 +62,7 @@ class Running:
     observing: list[Eviction] = field(default_factory=list)
     together: int = 1
     waiting: list[int] = field(default_factory=list)
+    sees: Tensor | None = None
 
     def due(self) -> dict[Eviction, dict[int, IntArray]]:
         """Return the evictions of the layers that wait, with their targets; none wait then."""

@@ -21,7 +21,7 @@ from kvalloc.models.attention import AttentionStates, AttentionSwitch, Compute, 
 from kvalloc.runtime import prompt, refusals, turns
 from kvalloc.runtime.attention.backends import attend
 from kvalloc.runtime.attention.call import AttentionCall
-from kvalloc.runtime.attention.masks import over_entries
+from kvalloc.runtime.attention.masks import over_entries, seen_among_new
 from kvalloc.runtime.checks import Checks
 from kvalloc.runtime.door import Batch, shown
 from kvalloc.runtime.evict import Running, evict
@@ -109,16 +109,20 @@ class Forward:
         seen = cache.get_seq_length()
         refusals.check_turn(decoder, seen, new)
         columns, ready = shown(arguments)
+        sees = None
         if ready and cache.reduced:
-            raise UnsupportedRequestError(
-                "an attention mask that is not causal, given or made by the model around its "
-                "images, does not fit layers that keep different entries; pass a 2-D "
-                "attention_mask or none, and images in the first prompt alone"
-            )
-        columns = None if ready and door.complete else columns
+            sees = seen_among_new(arguments["attention_mask"], columns)
+            if sees is None:
+                raise UnsupportedRequestError(
+                    "an attention mask that shows other tokens of the past to one new token than "
+                    "to another does not fit layers that keep different entries; pass a 2-D "
+                    "attention_mask or none"
+                )
+        columns = None if ready and sees is None and door.complete else columns
         may_change = columns is not None and door.complete and not cache.reduced
         batch = door.enter((rows, new), seen, columns, may_change=may_change)
         running = Running(batch, turns.room_tokens(cache))
+        running.sees = None if sees is None else batch.seen_by(sees)
         try:
             if batch.follows:
                 running.n_queries = turns.noted_queries(cache, batch)
@@ -157,7 +161,7 @@ class Forward:
         elif store.latent:
             output = compute(self._mask(store, states))
         else:
-            output = self._answer(store, aligned, compute, batch)
+            output = self._answer(store, aligned, compute, running)
         if store.template is None:
             store.template = _without_tokens(states)
         if not (batch.follows or (store.latent and store.kept is not None)):
@@ -184,14 +188,18 @@ class Forward:
         places, stored = batch.places.to(states.keys.device), int(states.keys.shape[2])
         return over_entries(base, shown, places, stored=stored, dtype=states.queries.dtype)
 
-    def _answer(self, store: Any, states: AttentionStates, compute: Compute, batch: Batch) -> Any:
+    def _answer(
+        self, store: Any, states: AttentionStates, compute: Compute, running: Running
+    ) -> Any:
         """Answer new tokens, in order, from what a reduced layer holds."""
+        batch = running.batch
         if batch.new == 1:
             for one in self.cache.extensions:
                 if (answer := one.answer(self.cache, store, states, compute)) is not None:
                     return answer
         starts = batch.starts(store.tail.starts, states.queries.device)
-        return batch.in_columns(attend(AttentionCall.of(states, starts), store.kept)), None
+        call = AttentionCall.of(states, starts, running.sees)
+        return batch.in_columns(attend(call, store.kept)), None
 
     def _evict(self, layer: int, store: Store, running: Running) -> None:
         """Evict once a layer has read a forward of the prompt; else its policy notes it."""

@@ -154,6 +154,8 @@ def by_definition(call: AttentionCall, stored: Stored) -> tuple[Tensor, Tensor]:
             logits, errors = call.softcap * capped, errors * (1 - capped**2)
         errors += logits.abs()
         shown = column <= place
+        if call.sees is not None:
+            shown = torch.nn.functional.pad(call.sees[row].cpu(), (n_following - n_new, 0), value=1)
         if call.starts is not None:
             shown &= (column >= call.starts[row].cpu()) | (column == place)
         logits[:, len(kept_keys) :].masked_fill_(~shown, float("-inf"))

@@ -165,9 +165,16 @@ class Shadow:
         self.steps: dict[int, torch.Tensor] = {}  # half those of each segment's first keys
 
     def logits(
-        self, ids: torch.Tensor, mask: torch.Tensor | None = None, **inputs: Any
+        self,
+        ids: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        sees: torch.Tensor | None = None,
+        **inputs: Any,
     ) -> torch.Tensor:
-        """Logits of the next tokens; ``mask`` is 0 for padding, all columns so far."""
+        """Logits of the next tokens; ``mask`` is 0 for padding, all columns so far.
+
+        ``sees``, (batch, n, n), is which of the next tokens see which, if that is not causal.
+        """
 
         def hide(states: Any, compute: Any) -> Any:
             if states.layer not in self.layers():
@@ -175,6 +182,8 @@ class Shadow:
             new, total = states.queries.shape[2], states.keys.shape[2]
             batch, heads = states.keys.shape[:2]
             shown = torch.ones(batch, heads, new, total).tril(total - new).bool()
+            if sees is not None:
+                shown[..., total - new :] = sees[:, None]
             if mask is not None:
                 shown &= mask.bool()[:, None, None]
             before = self.shown.get(states.layer)

@@ -21,7 +21,7 @@ class AttentionCall:
     """New tokens of one layer, and the tokens between them and the kept entries.
 
     All kept entries lie before all tokens that followed, so every new token sees each of them, and
-    only the tokens that followed need a causal mask.
+    only the tokens that followed need a mask.
 
     Attributes
     ----------
@@ -38,6 +38,8 @@ class AttentionCall:
         Logits are ``softcap * tanh(logits / softcap)``.
     sink_logits : Tensor, (n_query_heads,), or None
         One more logit a query head, without a value.
+    sees : Tensor of bool, (batch, n_new_tokens, n_new_tokens), or None
+        Which new tokens see which, as those of an image see each other; None if that is causal.
     """
 
     queries: Tensor
@@ -47,9 +49,12 @@ class AttentionCall:
     starts: Tensor | None = None
     softcap: float | None = None
     sink_logits: Tensor | None = None
+    sees: Tensor | None = None
 
     @classmethod
-    def of(cls, states: AttentionStates, starts: Tensor | None = None) -> AttentionCall:
+    def of(
+        cls, states: AttentionStates, starts: Tensor | None = None, sees: Tensor | None = None
+    ) -> AttentionCall:
         """Make a call of what attention sees; keys and values are of tokens that followed."""
         return cls(
             queries=states.queries,
@@ -59,6 +64,7 @@ class AttentionCall:
             starts=starts,
             softcap=states.softcap,
             sink_logits=states.sink_logits,
+            sees=sees,
         )
 
     @property
@@ -80,7 +86,9 @@ class AttentionCall:
         return replace(self, queries=queries, keys=keys, values=values)
 
     def kernel_refusal(self, kept: Kept) -> str | None:
-        """Return why no kernel reads this call's types, in words; None where each one does."""
+        """Return why no kernel serves this call, in words; None where each one does."""
+        if self.sees is not None:
+            return "new tokens see others than those before them"
         if not self.queries.dtype == self.keys.dtype == self.values.dtype:
             # as under autocast where a model normalises queries and keys
             return "queries, keys and values have several types"

@@ -40,6 +40,28 @@ def with_columns(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
     return arguments if columns is mask else {**arguments, "attention_mask": columns}
 
 
+def seen_among_new(mask: Any, columns: Tensor) -> Tensor | None:
+    """Return which new tokens each new token sees, bool, (batch, n_new_tokens, n_new_tokens).
+
+    Parameters
+    ----------
+    mask : object
+        The ready-made mask of a forward, as `shown_columns` takes it.
+    columns : Tensor of bool, (batch, n_columns)
+        What `shown_columns` returns of it.
+
+    Returns
+    -------
+    Tensor or None
+        None if heads see different tokens, or new tokens see different ones of the past.
+    """
+    shown = _shown(mask["full_attention"] if isinstance(mask, Mapping) else mask)
+    past = shown.shape[-1] - shown.shape[-2]
+    if shown.shape[1] > 1 or (shown[..., :past] != columns[:, None, None, :past]).any():
+        return None
+    return shown[:, 0, :, past:]
+
+
 def _shown(mask: Tensor) -> Tensor:
     return mask if mask.dtype == torch.bool else mask == 0
 

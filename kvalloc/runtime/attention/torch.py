@@ -139,8 +139,10 @@ def _hidden(call: AttentionCall, segments: slice | Tensor, tokens: slice) -> Ten
     column = torch.arange(n_following, device=call.keys.device)
     place = column[n_following - n_new :][tokens, None]
     hidden = (column > place)[None]
+    if call.sees is not None:
+        hidden = torch.nn.functional.pad(~call.sees[:, tokens], (n_following - n_new, 0))
     if call.starts is not None:
         hidden = hidden | ((column < call.starts[:, None, None]) & (column != place))
-        each = hidden.expand(len(call.keys), -1, -1).repeat_interleave(call.keys.shape[1], dim=0)
-        hidden = each[segments]
+    if len(hidden) > 1:
+        hidden = hidden.repeat_interleave(call.keys.shape[1], dim=0)[segments]
     return hidden[:, None]

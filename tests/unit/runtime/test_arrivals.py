@@ -99,3 +99,24 @@ def test_what_is_kept_ends_where_a_prompt_was_cropped():
     run(model, tiny.prompt(20), cache)
     cache.crop(-5)
     assert cache.kept_indices(0)[0, 0].tolist() == list(range(15))
+
+
+def test_tokens_of_an_image_see_each_other_in_a_later_turn():
+    """Also in rows with padding within the turn, behind tokens that followed the prompt."""
+    model, new = tiny.tiny_model(), 9
+    cache, shadow = make_cache(model, profile_of(model, "head", 0.4)), tiny.Shadow(model)
+    ids, mask = tiny.prompt(CONTEXT + 5 + new + 2, 3), torch.ones(3, CONTEXT + 5 + new + 2).long()
+    mask[0, CONTEXT + 5 : CONTEXT + 7] = mask[1, CONTEXT + 10 : CONTEXT + 13] = 0
+    sees = torch.ones(3, new, new).tril().bool()
+    sees[:, 2:6, 2:6] = True
+    for begin, end in ((0, CONTEXT), (CONTEXT, CONTEXT + 5), (CONTEXT + 5, -2), (-2, None)):
+        turn, shown = ids[:, begin:end], mask[:, :end]
+        own = sees if end == -2 else None
+        ready = shown
+        if own is not None:
+            past = torch.ones(3, new, CONTEXT + 5).bool()
+            ready = (torch.cat([past, sees], dim=2) & shown[:, None].bool())[:, None]
+        found = run(model, turn, cache, ready)
+        assert tiny.worst(found, shadow.logits(turn, shown, sees=own), shown) < 1e-4
+        if begin == 0:
+            shadow.follow(cache)

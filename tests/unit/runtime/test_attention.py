@@ -103,6 +103,11 @@ def test_any_call_over_any_entries_is_answered_by_the_definition(
     if exact and backend == "torch":  # float64 over entries of another type, as autocast mixes them
         wide = (states.double() for states in (call.queries, call.keys, call.values))
         call = replace(call, **dict(zip(("queries", "keys", "values"), wide, strict=True)))
+    if backend == "torch" and data.draw(st.booleans()):
+        n_new = call.queries.shape[2]
+        call = replace(
+            call, sees=(torch.rand(len(counts), n_new, n_new) < 0.5) | torch.eye(n_new).bool()
+        )
     found = answer(backend, call, kept, threads=threads, scratch=scratch)
     check(found, call, exact_numbers(stored, counts, bits))
 

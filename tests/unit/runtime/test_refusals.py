@@ -272,8 +272,8 @@ CASES = {
         (partial(generated, output_attentions=True), "output_attentions=True"),
         # One forward
         (
-            partial(masked, mask=torch.ones(1, 1, 2, CONTEXT + 2, dtype=torch.bool)),
-            "not causal, given or made by the model around its images",
+            partial(masked, mask=torch.ones(1, 1, 2, CONTEXT + 2).tril(CONTEXT - 2).bool()),
+            "shows other tokens of the past to one new token than to another",
         ),
         (partial(masked, mask=torch.ones(1, 2)), "expected 62"),
         (partial(masked, mask=torch.ones(1)), "of the kind Tensor"),
