@@ -30,8 +30,16 @@ CACHE_ARGUMENTS = ("cache", "past_key_values")
 COLUMN = "cache_position"
 """Argument of older versions: the columns of new tokens in the cache, (n_new_tokens,)."""
 
-BY_TOKEN = ("input_ids", "position_ids", COLUMN, "token_type_ids")
-"""Arguments of a decoder with an axis of new tokens, which is the last one."""
+IMAGE_PLACES, IMAGE_FEATURES = "visual_pos_masks", "deepstack_visual_embeds"
+"""Arguments of a decoder: which new tokens are of images, and what its first layers add to these,
+a list of tensors, (n_image_tokens, hidden_size)."""
+
+BY_TOKEN = {
+    **dict.fromkeys(("inputs_embeds", "per_layer_inputs"), 1),
+    **dict.fromkeys(("input_ids", "position_ids", COLUMN, "token_type_ids", IMAGE_PLACES), -1),
+    **dict.fromkeys(("moe_mm_token_type_ids", "ple_input_ids"), -1),
+}
+"""Arguments of a decoder with an axis of new tokens, and which one it is."""
 
 LAYER = "layer_idx"
 """Attribute of an attention: the number of its layer; argument where layers share it."""

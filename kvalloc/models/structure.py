@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from itertools import chain
+from itertools import chain, product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvalloc.errors import UnsupportedModelError
@@ -142,6 +142,15 @@ def size_of(config: Any, model_name: str, field: str) -> int:
 def has_layer_inputs(model: Any) -> bool:
     """Return whether each layer has embeddings of the tokens beside its hidden states."""
     return bool(getattr(text_config(model), "hidden_size_per_layer_input", 0))
+
+
+def token_kinds(model: Any) -> dict[str, int]:
+    """Return the token ids that stand for pieces of images, videos and audio, by kind."""
+    tokens = dict[str, int]()
+    for kind, end in product(("image", "video", "audio"), ("token_index", "token_id")):
+        if isinstance(token := getattr(model.config, f"{kind}_{end}", None), int):
+            tokens[kind] = token
+    return tokens
 
 
 def context_limit(model: Any) -> int | None:

@@ -29,7 +29,7 @@ from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.formats.shipped_profiles import load_profile
 from kvalloc.models import names
 from kvalloc.models.loading import check_not_loaded
-from kvalloc.models.structure import decoder_of, text_config
+from kvalloc.models.structure import decoder_of, text_config, token_kinds
 from kvalloc.online.conflicts import check_conflicts, given_names
 from kvalloc.online.decision import Decision, PromptSize, StoredProfile
 from kvalloc.online.default import Default
@@ -262,6 +262,7 @@ class Applied:
     def _new_cache(self, size: PromptSize) -> BudgetCache:
         """Make the cache of a prompt."""
         cache = extended(self._decision.cache(self._model, size))
+        cache.token_kinds = token_kinds(self._model)
         if self._lossless:
             verify_with(cache, self._model)
         return cache

@@ -66,7 +66,6 @@ class BudgetCache(CacheFigures, HookedCache):
     prompt, `copy.deepcopy` and `reset` work. Layers without budgets are transformers' own.
     """
 
-    read_ids: Tensor | None = None  # the first tokens that it has seen, as far as they are known
     decision_seconds: float | None = None  # what deciding its budgets took, if they were
     verifier: Any = None  # what verifies its answers, if anything does
 

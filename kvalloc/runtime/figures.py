@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -42,6 +42,8 @@ class CacheFigures(Cache):
     methods: tuple[Method, ...]
     door: Door
     rows: list[Row]
+    read_ids: Tensor | None = None  # the first tokens that it has seen, as far as they are known
+    token_kinds: Mapping[str, int] | None = None  # ids that stand for tokens of images and such
 
     @property
     def stores(self) -> dict[int, Store]:
@@ -147,6 +149,38 @@ class CacheFigures(Cache):
                 counts[:, index] = layer.counts(tokens)
             elif (keys := getattr(layer, "keys", None)) is not None:
                 counts[:, index] = keys.shape[-2]
+        return counts
+
+    @property
+    def kept_by_kind(self) -> dict[str, tuple[float, int]] | None:
+        """Entries that stay of each kind of token, and how many tokens of that kind were seen.
+
+        Kinds are ``"text"`` and those of `kvalloc.models.structure.token_kinds`, such as
+        ``"image"``. The first number is of an average KV head of a full-attention layer, and both
+        are sums over rows. Known after a call under `kvalloc.apply`, of the tokens whose ids it
+        was given or has written; else None.
+        """
+        if (ids := self.read_ids) is None or self.token_kinds is None or not self.batch:
+            return None
+        ids = ids.cpu()
+        (n_rows, n_columns), kinds = ids.shape, torch.zeros_like(ids)
+        for number, token in enumerate(self.token_kinds.values(), start=1):
+            kinds[ids == token] = number
+        if (visible := self.door.visible) is not None:
+            kinds[~visible[:, :n_columns]] = -1
+        stay = torch.zeros(n_rows, n_columns + 1, device="cpu")
+        for layer in self.stores:
+            kept = self.kept_indices(layer).cpu().long()
+            # all after the last of these are stored, since the window always is
+            latest = torch.arange(n_columns + 1, device="cpu") > kept.amax(dim=(1, 2))[:, None]
+            places = torch.where((kept < 0) | (kept > n_columns), n_columns, kept).flatten(1)
+            each = torch.full(places.shape, 1 / kept.shape[1], device="cpu")
+            stay += latest.float().scatter_add(1, places, each)
+        counts = dict[str, tuple[float, int]]()
+        for number, kind in enumerate(("text", *self.token_kinds)):
+            if (n_seen := int((kinds == number).sum())) > 0:
+                n_kept = float(stay[:, :n_columns][kinds == number].sum()) / len(self.stores)
+                counts[kind] = n_kept, n_seen
         return counts
 
     @property

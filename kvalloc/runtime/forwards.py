@@ -315,7 +315,7 @@ class Installed:
     open_forwards: dict[int, Forward] = field(default_factory=dict)
     serving: list[weakref.WeakMethod[Serve]] = field(default_factory=list)
     forward: Any = None  # what the module got as a forward of its own
-    bare: set[int] = field(default_factory=set)  # threads that call the model without a cache
+    bare: dict[int, Any] = field(default_factory=dict)  # ids of calls without a cache, by thread
 
 
 INSTALLED = "_kvalloc_installed"

@@ -47,6 +47,7 @@ from kvalloc.runtime.forwards import (
     lock,
 )
 from kvalloc.runtime.pieces import joined
+from kvalloc.runtime.refusals import new_tokens_shape
 
 _FORWARD = "forward"
 
@@ -120,8 +121,10 @@ def _note_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     if torch.compiler.is_dynamo_compiling():
         return
     if (entry := installed(decoder_of(module))) is not None:
-        brings = names.cache_among(named_arguments(module.forward, args, kwargs)) is not None
-        (entry.bare.discard if brings else entry.bare.add)(threading.get_ident())
+        arguments, thread = named_arguments(module.forward, args, kwargs), threading.get_ident()
+        entry.bare.pop(thread, None)
+        if names.cache_among(arguments) is None:
+            entry.bare[thread] = arguments.get("input_ids")
 
 
 def _install(decoder: nn.Module) -> Installed:
@@ -235,8 +238,9 @@ def _before_eager(
     cache = hooked_cache(args, kwargs)
     method = entry.serving[-1]() if entry.serving else None
     arguments = with_columns(named_arguments(module.forward, args, kwargs))
+    ids = None
     if (thread := threading.get_ident()) in entry.bare:
-        entry.bare.discard(thread)
+        ids = entry.bare.pop(thread)
         made = names.cache_among(arguments)  # by the model itself, if it is empty
         if method is not None and made is not None and made.get_seq_length() == 0:
             arguments = names.without_cache(arguments)
@@ -249,7 +253,11 @@ def _before_eager(
     if method is None or (ours and other is not None):  # such as a full cache to measure with
         return None
     changed = method(arguments, begins)
-    return None if changed is None else ((), changed)
+    if changed is None:
+        return None
+    if ids is not None and ids.shape == new_tokens_shape(arguments):  # those of the embeddings
+        names.cache_among(changed).read_ids = ids
+    return (), changed
 
 
 def _given_above(decoder: nn.Module, other: Any) -> tuple[Any, bool]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvalloc.models.names import BY_TOKEN
+from kvalloc.models import names
 
 
 def part(arguments: Mapping[str, Any], new: slice, columns: int | None = None) -> dict[str, Any]:
@@ -25,12 +25,15 @@ def part(arguments: Mapping[str, Any], new: slice, columns: int | None = None) -
     """
     result = dict(arguments)
     for name, value in arguments.items():
-        if name == "inputs_embeds" and value is not None:
-            result[name] = value[:, new]
-        elif isinstance(value, Tensor) and name in BY_TOKEN:
-            result[name] = value[..., new]
+        if isinstance(value, Tensor) and name in names.BY_TOKEN:
+            result[name] = value[:, new] if names.BY_TOKEN[name] == 1 else value[..., new]
         elif isinstance(value, Tensor) and name == "attention_mask" and value.ndim == 2:
             result[name] = value[:, :columns]
+    if (images := arguments.get(names.IMAGE_PLACES)) is not None:
+        chosen = torch.zeros_like(images)
+        chosen[:, new] = True
+        features = arguments[names.IMAGE_FEATURES]
+        result[names.IMAGE_FEATURES] = [one[chosen[images]] for one in features]
     return result
 
 

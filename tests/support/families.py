@@ -53,18 +53,16 @@ def family(name: str) -> Any:
 
 def with_image(name: str, ids: torch.Tensor) -> dict[str, Any]:
     """Return a prompt with an image at its fifth token."""
-    ids = ids.clone()
-    n_rows = len(ids)
-    n_tokens = 4 if name.startswith(("gemma", "pali", "qwen")) else 1
-    ids[:, 4 : 4 + n_tokens] = IMAGE
-    prompt: dict[str, Any] = {"input_ids": ids, "pixel_values": torch.randn(n_rows, 3, 28, 28)}
-    if name.startswith("qwen"):
-        ids[:, 3] = 122
-        prompt["pixel_values"] = torch.randn(16 * n_rows, 3 * 2 * 14 * 14)
-        prompt["image_grid_thw"] = torch.tensor([[1, 4, 4]] * n_rows)
-        prompt["mm_token_type_ids"] = (ids == IMAGE).int()
-    if name.startswith(("gemma", "pali")):
-        prompt["token_type_ids"] = (ids == IMAGE).long()
-    if name in ("smolvlm", "idefics3"):
-        prompt["pixel_values"] = prompt["pixel_values"][:, None]
+    ids, n_rows, image = ids.clone(), len(ids), WITH_IMAGES[name].get("image", {})
+    ids[:, 3] = image.get("start", ids[:, 3])
+    ids[:, 4 : 4 + image.get("tokens", 1)] = IMAGE
+    pixels = torch.randn(n_rows, *image.get("pixels", (3, 28, 28)))
+    prompt: dict[str, Any] = {"input_ids": ids, "pixel_values": pixels}
+    if "grid" in image:
+        prompt |= {"pixel_values": pixels.flatten(0, 1)}
+        prompt |= {"image_grid_thw": torch.tensor([image["grid"]] * n_rows)}
+    if "sizes" in image:
+        prompt["image_sizes"] = torch.tensor([image["sizes"]] * n_rows)
+    if "types" in image:
+        prompt[image["types"]] = (ids == IMAGE).long()
     return prompt
