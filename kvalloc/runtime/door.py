@@ -77,8 +77,9 @@ class Batch:
             order = self.order.to(shown.device)
             shown = shown.gather(1, order[:, :, None].expand_as(shown))
             shown = shown.gather(2, order[:, None].expand_as(shown))
-        padding = np.arange(self.new) < self.new - self.lengths[:, None]
-        return shown | on_device(padding, shown.device)[:, None]
+        first = torch.from_numpy(self.new - self.lengths)
+        padding = torch.arange(self.new, device="cpu") < first[:, None]
+        return shown | padding.to(shown.device)[:, None]
 
     def in_columns(self, output: Tensor) -> Tensor:
         """Return an output of `aligned` tokens, (rows, new, heads, dim), column by column."""

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from kvalloc.accounting import IntArray
 from kvalloc.errors import UnsupportedRequestError, option
+from kvalloc.models import names
 from kvalloc.models.structure import context_limit
-from kvalloc.runtime import plan, refusals
+from kvalloc.runtime import plan
 from kvalloc.runtime.door import Batch
 from kvalloc.runtime.evict import Eviction, Running, evict, wanted_queries
 from kvalloc.runtime.notes import Notes, of_row
@@ -32,37 +33,69 @@ class ReadTokens:
 
     Attributes
     ----------
-    positions : Tensor of int64, (rows, n_columns)
+    positions : Tensor of int64, (n_axes, rows, n_columns)
         On the host.
-    tokens : Tensor of int64, (rows, n_columns), or (rows, n_columns, hidden_size)
-        Its tokens or embeddings.
+    tokens : dict of str to Tensor, each (rows, n_columns, ...)
+        Arguments of the decoder: ids or embeddings, and what goes with them. Of `IMAGE_PLACES`
+        the place of each token in `features`, or -1.
+    features : list of Tensor, each (n_image_tokens, hidden_size)
+        Those of `IMAGE_FEATURES`.
     """
 
     def __init__(self) -> None:
-        self.positions = self.tokens = torch.empty(0, 0, dtype=torch.long, device="cpu")
+        self.positions = torch.empty(1, 0, 0, dtype=torch.long, device="cpu")
+        self.tokens: dict[str, Tensor] = {}
+        self.features: list[Tensor] = []
 
     def add(self, arguments: Mapping[str, Any], batch: Batch) -> None:
         """Note a forward of the prompt; one that has failed may come again."""
         seen, end = batch.seen, batch.seen + batch.new
-        read = refusals.new_tokens(arguments).detach()
-        if seen and self.tokens.ndim != read.ndim:
+        read = {
+            name: one.detach()
+            for name in names.READ_AGAIN
+            if isinstance(one := arguments.get(name), Tensor)
+        }
+        read[names.IMAGE_PLACES] = self._places(arguments, batch)
+        if seen and read.keys() != self.tokens.keys():
             raise UnsupportedRequestError(
                 "a scorer has the model repeat a prompt, but its chunks came as token ids and as "
                 "inputs_embeds; send all in one form, or choose another scorer"
             )
-        self.tokens = torch.cat([self.tokens[:, :seen], read], dim=1) if seen else read
+        self.tokens = {
+            name: torch.cat([self.tokens[name][:, :seen], new], dim=1) if seen else new
+            for name, new in read.items()
+        }
         positions = arguments.get("position_ids")
-        if not isinstance(positions, Tensor):
+        if not isinstance(positions, Tensor) or not len(positions):
             positions = torch.arange(seen, end, device="cpu")[None]
         positions = positions.cpu()  # (n_axes, rows, n) where a model has several axes
-        positions = positions.reshape(-1, *positions.shape[-2:]).amax(dim=0).expand(batch.rows, -1)
-        before = self.positions[:, :seen]
-        self.positions = torch.cat([before, positions], dim=1) if seen else positions
+        positions = positions.reshape(-1, *positions.shape[-2:]).expand(-1, batch.rows, -1)
+        if seen:
+            n_axes = max(len(self.positions), len(positions))
+            before = self.positions[:, :, :seen].expand(n_axes, -1, -1)
+            positions = torch.cat([before, positions.expand(n_axes, -1, -1)], dim=2)
+        self.positions = positions
+
+    def _places(self, arguments: Mapping[str, Any], batch: Batch) -> Tensor:
+        """Note the features of a forward's images; return each token's place in them, or -1."""
+        images, before = arguments.get(names.IMAGE_PLACES), self.features if batch.seen else []
+        places = torch.full((batch.rows, batch.new), -1, device="cpu")
+        if images is not None:
+            features = arguments[names.IMAGE_FEATURES]
+            first = len(before[0]) if before else 0
+            places[images.cpu()] = torch.arange(first, first + len(features[0]), device="cpu")
+            pairs = zip(before or [one[:0] for one in features], features, strict=True)
+            before = [torch.cat(pair) for pair in pairs]
+        self.features = before
+        return places
 
     def next_position(self, row: int, columns: Any) -> int:
-        """Return the position of a row's next token."""
-        positions = self.positions[row, columns]
-        return int(positions.max()) + 1 if len(positions) else 0
+        """Return the position of a row's next token: one more than the largest of any axis.
+
+        Of four axes the first one is of text, in which tokens of an image count one by one.
+        """
+        positions = self.positions[-3:, row][:, columns]
+        return int(positions.max()) + 1 if positions.numel() else 0
 
 
 def begin(cache: Any, running: Running, arguments: Mapping[str, Any]) -> None:
@@ -237,7 +270,7 @@ def _read_again(cache: Any, rows: IntArray, scorer: Scorer, layers: Sequence[int
     decoder, door, stores, seen = cache.decoder(), cache.door, cache.stores, cache.get_seq_length()
     assert decoder is not None, "it has just read the prompt"
     assert scorer.later is not None
-    sinks = cache.rows[rows[0]].profile.policy.sinks
+    sinks, read = cache.rows[rows[0]].profile.policy.sinks, cache.prompt_read
     by_place: dict[object, list[int]] = {}
     for row in rows.tolist():
         by_place.setdefault(door.place(row), []).append(row)
@@ -258,12 +291,14 @@ def _read_again(cache: Any, rows: IntArray, scorer: Scorer, layers: Sequence[int
                 entries = None
             other = state_of(layer, torch.from_numpy(group))
             layers_of_prompt.append(Held(entries=entries, slides=slides, other=other))
-        positions = [cache.prompt_read.next_position(row, columns) for row in alike_rows]
+        positions = [read.next_position(row, columns) for row in alike_rows]
         prompt = HeldPrompt(
             decoder=decoder,
             layers=layers_of_prompt,
             next_positions=torch.tensor(positions, device="cpu"),
-            read=rows_of(cache.prompt_read.tokens, group)[:, columns],
+            positions=read.positions[:, group][:, :, columns],
+            read={name: rows_of(one, group)[:, columns] for name, one in read.tokens.items()},
+            features=read.features,
         )
         notes = read_again(prompt, scorer, scorer.later, layers, cache.reads, sinks=sinks)
         for index, observed in notes.items():

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicLayer
 
 from kvalloc.errors import InputError
+from kvalloc.models import names
 from kvalloc.models.attention import (
     AttentionStates,
     Compute,
@@ -20,7 +21,6 @@ from kvalloc.models.attention import (
     intercept_attention,
     without_autocast,
 )
-from kvalloc.models.names import cache_keyword
 from kvalloc.models.structure import context_limit
 from kvalloc.runtime.notes import of_readers
 from kvalloc.runtime.states import with_state
@@ -129,19 +129,25 @@ class HeldPrompt:
     layers : sequence of Held
     next_positions : Tensor of int64, (n_rows,)
         Position of the token after each row.
-    read : Tensor of int64, (n_rows, n_tokens), or (n_rows, n_tokens, hidden_size)
-        The prompts, as token ids or as embeddings.
+    positions : Tensor of int64, (n_axes, n_rows, n_tokens)
+        Positions of the prompts, on the host.
+    read : mapping of str to Tensor, each (n_rows, n_tokens, ...)
+        The prompts, as `kvalloc.runtime.prompt.ReadTokens` notes them.
+    features : sequence of Tensor
+        What the first layers add to tokens of images.
     """
 
     decoder: nn.Module
     layers: Sequence[Held]
     next_positions: Tensor
-    read: Tensor
+    positions: Tensor
+    read: Mapping[str, Tensor]
+    features: Sequence[Tensor] = ()
 
     @property
     def tokens(self) -> int:
         """Tokens of each row."""
-        return int(self.read.shape[1])
+        return int(self.positions.shape[2])
 
     def cache(self, shown: Tensor | None) -> Cache:
         """Return a new cache for tokens after the prompts, which go with it.
@@ -153,14 +159,25 @@ class HeldPrompt:
         """
         return Cache(layers=[one.layer(shown, self.tokens) for one in self.layers])
 
-    def run(self, cache: Cache, read: Tensor) -> None:
-        """Let the decoder read some tokens, (n_rows, n_new_tokens, ...), behind the prompts."""
-        positions = self.next_positions.to(read.device)[:, None]
+    def run(self, cache: Cache, piece: slice) -> None:
+        """Let the decoder read some tokens of the prompts behind them.
+
+        They are as far from each other as in the prompt, on each axis of the positions.
+        """
+        read: dict[str, Any] = {name: one[:, piece] for name, one in self.read.items()}
+        places, device = read.pop(names.IMAGE_PLACES), next(iter(read.values())).device
+        if self.features:
+            read[names.IMAGE_PLACES] = (places >= 0).to(device)
+            read[names.IMAGE_FEATURES] = [one[places[places >= 0]] for one in self.features]
+        positions = self.positions[:, :, piece]
+        first = positions[-3:].amin(dim=(0, 2))
+        positions = positions + (self.next_positions - first)[:, None]
+        positions = positions if len(positions) > 1 else positions[0]
         self.decoder(
-            **{"input_ids" if read.ndim == 2 else "inputs_embeds": read},
-            position_ids=positions + torch.arange(read.shape[1], device=read.device),
+            **read,
+            position_ids=positions.to(device),
             use_cache=True,
-            **cache_keyword(self.decoder, cache),
+            **names.cache_keyword(self.decoder, cache),
         )
 
 
@@ -202,7 +219,7 @@ def read_again(
     notes: dict[int, Observed] = {}
     if (limit := context_limit(prompt.decoder)) is not None:
         check_context(later, prompt.next_positions.tolist(), prompt.tokens, limit)
-    for tokens, step in _pieces(prompt, later, sinks):
+    for piece, step in _pieces(prompt, later, sinks):
 
         def look(states: AttentionStates, compute: Compute, step: LaterStep = step) -> Any:
             if reads.get(states.layer, states.layer) in layers:
@@ -213,7 +230,7 @@ def read_again(
             return compute(states.mask)
 
         with intercept_attention(prompt.decoder, look):
-            prompt.run(prompt.cache(step.shown), tokens)
+            prompt.run(prompt.cache(step.shown), piece)
     for source in {*reads.values()} & {*layers}:
         among = [notes[source], *(notes.pop(one) for one, of in reads.items() if of == source)]
         entries = prompt.layers[source].entries
@@ -254,8 +271,8 @@ def check_context(later: Later, places: Sequence[int], tokens: int, limit: int) 
     )
 
 
-def _pieces(prompt: HeldPrompt, later: Later, sinks: int) -> list[tuple[Tensor, LaterStep]]:
-    """Return the tokens of each repetition, (n_rows, n, ...), and its description."""
+def _pieces(prompt: HeldPrompt, later: Later, sinks: int) -> list[tuple[slice, LaterStep]]:
+    """Return which tokens of the prompts each repetition reads, and its description."""
     places, pieces = torch.arange(prompt.tokens, device="cpu"), []
     for begin in range(0, prompt.tokens, later.tokens):
         repeated = places[begin : begin + later.tokens]
@@ -271,5 +288,5 @@ def _pieces(prompt: HeldPrompt, later: Later, sinks: int) -> list[tuple[Tensor, 
             leading=leading if len(leading) else None,
             shown=shown,
         )
-        pieces.append((prompt.read[:, int(read[0]) : int(read[-1]) + 1], step))
+        pieces.append((slice(int(read[0]), int(read[-1]) + 1), step))
     return pieces

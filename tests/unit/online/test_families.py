@@ -207,3 +207,17 @@ def test_a_model_that_fails_in_every_sample_is_named():
     line = "LlamaForCausalLM cannot be measured.* RuntimeError: an odd shape; budget='20%' alone"
     with pytest.raises(InputError, match=line):
         kvalloc.profile(model, tokenizer, TEXTS, context=64, samples=2)
+
+
+@pytest.mark.parametrize("name", ["internvl", "qwen2.5-vl", "qwen3-vl", "glm4v"])
+def test_a_second_read_repeats_images_where_they_would_stand(name):
+    """Embeddings, positions on each axis, and what first layers add: as of the prompt twice."""
+    model, read, by_token = families.family(name), [], ("input_ids", "mm_token_type_ids")
+    once = families.with_image(name, prompt())
+    twice = {key: torch.cat([one, one], dim=int(key in by_token)) for key, one in once.items()}
+    handle = model.get_decoder().register_forward_hook(lambda *call: read.append(call[-1][0]))
+    with torch.no_grad(), kvalloc.apply(model, budget="30%"):
+        model(**twice, use_cache=False)
+        model.generate(**once, max_new_tokens=1)
+    handle.remove()
+    torch.testing.assert_close(read[2], read[0][:, TOKENS:], atol=1e-4, rtol=0)
