@@ -29,10 +29,10 @@ def part(arguments: Mapping[str, Any], new: slice, columns: int | None = None) -
             result[name] = value[:, new] if names.BY_TOKEN[name] == 1 else value[..., new]
         elif isinstance(value, Tensor) and name == "attention_mask" and value.ndim == 2:
             result[name] = value[:, :columns]
-    if (images := arguments.get(names.IMAGE_PLACES)) is not None:
+    if features := arguments.get(names.IMAGE_FEATURES):
+        images = arguments[names.IMAGE_PLACES]
         chosen = torch.zeros_like(images)
         chosen[:, new] = True
-        features = arguments[names.IMAGE_FEATURES]
         result[names.IMAGE_FEATURES] = [one[chosen[images]] for one in features]
     return result
 

@@ -78,12 +78,12 @@ class ReadTokens:
 
     def _places(self, arguments: Mapping[str, Any], batch: Batch) -> Tensor:
         """Note the features of a forward's images; return each token's place in them, or -1."""
-        images, before = arguments.get(names.IMAGE_PLACES), self.features if batch.seen else []
+        features, before = arguments.get(names.IMAGE_FEATURES), self.features if batch.seen else []
         places = torch.full((batch.rows, batch.new), -1, device="cpu")
-        if images is not None:
-            features = arguments[names.IMAGE_FEATURES]
+        if features:
             first = len(before[0]) if before else 0
-            places[images.cpu()] = torch.arange(first, first + len(features[0]), device="cpu")
+            numbers = torch.arange(first, first + len(features[0]), device="cpu")
+            places[arguments[names.IMAGE_PLACES].cpu()] = numbers
             pairs = zip(before or [one[:0] for one in features], features, strict=True)
             before = [torch.cat(pair) for pair in pairs]
         self.features = before
