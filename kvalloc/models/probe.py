@@ -211,6 +211,9 @@ class _Seen:
 
         layer, attended = states.layer, (states.keys, states.values)
         self.calls[layer] += 1
+        mask = states.mask if self.fault is None else None
+        if mask is not None and mask.is_floating_point() and (mask.abs() * (mask > -1e4)).any():
+            self.fault = f"layer {layer} of {self.kind(layer)} adds numbers to its logits"
         self.n_query_heads, n_new = states.queries.shape[1:3]
         # there are others if a layer runs several times
         newest, values = states.keys[:, :, -n_new:], states.values[:, :, -n_new:]

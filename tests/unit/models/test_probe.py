@@ -70,6 +70,7 @@ def check_refused(model, said, *, runs=True):
         ("JetMoe", {"kv_channels": 8}, OTHERS.format(0, "JetMoeAttention", "keys", "4 heads of 8")),
         ("DiffLlama", {}, TIMES.format("DiffLlamaAttention", 2, 1)),
         ("HrmText", {}, TIMES.format("HrmTextAttention", 8, 1)),
+        ("Doge", {}, "layer 0 of DogeAttention adds numbers to its logits"),
     ],
 )
 def test_families_that_attend_to_others_or_not_once(name, sizes, said):
