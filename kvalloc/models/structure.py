@@ -27,9 +27,9 @@ def decoder_of(model: Any) -> Any:
 
 
 def decoder_layers(model: Any) -> Any:
-    """Return the decoder's layers in order; None if it has no ``layers`` and no ``h``, as GPT-2."""
-    decoder = decoder_of(model)
-    return getattr(decoder, "layers", None) or getattr(decoder, "h", None)
+    """Return the decoder's layers in order; None if they have none of the usual names."""
+    decoder, names = decoder_of(model), ("layers", "h", "blocks")
+    return next((one for name in names if (one := getattr(decoder, name, None))), None)
 
 
 def has_compiled_layers(model: Any) -> bool:
