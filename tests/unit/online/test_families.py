@@ -25,8 +25,10 @@ REFUSED = {
 FITTED = [
     *("gpt-oss", "olmo3", "hunyuan", "granite", "gpt-neox", "phi", "qwen2.5-vl"),
     *("cohere", "cohere2", "glm4", "smollm3", "exaone4", "ernie4.5", "gpt-j", "nanochat"),
+    *("qwen3.5", "qwen3-next", "jamba", "lfm2", "falcon-h1", "deepseek", "mimo", "gemma4 by layer"),
 ]
-"""Families that rotate neighbours, a part of a head, backwards, or not in all layers, too."""
+"""Families that rotate neighbours, a part of a head, backwards, or not in all layers, too; hybrids
+and latents."""
 SERVED = [one for one in (*families.TEXT_ONLY, *families.WITH_IMAGES) if one not in REFUSED]
 IMAGES = [one for one in families.WITH_IMAGES if one not in REFUSED]
 TEXTS = [" ".join(f"w{i * j % 97}" for j in range(400)) for i in range(3, 9)]
