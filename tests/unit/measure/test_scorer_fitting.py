@@ -123,8 +123,9 @@ def test_the_scorer_is_a_direct_computation(fitted, file):
 
 def test_what_cannot_be_fitted_is_refused():
     broken = tiny_model()
-    with torch.no_grad():
-        broken.model.layers[1].self_attn.k_proj.weight.fill_(float("nan"))
+    broken.model.layers[1].self_attn.k_proj.register_forward_hook(
+        lambda module, args, out: out / (out.shape[1] == 1)  # the model has been looked at
+    )
     for options, said in (
         (
             {"context": 300, "samples": 1},
