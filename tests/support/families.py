@@ -61,6 +61,9 @@ def with_image(name: str, ids: torch.Tensor) -> dict[str, Any]:
     if "grid" in image:
         prompt |= {"pixel_values": pixels.flatten(0, 1)}
         prompt |= {"image_grid_thw": torch.tensor([image["grid"]] * n_rows)}
+    if "patches" in image:
+        places = torch.cartesian_prod(*(torch.arange(n) for n in image["patches"]))
+        prompt["image_position_ids"] = places.expand(n_rows, -1, -1)
     if "sizes" in image:
         prompt["image_sizes"] = torch.tensor([image["sizes"]] * n_rows)
     if "types" in image:

@@ -211,7 +211,9 @@ def test_a_model_that_fails_in_every_sample_is_named():
         kvalloc.profile(model, tokenizer, TEXTS, context=64, samples=2)
 
 
-@pytest.mark.parametrize("name", ["internvl", "qwen2.5-vl", "qwen3-vl", "glm4v"])
+@pytest.mark.parametrize(
+    "name", ["internvl", "gemma4 with images", "qwen2.5-vl", "qwen3-vl", "glm4v"]
+)
 def test_a_second_read_repeats_images_where_they_would_stand(name):
     """Embeddings, positions on each axis, and what first layers add: as of the prompt twice."""
     model, read, by_token = families.family(name), [], ("input_ids", "mm_token_type_ids")
