@@ -185,7 +185,8 @@ def check_lossless(model: nn.Module, arguments: Mapping[str, Any]) -> None:
     Raises
     ------
     UnsupportedRequestError
-        For beams, drafts or a decoding of the caller's, a prompt in chunks or of embeddings.
+        For beams, drafts or a decoding of the caller's, a prompt in chunks, of embeddings, or
+        with images.
     """
     setting_of = partial(setting, model, arguments)
     among = {
@@ -205,6 +206,13 @@ def check_lossless(model: nn.Module, arguments: Mapping[str, Any]) -> None:
             f"{option('lossless')} reads again what it answered, as token ids; pass input_ids "
             "instead of inputs_embeds"
         )
+    for name, value in arguments.items():
+        of_image = isinstance(value, Tensor) and value.is_floating_point()
+        if name == names.ENCODED or (of_image and name != "attention_mask"):
+            raise UnsupportedRequestError(
+                f"{option('lossless')} reads token ids alone, and this call brings {name}; leave "
+                f"out {option('lossless')}, or the images"
+            )
 
 
 @dataclass

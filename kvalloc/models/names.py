@@ -47,6 +47,9 @@ LAYER = "layer_idx"
 KEPT_LOGITS = "logits_to_keep"
 """Argument of a forward: of how many of the latest tokens logits are wanted; 0 for all."""
 
+ENCODED = "mm_encoder_outputs"
+"""Argument of ``generate()``: images and the like as their encoders have returned them."""
+
 READ_AGAIN = ("input_ids", "inputs_embeds", "per_layer_inputs")
 """Arguments of a decoder, (batch, n_new_tokens, ...), that say what the tokens are."""
 

@@ -165,6 +165,14 @@ def test_a_cache_of_the_users_own_stays_with_a_model_that_makes_one():
         assert type(names.cache_among(out)) is transformers.DynamicCache
 
 
+def test_answers_without_loss_are_refused_for_images_which_would_not_be_read():
+    model, inputs = families.family("llava"), families.with_image("llava", prompt())
+    with kvalloc.apply(model, budget="30%", lossless=True):
+        with pytest.raises(UnsupportedRequestError, match="token ids alone.*pixel_values; leave"):
+            model.generate(**inputs)
+        model.generate(inputs["input_ids"], max_new_tokens=1)
+
+
 def test_budgets_decided_from_token_ids_are_refused_where_a_decoder_gets_embeddings():
     model, inputs = families.family("llava"), padded()
     line = "decided from its token ids, but the decoder got embeddings.*budget='20%' alone"
