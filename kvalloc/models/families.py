@@ -33,6 +33,11 @@ def cached_layers(model: Any) -> list[Any]:
             f"transformers caches no layer of {name} by its config, so there is nothing to reduce; "
             f"{WITH_FULL_CACHE}"
         )
+    if getattr(text_config(model), "cross_attention_layers", None):
+        raise UnsupportedModelError(
+            f"layers of {name} attend to images beside the text (cross-attention), and kvalloc "
+            f"takes no entries away there; {WITH_FULL_CACHE}"
+        )
     for layer in layers:
         if layer_kind(layer) is None:
             raise UnsupportedModelError(

@@ -21,6 +21,7 @@ REFUSED = {
     "bloom": "attends without transformers' attention interface",
     "t5": "encoder-decoder",
     "bart": "encoder-decoder",
+    "mllama": "attend to images beside the text",
 }
 FITTED = [
     *("gpt-oss", "olmo3", "hunyuan", "granite", "gpt-neox", "phi", "qwen2.5-vl"),
