@@ -110,7 +110,7 @@ class Forward:
         refusals.check_turn(decoder, seen, new)
         columns, ready = shown(arguments)
         sees = None
-        if ready and cache.reduced:
+        if ready and cache.reduced and columns is not None:
             sees = seen_among_new(arguments["attention_mask"], columns)
             if sees is None:
                 raise UnsupportedRequestError(

@@ -28,10 +28,19 @@ def shown_columns(mask: Any) -> Any:
 
 
 def with_columns(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a forward's arguments, a ready-made causal mask replaced by the columns it shows."""
+    """Return a forward's arguments, a ready-made causal mask replaced by the columns it shows.
+
+    Masks by kind of layer are replaced together: Gemma 4 has sliding layers alone in which tokens
+    of an image see each other.
+    """
     mask = arguments.get("attention_mask")
     columns = shown_columns(mask)
     ready = mask.get("full_attention") if isinstance(mask, Mapping) else mask
+    for one in mask.values() if isinstance(mask, Mapping) else ():
+        if isinstance(one, Tensor) and one.ndim == 4:
+            ahead = _shown(one).triu(one.shape[-1] - one.shape[-2] + 1)
+            if ahead.any():
+                return arguments
     if isinstance(ready, Tensor) and ready is not columns:
         shown = _shown(ready)
         causal = torch.ones_like(shown[0, 0]).tril(shown.shape[-1] - shown.shape[-2])

@@ -121,6 +121,24 @@ def test_later_turns_of_text_and_of_an_image_follow_an_image(name):
     assert cache.share <= 0.3
 
 
+@pytest.mark.parametrize("padding", [0, PADDING])
+def test_tokens_of_an_image_may_see_each_other_in_sliding_layers_alone(padding):
+    model = families.family("gemma4 with images")
+    model.config.get_text_config().use_bidirectional_attention = "vision"
+    inputs = families.with_image("gemma4 with images", prompt(2))
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    inputs["attention_mask"][0, TOKENS - padding :] = 0
+    with torch.no_grad():
+        plain = model(**inputs).logits
+        with kvalloc.apply(model, budget="30%") as applied:
+            found = model(**inputs).logits
+            cache = {names.generation_argument(): applied.last_cache}
+            mask = torch.nn.functional.pad(inputs.pop("attention_mask"), (0, TOKENS), value=1)
+            model(**inputs, attention_mask=mask, **cache)  # after a reduced prompt
+    torch.testing.assert_close(found, plain, atol=1e-5, rtol=0)
+    assert applied.last_cache.get_seq_length() == 2 * TOKENS
+
+
 @pytest.mark.parametrize("name", ["qwen2-vl", "qwen3-vl"])
 def test_a_prompt_with_images_is_read_in_pieces(name):
     """Positions of several axes are cut, and what first layers add to tokens of images."""
