@@ -111,6 +111,8 @@ class AttentionStates:
         Of a layer that stores latents: these and their rotary keys, (batch, 1, n_tokens, dim) each.
         Keys are then both, values the latents, the same for all query heads, and queries what they
         are against such keys: logits and weights are those of the layer.
+    biased : bool
+        Whether the layer adds numbers to its logits, beside the mask.
     shared : dict
         Results from these very states that will be needed again; `replace` copies none.
     """
@@ -137,6 +139,7 @@ class AttentionStates:
     key_bits: IntArray | None = None
     layers: tuple[int, ...] = ()
     latents: tuple[Tensor, Tensor] | None = None
+    biased: bool = False
     shared: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     def kv_head(self, head: int) -> AttentionStates:
@@ -468,7 +471,7 @@ class AttentionSwitch:
         parts = frozenset((id(module), type(module)) for module in self._modules)
         known, result = _probes.get(decoder, (None, None))
         if result is None or known != parts or not result.tables <= self._module_ids:
-            result = probe(decoder, self._attention, self.intercepting)
+            result = probe(decoder, self._attention, self.intercepting, type(model).__name__)
             if result.final:
                 _probes[decoder] = parts, result
         self.rotations, self._final = result.rotations, result.final
@@ -699,6 +702,7 @@ def _states(
         values=value,
         scaling=scaling,
         mask=mask,
+        biased=any(getattr(one, "ndim", 0) == 4 for one in kwargs.values()),
         # sdpa knows neither, and says so: scores leave them out as well
         softcap=None if softcap is None or base == "sdpa" else float(softcap),
         sink_logits=None if base == "sdpa" else _sink_logits(module, kwargs),

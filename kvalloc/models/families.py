@@ -17,8 +17,14 @@ from kvalloc.shape import LayerShape, LayerType
 WITH_FULL_CACHE = "use this model with its full cache"
 
 
-def cached_layers(model: Any) -> list[Any]:
+def cached_layers(model: Any, name: str | None = None) -> list[Any]:
     """Return new layers of the cache that transformers makes for a model, in order.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+    name : str, optional
+        Class of the model whose decoder it is, for messages.
 
     Raises
     ------
@@ -27,7 +33,7 @@ def cached_layers(model: Any) -> list[Any]:
     """
     from transformers import DynamicCache
 
-    name, layers = type(model).__name__, DynamicCache(config=text_config(model)).layers
+    name, layers = name or type(model).__name__, DynamicCache(config=text_config(model)).layers
     if not layers:
         raise UnsupportedModelError(
             f"transformers caches no layer of {name} by its config, so there is nothing to reduce; "

@@ -77,6 +77,7 @@ def probe(
     decoder: Any,
     layers: Mapping[int, nn.Module],
     intercepting: Callable[[Callable[..., Any]], AbstractContextManager[None]],
+    name: str,
 ) -> Probe:
     """Run a decoder over a few tokens, once, and return its findings.
 
@@ -91,13 +92,15 @@ def probe(
         The attention module of each layer.
     intercepting : callable
         Takes a handler of attention calls, and returns the ``with`` in which it is called.
+    name : str
+        Class of the model, for messages.
 
     Raises
     ------
     UnsupportedModelError
         If a layer attends to anything but what its cache returned, or not once in a forward.
     """
-    seen = _Seen(dict(layers), cached_layers(decoder))
+    seen = _Seen(dict(layers), cached_layers(decoder, name))
     rotations: dict[int, Any] = {}
     failure = ""
     try:
@@ -112,7 +115,7 @@ def probe(
     # gradient checkpointing takes the cache away from a model in training
     complete = not failure and bool(seen.stored or not decoder.training)
     if complete and not seen.calls:
-        name, why = type(decoder).__name__, "stores no keys and values, so nothing can be reduced"
+        why = "stores no keys and values, so nothing can be reduced"
         if seen.stored:
             why = "attends without transformers' attention interface, so kvalloc cannot see it"
         raise UnsupportedModelError(f"{name} {why}; {WITH_FULL_CACHE}")
@@ -212,7 +215,8 @@ class _Seen:
         layer, attended = states.layer, (states.keys, states.values)
         self.calls[layer] += 1
         mask = states.mask if self.fault is None else None
-        if mask is not None and mask.is_floating_point() and (mask.abs() * (mask > -1e4)).any():
+        biased = mask is not None and mask.is_floating_point() and (mask * (mask > -1e4)).any()
+        if self.fault is None and (states.biased or biased):
             self.fault = f"layer {layer} of {self.kind(layer)} adds numbers to its logits"
         self.n_query_heads, n_new = states.queries.shape[1:3]
         # there are others if a layer runs several times

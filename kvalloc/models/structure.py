@@ -21,6 +21,8 @@ def decoder_of(model: Any) -> Any:
     get_decoder = getattr(model, "get_decoder", None)
     decoder = get_decoder() if get_decoder is not None else None
     decoder = uncompiled(model if decoder is None else decoder)
+    if not hasattr(decoder, "config"):  # ModernBERT's head has that name
+        decoder = getattr(model, "base_model", decoder)
     if hasattr(decoder, "lm_head") and hasattr(decoder, "model"):  # Llama 4 returns its head, too
         return uncompiled(decoder.model)
     return decoder

@@ -63,7 +63,7 @@ def state_of(layer: Any, rows: Tensor) -> Any:
     A layer that stores nothing at all is returned as it is.
     """
     if not has_state(layer):
-        return None if hasattr(layer, "get_seq_length") else layer
+        return layer if getattr(layer, "keys", None) is None else None
     copied = state_class()(layer.number_of_states)
     for name in vars(copied):
         setattr(copied, name, copy.deepcopy(getattr(layer, name)))

@@ -21,7 +21,7 @@ def shown_columns(mask: Any) -> Any:
         such masks by kind of layer, as a model with images makes for its decoder. Any other mask
         is returned as it is.
     """
-    mask = mask.get("full_attention") if isinstance(mask, Mapping) else mask
+    mask = _of_full_attention(mask)
     if not isinstance(mask, Tensor) or mask.ndim != 4:
         return mask
     return _shown(mask).flatten(1, 2).any(dim=1)
@@ -35,7 +35,7 @@ def with_columns(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     mask = arguments.get("attention_mask")
     columns = shown_columns(mask)
-    ready = mask.get("full_attention") if isinstance(mask, Mapping) else mask
+    ready = _of_full_attention(mask)
     for one in mask.values() if isinstance(mask, Mapping) else ():
         if isinstance(one, Tensor) and one.ndim == 4:
             ahead = _shown(one).triu(one.shape[-1] - one.shape[-2] + 1)
@@ -64,11 +64,20 @@ def seen_among_new(mask: Any, columns: Tensor) -> Tensor | None:
     Tensor or None
         None if heads see different tokens, or new tokens see different ones of the past.
     """
-    shown = _shown(mask["full_attention"] if isinstance(mask, Mapping) else mask)
+    shown = _shown(_of_full_attention(mask))
     past = shown.shape[-1] - shown.shape[-2]
     if shown.shape[1] > 1 or (shown[..., :past] != columns[:, None, None, :past]).any():
         return None
     return shown[:, 0, :, past:]
+
+
+def _of_full_attention(mask: Any) -> Any:
+    """Return the mask of layers that see every token, of masks by kind of layer."""
+    if not isinstance(mask, Mapping):
+        return mask
+    masks = [one for kind, one in mask.items() if not kind.startswith(("sliding", "chunked"))]
+    masks = [one for one in masks if isinstance(one, Tensor)]
+    return max(masks, key=lambda one: one.ndim, default=None)  # of states (batch, n_columns)
 
 
 def _shown(mask: Tensor) -> Tensor:
