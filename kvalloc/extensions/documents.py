@@ -212,8 +212,8 @@ def _rotations(model: Any) -> list[Rotation]:
             'sees; load it with attn_implementation="sdpa"'
         )
     kind = (getattr(text_config(model), "rope_parameters", None) or {}).get("rope_type")
-    if shape.constant_layers:
-        reasons = [f"{len(shape.constant_layers)} of its layers are not of full attention"]
+    if others := [kind for kind in shape.layer_types if kind != "full"]:
+        reasons = [f"{len(others)} of its layers are not of full attention ({others[0]})"]
     elif kind in ("dynamic", "longrope"):
         reasons = [f"its {kind} rotation depends on the length of the text"]
     if reasons:

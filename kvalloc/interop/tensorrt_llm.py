@@ -47,6 +47,10 @@ class TensorRTLLM(ExportTarget):
         shape = profile.shape
         for layer in shape.constant_layers:  # what transformers stores is one token less
             windows[layer] = shape.by_layer[layer].window or windows[layer]
+        # layers without entries of their own have no window there
+        windows = [
+            one for one, layer in zip(windows, shape.by_layer, strict=True) if layer.kv_heads
+        ]
         write_text(
             path,
             f"""\

@@ -47,8 +47,8 @@ def cached_layers(model: Any, name: str | None = None) -> list[Any]:
     for layer in layers:
         if layer_kind(layer) is None:
             raise UnsupportedModelError(
-                f"{name} caches {type(layer).__name__}s, of which kvalloc cannot take entries "
-                f"away; {WITH_FULL_CACHE}"
+                f"{name} caches {type(layer).__name__}s, which kvalloc does not know; try a newer "
+                f"transformers, or {WITH_FULL_CACHE}"
             )
     return layers
 

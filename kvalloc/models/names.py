@@ -179,7 +179,9 @@ _LAYER_KINDS: dict[str, LayerType] = {
 
 
 def layer_kind(layer: Any) -> LayerType | None:
-    """Return the kind of a cache layer of transformers; None if it is another one's."""
+    """Return the kind of a cache layer of transformers; None if it is another one's, or older."""
+    if has_state(layer) and not hasattr(layer, "number_of_states"):
+        return None
     return _LAYER_KINDS.get(type(layer).__name__)
 
 

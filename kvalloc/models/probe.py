@@ -100,6 +100,8 @@ def probe(
     UnsupportedModelError
         If a layer attends to anything but what its cache returned, or not once in a forward.
     """
+    from transformers import Cache
+
     seen = _Seen(dict(layers), cached_layers(decoder, name))
     rotations: dict[int, Any] = {}
     failure = ""
@@ -111,6 +113,11 @@ def probe(
             kind = seen.kind(layer) + " in training mode" * decoder.training
             rotations[layer] = rotation_of(kind, seen.rotated[layer], positions, decoder)
     except Exception as error:  # models fail in any way
+        if isinstance(error, AttributeError) and isinstance(error.obj, Cache):
+            raise UnsupportedModelError(
+                f"{name} asks its cache for {error.name!r}, which transformers' own does not have; "
+                f"try a newer transformers, or {WITH_FULL_CACHE}"
+            ) from error
         failure = f"a probe raises {type(error).__name__}: {one_line(error)}"
     # gradient checkpointing takes the cache away from a model in training
     complete = not failure and bool(seen.stored or not decoder.training)
@@ -123,6 +130,11 @@ def probe(
         seen.count()
     if seen.fault is not None:
         raise UnsupportedModelError(f"{seen.fault}; {_ONCE}")
+    if (last := max(seen.calls, default=0)) >= len(seen.layers):
+        raise UnsupportedModelError(
+            f"layer {last} of {name} attends, and its cache has {len(seen.layers)} layers; try a "
+            f"newer transformers, or {WITH_FULL_CACHE}"
+        )
     if failure:
         warn_user(f"it is not known how {type(decoder).__name__} rotates its queries: {failure}")
     final = not (failure or decoder.training or None in rotations.values())

@@ -50,6 +50,8 @@ def decision_fields(decided: BudgetProfile) -> dict[str, str]:
     kept, whole, loss = decided.retained_bytes, decided.full_bytes, decided.predicted_loss
     granted = requested_bytes(decided)
     of_granted = "" if granted is None else f" (of {size(granted)} granted)"
+    states = decided.shape.state_bytes * decided.batch
+    of_states = f", of which states {size(states)}" if states else ""
     return {
         "request": request_text(decided),
         "solver": ", ".join(filter(None, (solver_text(decided), ended_text(decided)))),
@@ -63,7 +65,7 @@ def decision_fields(decided: BudgetProfile) -> dict[str, str]:
         "bound": _bound_text(decided),
         "price": _price_text(decided),
         "limits": "; ".join(_limit_text(one, decided) for one in decided.limits),
-        "bytes": f"{size(kept)}{of_granted} of {size(whole)} ({kept / whole:.1%})",
+        "bytes": f"{size(kept)}{of_granted} of {size(whole)} ({kept / whole:.1%}){of_states}",
         "peak": _peak_text(decided),
         "bits": bits_text(decided),
     }
