@@ -60,6 +60,7 @@ class MPCache(VotedPolicy):
     name = "mpcache"
     summary = "each decoded token reads the nearest clusters of what is stored"
     reference = "MPCache, Sections 4.2 to 4.4"
+    unserved = ("latent", "shared")
 
     rows_share: ShareAbove0 = 0.2
     alpha: Share = 0.6

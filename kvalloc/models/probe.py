@@ -226,8 +226,9 @@ class _Seen:
 
         layer, attended = states.layer, (states.keys, states.values)
         self.calls[layer] += 1
-        mask = states.mask if self.fault is None else None
-        biased = mask is not None and mask.is_floating_point() and (mask * (mask > -1e4)).any()
+        mask = states.mask
+        floats = getattr(mask, "is_floating_point", None)  # flex attention's has none
+        biased = floats is not None and floats() and (mask * (mask > -1e4)).any()
         if self.fault is None and (states.biased or biased):
             self.fault = f"layer {layer} of {self.kind(layer)} adds numbers to its logits"
         self.n_query_heads, n_new = states.queries.shape[1:3]

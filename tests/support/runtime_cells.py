@@ -46,6 +46,12 @@ DRAFTS = {"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 1, "eos_toke
 # The oldest transformers takes nothing back of sliding layers, and its early exit fails alone.
 RECORDS = hasattr(DynamicSlidingWindowLayer, "activate_past_recording")
 
+STATES = ("qwen3_5", "falcon_h1")
+"""Families with layers that have a state."""
+
+UNSERVED = [*((one, "flex_attention") for one in STATES), ("llama4", "padding_only")]
+"""Families and attention that transformers does not compute right; sdpa takes its place."""
+
 # What stands for a policy, too: entries that each prompt hands out to heads by score.
 BY_PROMPT = "by_prompt"
 
@@ -129,7 +135,7 @@ class Setting:
         if self.profile.bits is None:
             return 0
         dim, bits = self.profile.shape.head_dim, int(self.profile.bits.max())
-        return -(-2 * SCALE_BYTES * dim // sum(packed_row_bytes(bits, dim)))
+        return -(-2 * SCALE_BYTES * dim // sum(packed_row_bytes(bits, *self.profile.shape.dims)))
 
     def as_alone(self, cache: Any, ids: torch.Tensor, mask: torch.Tensor) -> None:
         """Each row of a padded batch keeps what it keeps alone.
@@ -175,7 +181,7 @@ def widths(profile: Any, bits: str, by_head: bool) -> Any:
     for place, layer in enumerate(profile.shape.full_layers):
         if bits == "mixed_bits":
             found[layer] = (8, 3, 16, 5)[place % 4]
-            if by_head:
+            if by_head and found.shape[1] > 1:
                 found[layer, 1] = (4, 16, 16, 8)[place % 4]
         else:
             found[layer] = int(bits.removesuffix("_bits"))
@@ -434,7 +440,9 @@ FACTORS: dict[str, list[str]] = {
     "policy": [*policy_names(), BY_PROMPT],
     "arrival": list(ARRIVALS),
     "mode": ["immediate", "deferred"],
-    "family": ["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3"],
+    "family": [
+        *("llama", "phi3", "gemma3", "llama4", "gemma3n", "qwen3_5", "falcon_h1", "deepseek_v3"),
+    ],
     "level": ["layer", "head"],
     "attention": ["sdpa", "eager", "flex_attention", "padding_only"],
     "dtype": list(DTYPES),
@@ -447,7 +455,7 @@ Cell = tuple[str, ...]
 def comparable(cell: Cell) -> bool:
     """Flash attention cuts out padding between tokens, and counts sliding windows without it."""
     between = {"different_lengths", "padded_turns"} & set(cell)
-    return not between or not {"gemma3", "padding_only"} <= set(cell)
+    return not between or "padding_only" not in cell or not {"gemma3", "gemma3n"} & set(cell)
 
 
 def scorer_of(cell: Cell) -> str:
@@ -466,6 +474,8 @@ def scorers_of(policy: str, mode: str) -> list[str]:
 @functools.cache
 def model_of(family: str, attention: str, dtype: str) -> tuple[Any, float]:
     """A model and what may be off: in half precision, twice what the plain model is."""
+    if (family, attention) in UNSERVED:
+        attention = "sdpa"
     if dtype == "float32":
         return tiny.tiny_model(family, attention), 1e-4
     # smaller weights: with peaky attention the model's own rounding would be all there is to see
@@ -480,7 +490,7 @@ def model_of(family: str, attention: str, dtype: str) -> tuple[Any, float]:
 
 def refusal(cell: Cell) -> str | None:
     """What is said where a policy cannot do it: some see a whole prompt, or equal rows, only."""
-    policy, arrival, mode, _, level, _, _, bits, _ = cell
+    policy, arrival, mode, family, level, attention, _, bits, _ = cell
     if bits != "16_bits" and policy in READING:
         return "compares keys"
     if policy == BY_PROMPT and bits == "mixed_bits":
@@ -493,11 +503,19 @@ def refusal(cell: Cell) -> str | None:
     ):
         return "merges entries"
     uneven = level == "head" or "padd" in arrival or arrival == "different_lengths"
+    if family == "deepseek_v3" and policy in (*COMBINING, *READING, "critical"):
+        return "kind 'latent'"
+    if family == "deepseek_v3" and attention == "flex_attention":
+        return "are not served on flex_attention"
+    if family == "gemma3n" and policy in (*READING, "critical"):
+        return "kind 'shared'"
+    if family in STATES and arrival in ("crop", "saved", "assisted"):
+        return "have a state"
     if arrival == "assisted" and cell[3] == "gemma3" and not RECORDS:
         return "takes back no drafts"
     if policy in READING and (uneven or arrival == "assisted"):
         return "leaves entries unread"
-    if arrival == "crop" and cell[3] == "gemma3":
+    if arrival == "crop" and family in ("gemma3", "gemma3n", "llama4"):
         return "sliding-window layer"
     return None
 

@@ -8,6 +8,7 @@ rounding of numbers, which has tests by hand.
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from transformers import DynamicCache
 from kvalloc.accounting.costs import WIDTHS, constant_entries, turns
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.models.attention import intercept_attention
+from kvalloc.models.loading import shape_of as looked_at
 from kvalloc.runtime.quantization import quantised_keys, quantised_values
 from kvalloc.shape import ModelShape
 
@@ -61,8 +63,14 @@ def eager_twin(model: Any, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def shape_of(model: Any, **changes: Any) -> ModelShape:
-    """The model's sizes, written down independently of the runtime."""
+    """The model's sizes; of full and sliding layers written down independently of the runtime."""
     config = model.config
+    if (
+        {*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
+        or (getattr(config, "kv_lora_rank", None) or getattr(config, "num_kv_shared_layers", None))
+        or hasattr(config, "mamba_d_ssm")
+    ):
+        return replace(looked_at(model, model_id="tiny"), **changes)
     types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     values: dict[str, Any] = {
         "model_id": "tiny",
@@ -176,8 +184,12 @@ class Shadow:
         ``sees``, (batch, n, n), is which of the next tokens see which, if that is not causal.
         """
 
+        by_layer = shape_of(self.model).by_layer
+
         def hide(states: Any, compute: Any) -> Any:
-            if states.layer not in self.layers():
+            reads = by_layer[states.layer].reads
+            layer = states.layer if reads is None else reads
+            if layer not in self.layers():
                 return compute(states.mask)
             new, total = states.queries.shape[2], states.keys.shape[2]
             batch, heads = states.keys.shape[:2]
@@ -186,7 +198,7 @@ class Shadow:
                 shown[..., total - new :] = sees[:, None]
             if mask is not None:
                 shown &= mask.bool()[:, None, None]
-            before = self.shown.get(states.layer)
+            before = self.shown.get(layer)
             if before is not None:
                 shown[..., : before.shape[-1]] &= before[:, :, None]
             own = torch.ones(new, total).tril(total - new).triu(total - new).bool()

@@ -49,6 +49,48 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
         },
     ),
+    "qwen3_5": (
+        "Qwen3_5TextConfig",
+        "Qwen3_5ForCausalLM",
+        {
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            **{"linear_num_key_heads": 2, "linear_num_value_heads": 2},
+            **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
+        },
+    ),
+    "falcon_h1": (
+        "FalconH1Config",
+        "FalconH1ForCausalLM",
+        {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_d_ssm": 64},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        {
+            **{"num_key_value_heads": 4, "head_dim": 8, "kv_lora_rank": 16, "q_lora_rank": 16},
+            **{"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16},
+            **{"n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1},
+            **{"first_k_dense_replace": 4},
+        },
+    ),
+    "gemma3n": (
+        "Gemma3nTextConfig",
+        "Gemma3nForCausalLM",
+        {
+            **{"sliding_window": 16, "num_kv_shared_layers": 2, "laurel_rank": 8},
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128},
+            "activation_sparsity_pattern": [0.0] * 4,
+        },
+    ),
+    "llama4": (
+        "Llama4TextConfig",
+        "Llama4ForCausalLM",
+        {
+            **{"intermediate_size_mlp": 48, "num_local_experts": 2, "attention_chunk_size": 16},
+            "layer_types": ["chunked_attention", "full_attention"] * 2,
+        },
+    ),
 }
 """Configuration, class and settings of each family; every other layer of gemma2 and 3 slides."""
 
@@ -61,7 +103,7 @@ def random_model(family: str, attention: str, seed: int, sizes: dict[str, Any]) 
         settings = settings | {
             "layer_types": [kinds[n % 2] for n in range(sizes["num_hidden_layers"])]
         }
-    config = getattr(transformers, config_class)(**{**settings, **sizes})
+    config = getattr(transformers, config_class)(**{**sizes, **settings})
     torch.manual_seed(seed)
     make = getattr(transformers, model_class)._from_config
     return make(config, attn_implementation=attention).eval()

@@ -112,14 +112,14 @@ def over_entries(
     UnsupportedRequestError
         If the implementation takes no such mask.
     """
-    if base not in ("sdpa", "eager"):
-        if shown is None:
-            return None  # flash attention is causal, aligned at the end
-        raise UnsupportedRequestError(
-            f"rows of different lengths with latents are not served on {base} attention; load the "
-            'model with attn_implementation="sdpa"'
-        )
     new = places.shape[1]
+    if base not in ("sdpa", "eager"):
+        if base != "flex_attention" and bool((places == torch.arange(new).to(places)).all()):
+            return shown  # flash attention is causal, aligned at the end
+        raise UnsupportedRequestError(
+            f"a turn with padding among its tokens is not served on {base} attention by layers of "
+            'latents; load the model with attn_implementation="sdpa"'
+        )
     column = torch.arange(stored, device=places.device)
     place = places[:, :, None] + stored - new
     seen = column <= place

@@ -15,6 +15,7 @@ from kvalloc.scorers import Scorer
 from kvalloc.scorers.column_sums import weighted_rows
 from kvalloc.scorers.lookahead import TURN_VOTES, latest_votes
 from kvalloc.scorers.parameters import Parameterized
+from kvalloc.shape import LayerType
 
 SHORT_TOKENS, FEW_ENTRIES = 768, 2**15
 """Of texts of no more tokens, up to so many entries of heads and layers are looked at in one call:
@@ -60,6 +61,8 @@ class EvictionPolicy(Parameterized, ABC):
     kind = "policy"
     summary: ClassVar[str]
     reference: ClassVar[str]
+    unserved: ClassVar[tuple[LayerType, ...]] = ()
+    """Kinds of layers that it does not serve; beside latents, if it combines entries."""
     scorer: Scorer
 
     @abstractmethod

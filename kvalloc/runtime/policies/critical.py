@@ -47,6 +47,7 @@ class Critical(EvictionPolicy):
     name = "critical"
     summary = "half by attention, the rest by attention times ||V W_O||"
     reference = "CriticalKV (Feng et al., 2025), Algorithm 1"
+    unserved = ("latent", "shared")
 
     alpha: Share = 0.5
     epsilon: NonNegative = 1e-4
