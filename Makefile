@@ -184,6 +184,9 @@ test-gemma: $(GEMMA)/.installed ## the tests with Gemma-3-270M, which comes unde
 	OMP_NUM_THREADS=1 PYTHONPATH=$(GEMMA) KVALLOC_CACHE=$(abspath $(GEMMA))/unpacked \
 		$(BIN)/python -m pytest -q --durations=5 tests/integration/test_runtime_real_model.py
 
+families: $(READY) ## a tiny model of every name of transformers against the oracle; docs/models.md
+	PYTHONPATH=$(CURDIR) $(BIN)/python tests/support/family_runs.py $(NAMES)
+
 lint: $(READY) ## style, formatting, notebooks without outputs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

@@ -1,9 +1,11 @@
-"""``kvalloc list``: the plug-ins of each kind, and the budget profiles that are at hand."""
+"""``kvalloc list``: the plug-ins of each kind, budget profiles, and models that are served."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from pkgutil import resolve_name
 from typing import Annotated, Any, Literal
 
@@ -24,21 +26,27 @@ PLUGINS = {
 """Class of each kind of plug-in, and the option that takes one."""
 
 
+NOTES = ("what each is: kvalloc list solvers", "which models are served: kvalloc list models")
+
+
 @dataclass(frozen=True)
 class ListOptions:
     """The kind to list."""
 
-    what: Annotated[Literal["solvers", "scorers", "policies", "profiles"] | None, Option()] = None
+    what: Annotated[
+        Literal["solvers", "scorers", "policies", "profiles", "models"] | None, Option()
+    ] = None
     """What to list; the names of all without it."""
 
 
 @takes()
 def list(options: ListOptions) -> None:
-    """List the installed solvers, scorers or policies, or the budget profiles.
+    """List the installed solvers, scorers or policies, budget profiles, or families of models.
 
     Plug-ins of other packages are listed too, each with its options. Profiles ship with kvalloc,
     and are listed with their share of the bytes of a cache at 16 bits. Below them are the fitted
-    files that ship, or that 'kvalloc fit' made here.
+    files that ship, or that 'kvalloc fit' made here. Models are those of transformers' mappings:
+    whether kvalloc serves a random model of each name, and whether 'kvalloc fit' takes it.
 
     Examples
     --------
@@ -46,11 +54,14 @@ def list(options: ListOptions) -> None:
     kvalloc list solvers
     kvalloc list policies --json
     kvalloc list profiles
+    kvalloc list models
     """
     if options.what is None:
         _everything()
     elif options.what == "profiles":
         _profiles()
+    elif options.what == "models":
+        _models()
     else:
         _plugins(options.what)
 
@@ -60,7 +71,7 @@ def _everything() -> None:
     fitted = (*shipped.shipped_fitted(), *map(str, shipped.fitted_files()))
     listed |= {"profiles": [*shipped.shipped_profiles()], "fitted files": [*fitted]}
     shown = {kind: ", ".join(one) for kind, one in listed.items()}
-    print_result(listed, shown, notes=["what each is: kvalloc list solvers"], always=True)
+    print_result(listed, shown, notes=NOTES, always=True)
 
 
 def _profiles() -> None:
@@ -74,6 +85,20 @@ def _profiles() -> None:
     notes = [f"fitted files that ship: {', '.join(shipped.shipped_fitted())}"]
     notes += [f"fitted here: {file}" for file in shipped.fitted_files()]
     print_result(rows, lines=[table_text(("profile", "share", "model"), cells)], notes=notes)
+
+
+def _models() -> None:
+    text = (resources.files("kvalloc.models") / "families.json").read_text("utf-8")
+    record = json.loads(text)
+    cells = [
+        (name, row["class"], row["layers"], row["outcome"], "yes" if row["fit"] == "yes" else "")
+        for key in ("causal", "wrappers")
+        for name, row in record[key].items()
+    ]
+    notes = [f"random models of transformers {record['transformers']}, {record['date']}"]
+    notes += ["why one is not served or fitted: --json"]
+    titles = ("name", "class", "layers", "outcome", "fit")
+    print_result(record, lines=[table_text(titles, cells)], notes=notes)
 
 
 def _plugins(kind: str) -> None:

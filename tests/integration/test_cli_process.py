@@ -25,7 +25,7 @@ def started(*arguments, code=f"{RUN}; {EXIT}", **options):
 SHIPPED = "smollm2-135m-instruct"
 LIGHT = {
     "scipy ortools networkx jinja2 vl_convert": [
-        *("--help", "--version", "list solvers", "list scorers", "list profiles"),
+        *("--help", "--version", "list solvers", "list scorers", "list profiles", "list models"),
         f"inspect {SHIPPED} -q",
         f"solve {SHIPPED} --budget 20% --solver uniform -o uniform.json",
     ],

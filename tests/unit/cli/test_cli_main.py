@@ -221,6 +221,14 @@ def test_list_alone_lists_the_names_of_all():
         assert f"{kind:<12}  {', '.join(some)}\n" in shown.out
 
 
+def test_models_are_listed_with_what_was_found():
+    rows = run("list", "models", "--json").json["causal"]
+    assert rows["llama"] | {"class": "LlamaForCausalLM", "outcome": "served"} == rows["llama"]
+    assert rows["bloom"]["outcome"] == "refused"
+    shown = run("list", "models").out
+    assert all(f"\n{name} " in shown for name in rows)
+
+
 def test_options_are_listed_with_their_defaults():
     rows = {row["name"]: row for row in run("list", "solvers", "--json").json}
     assert rows["pyramid"]["options"] == {"beta": 20.0}

@@ -1,0 +1,33 @@
+"""A sample of transformers' names against the record of all, which `make families` writes."""
+
+import json
+
+import pytest
+from family_checks import check
+from family_runs import PAGE, RECORD, page
+from hidden_entries import Twin
+
+MADE = json.loads(RECORD.read_text(encoding="utf-8"))
+SAMPLE = (
+    *("llama", "gemma3", "gpt_oss", "opt", "bloom", "mamba", "deepseek_v3", "mimo_v2_flash"),
+    *("gemma3n_text", "gemma4", "gemma4_text", "llama4_text", "qwen3_5_text", "qwen3_next"),
+    *("bamba", "falcon_h1", "jamba", "lfm2", "nemotron_h", "zamba2"),
+)
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_name_is_served_or_refused_as_recorded(name):
+    row = check(name)
+    assert row == MADE["causal"][name]
+    assert row["outcome"] in ("served", "refused")
+
+
+def test_the_page_is_what_the_record_gives():
+    assert page(MADE) == PAGE.read_text(encoding="utf-8")
+
+
+def test_the_oracle_sees_what_a_cache_has_evicted(monkeypatch):
+    monkeypatch.setattr(Twin, "follow", lambda twin, cache: None)
+    row = check("llama")
+    assert row["outcome"] == "wrong"
+    assert "after a prompt forward 1 is" in row["note"]
