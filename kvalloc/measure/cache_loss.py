@@ -16,9 +16,8 @@ from kvalloc.extensions.answering import answer
 from kvalloc.extensions.making import make_cache
 from kvalloc.measure.kl import divergence
 from kvalloc.measure.loss_probe import check_continues
-from kvalloc.measure.mini_prefill import evaluating
 from kvalloc.models.names import cache_keyword
-from kvalloc.models.structure import input_device
+from kvalloc.models.structure import evaluating, input_device
 
 if TYPE_CHECKING:
     from kvalloc.formats.budget_profile import BudgetProfile

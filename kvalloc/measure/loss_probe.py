@@ -20,10 +20,10 @@ from transformers import Cache, DynamicCache
 
 from kvalloc.errors import InputError
 from kvalloc.measure.kl import row_divergences
-from kvalloc.measure.mini_prefill import begun_at, check_seen, evaluating, layers_of, run_apart
+from kvalloc.measure.mini_prefill import begun_at, check_seen, layers_of, run_apart
 from kvalloc.models.attention import AttentionStates, intercept_attention, latent_states
 from kvalloc.models.names import cache_keyword
-from kvalloc.models.structure import end_tokens, input_device, text_config
+from kvalloc.models.structure import end_tokens, evaluating, input_device, text_config
 from kvalloc.runtime.quantization import quantised_keys, quantised_values
 from kvalloc.runtime.second_read import Held
 from kvalloc.runtime.selection import keep_best

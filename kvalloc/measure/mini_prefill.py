@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kvalloc.errors import UnsupportedModelError
 from kvalloc.models.attention import AttentionStates, intercept_attention, stored_layers
 from kvalloc.models.names import cache_keyword
-from kvalloc.models.structure import decoder_layers, decoder_of, has_layer_inputs
+from kvalloc.models.structure import decoder_layers, decoder_of, evaluating, has_layer_inputs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -169,19 +169,6 @@ def run_apart(model: Any, *, states: bool = False) -> bool:
     layers, _ = stored_layers(model)
     others = any(one.kind == "shared" or (one.state_bytes and not states) for one in layers)
     return not (others or has_layer_inputs(model))
-
-
-@contextmanager
-def evaluating(module: Any) -> Iterator[None]:
-    """Switch dropout off, and give each module its flag back afterwards."""
-    training = [part for part in module.modules() if part.training]
-    for part in training:
-        part.training = False
-    try:
-        yield
-    finally:
-        for part in training:
-            part.training = True
 
 
 def layers_of(model: Any) -> Any:

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
-from kvalloc.models.families import configured_shapes
 from kvalloc.models.names import (
     EXPANSION,
     IMPLEMENTATION,
@@ -475,10 +474,7 @@ class AttentionSwitch:
             if result.final:
                 _probes[decoder] = parts, result
         self.rotations, self._final = result.rotations, result.final
-        self.layers, self.n_query_heads = (
-            result.layers or configured_shapes(decoder),
-            result.queries,
-        )
+        self.layers, self.n_query_heads = result.layers, result.queries
 
     @classmethod
     def of(cls, model: nn.Module) -> AttentionSwitch:

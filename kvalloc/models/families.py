@@ -11,7 +11,7 @@ from typing import Any
 
 from kvalloc.errors import UnsupportedModelError
 from kvalloc.models.names import has_state, layer_kind, state_tensors
-from kvalloc.models.structure import Heads, configured_heads, text_config
+from kvalloc.models.structure import text_config
 from kvalloc.shape import LayerShape, LayerType
 
 WITH_FULL_CACHE = "use this model with its full cache"
@@ -56,7 +56,7 @@ def cached_layers(model: Any, name: str | None = None) -> list[Any]:
 def layer_shapes(
     model: Any,
     cached: Sequence[Any],
-    stored: Mapping[int, Heads],
+    stored: Mapping[int, tuple[int, int, int]],
     reads: Mapping[int, int],
     latents: Collection[int],
 ) -> tuple[LayerShape, ...]:
@@ -67,8 +67,8 @@ def layer_shapes(
     model : transformers.PreTrainedModel
     cached : sequence of transformers' layers
         After the forward.
-    stored : mapping of int to Heads
-        Of each layer that stores entries.
+    stored : mapping of int to (int, int, int)
+        KV heads, and numbers of a key and of a value, of each layer that stores entries.
     reads : mapping of int to int
         Of each layer that attends to another one's entries, which.
     latents : collection of int
@@ -79,9 +79,8 @@ def layer_shapes(
     for index, layer in enumerate(cached):
         kind: LayerType | None = layer_kind(layer)
         assert kind is not None
-        heads, sizes = stored.get(index), {}
-        if heads is not None:
-            sizes = {"kv_heads": heads.kv, "key_dim": heads.key_dim, "value_dim": heads.value_dim}
+        heads, key_dim, value_dim = stored.get(index, (0, 0, 0))
+        if heads:
             if kind == "full" and index in latents:
                 kind = "latent"
             if kind == "sliding" and chunked[index]:
@@ -96,30 +95,15 @@ def layer_shapes(
         shapes.append(
             LayerShape(
                 kind=kind,
+                kv_heads=heads,
+                key_dim=key_dim,
+                value_dim=value_dim,
                 window=getattr(layer, "sliding_window", None),
                 reads=reads.get(index),
                 state_bytes=sum(n_bytes // n_rows for n_bytes, n_rows in rows),
-                **sizes,
             )
         )
     return tuple(shapes)
-
-
-def configured_shapes(model: Any) -> tuple[LayerShape, ...]:
-    """Return what layers store by a model's config alone, of a model that could not be run.
-
-    Raises
-    ------
-    UnsupportedModelError
-        If it has other layers than those of full and sliding attention.
-    """
-    cached, heads = cached_layers(model), configured_heads(model)
-    if any(layer_kind(layer) not in ("full", "sliding") for layer in cached):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has layers of other kinds than full and sliding attention, "
-            f"and it could not be run to see what they store; {WITH_FULL_CACHE}"
-        )
-    return layer_shapes(model, cached, dict.fromkeys(range(len(cached)), heads), {}, ())
 
 
 def _configured_kinds(model: Any, n_layers: int) -> Sequence[Any]:

@@ -13,15 +13,14 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvalloc.errors import UnsupportedModelError, one_line, warn_user
+from kvalloc.errors import KVAllocError, UnsupportedModelError, one_line
 from kvalloc.models.families import WITH_FULL_CACHE, cached_layers, layer_shapes
 from kvalloc.models.names import cache_keyword
 from kvalloc.models.rope import NO_ROTATION, Buffer, Rotation, rotation_of
 from kvalloc.models.structure import (
-    Heads,
-    configured_heads,
+    check_layers,
     context_limit,
-    has_compiled_layers,
+    evaluating,
     input_device,
     text_config,
 )
@@ -52,17 +51,16 @@ class Probe:
     rotations : dict of int to Rotation or str
         Of each layer that attends; a sentence if it is not known. It has no strong reference to
         the decoder.
-    layers : tuple of LayerShape, or None
-        What each layer stores; None if that was not seen.
+    layers : tuple of LayerShape
+        What each layer stores.
     queries : int
-        Query heads of a layer that attends; the config's if none was seen.
+        Query heads of a layer that attends.
     final : bool
-        Whether a later probe would find the same. Not if the forward failed, queries were zeros,
-        or the model is in training mode.
+        Whether a later probe would find the same. Not if queries were zeros.
     """
 
     rotations: Mapping[int, Rotation | str]
-    layers: tuple[LayerShape, ...] | None
+    layers: tuple[LayerShape, ...]
     queries: int
     final: bool
 
@@ -81,8 +79,6 @@ def probe(
 ) -> Probe:
     """Run a decoder over a few tokens, once, and return its findings.
 
-    Warns if the forward fails, since policies that rotate queries are then not used.
-
     Parameters
     ----------
     decoder : nn.Module
@@ -98,62 +94,53 @@ def probe(
     Raises
     ------
     UnsupportedModelError
-        If a layer attends to anything but what its cache returned, or not once in a forward.
+        If the model does not run, a layer attends to anything but what its cache returned, or not
+        once in a forward.
     """
-    from transformers import Cache
-
-    seen = _Seen(dict(layers), cached_layers(decoder, name))
-    rotations: dict[int, Any] = {}
-    failure = ""
+    seen, rotations = _Seen(dict(layers), cached_layers(decoder, name)), dict[int, Any]()
     try:
-        with intercepting(seen.attend):
+        with evaluating(decoder), intercepting(seen.attend):
             positions = _run(decoder, seen)
-        for layer in seen.rotated:
-            # dropout may change its queries then
-            kind = seen.kind(layer) + " in training mode" * decoder.training
-            rotations[layer] = rotation_of(kind, seen.rotated[layer], positions, decoder)
+        several = bool(positions.any())
+        for layer, states in seen.rotated.items():
+            rotations[layer] = (
+                rotation_of(seen.kind(layer), states, positions, decoder) if several else None
+            )
+    except KVAllocError:
+        raise
     except Exception as error:  # models fail in any way
-        if isinstance(error, AttributeError) and isinstance(error.obj, Cache):
-            raise UnsupportedModelError(
-                f"{name} asks its cache for {error.name!r}, which transformers' own does not have; "
-                f"try a newer transformers, or {WITH_FULL_CACHE}"
-            ) from error
-        failure = f"a probe raises {type(error).__name__}: {one_line(error)}"
-    # gradient checkpointing takes the cache away from a model in training
-    complete = not failure and bool(seen.stored or not decoder.training)
-    if complete and not seen.calls:
+        seen.count()
+        why = seen.fault or f"it raises {type(error).__name__}: {one_line(error)}"
+        raise UnsupportedModelError(
+            f"{name} does not run over a few tokens, which shows what its layers store: {why}; try "
+            f"a newer transformers, or {WITH_FULL_CACHE}"
+        ) from error
+    if not seen.calls:
         why = "stores no keys and values, so nothing can be reduced"
         if seen.stored:
             why = "attends without transformers' attention interface, so kvalloc cannot see it"
         raise UnsupportedModelError(f"{name} {why}; {WITH_FULL_CACHE}")
-    if complete or (failure and max(seen.calls.values(), default=0) > 1):
-        seen.count()
+    seen.count()
     if seen.fault is not None:
         raise UnsupportedModelError(f"{seen.fault}; {_ONCE}")
-    if (last := max(seen.calls, default=0)) >= len(seen.layers):
+    if (last := max(seen.calls)) >= len(seen.layers):
         raise UnsupportedModelError(
             f"layer {last} of {name} attends, and its cache has {len(seen.layers)} layers; try a "
             f"newer transformers, or {WITH_FULL_CACHE}"
         )
-    if failure:
-        warn_user(f"it is not known how {type(decoder).__name__} rotates its queries: {failure}")
-    final = not (failure or decoder.training or None in rotations.values())
+    final = None not in rotations.values()
     if [*rotations.values()] == [NO_ROTATION] * len(seen.layers):
         # a model of attention alone knows no other order: it takes positions from elsewhere
         same = f"the queries of {type(decoder).__name__} are the same at all positions of a probe"
         rotations = dict.fromkeys(rotations, same)
-    for layer in layers if failure else rotations:
-        if failure or rotations[layer] is None:
-            why = failure or "a probe finds zeros or no numbers"
-            kind = seen.kind(layer)
-            rotations[layer] = f"it is not known when {kind} rotates its queries: {why}"
-    shapes = None
-    if complete:
-        shapes = layer_shapes(decoder, seen.layers, seen.heads, seen.reads, seen.latents)
+    for layer, rotation in rotations.items():
+        if rotation is None:
+            why = "a probe finds zeros, no numbers, or a single position"
+            rotations[layer] = f"it is not known when {seen.kind(layer)} rotates its queries: {why}"
     return Probe(
         rotations=rotations,
-        layers=shapes,
-        queries=seen.n_query_heads or configured_heads(decoder).queries,
+        layers=layer_shapes(decoder, seen.layers, seen.heads, seen.reads, seen.latents),
+        queries=seen.n_query_heads,
         final=final,
     )
 
@@ -170,8 +157,8 @@ class _Seen:
         Of the cache.
     rotated : dict of int to Tensor
         Queries and new keys of the latest call of each layer, by head.
-    heads : dict of int to Heads
-        Of each layer that stores entries.
+    heads : dict of int to (int, int, int)
+        KV heads, and numbers of a key and of a value, of each layer that stores entries.
     reads : dict of int to int
         Of each layer that attends to what another one's cache returned, which.
     latents : set of int
@@ -187,7 +174,7 @@ class _Seen:
     modules: dict[int, nn.Module]
     layers: list[Any]
     rotated: dict[int, Tensor] = field(default_factory=dict)
-    heads: dict[int, Heads] = field(default_factory=dict)
+    heads: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     reads: dict[int, int] = field(default_factory=dict)
     latents: set[int] = field(default_factory=set)
     stored: dict[int, list[Any]] = field(default_factory=lambda: defaultdict(list))
@@ -211,7 +198,7 @@ class _Seen:
             states = plain(keys, values, layer, *args, **kwargs)
             self.stored[layer].append((states, [copies.clone() for copies in states]))
             heads, dim = keys.shape[1::2]
-            self.heads[layer] = Heads(0, heads, dim, values.shape[-1])
+            self.heads[layer] = heads, dim, values.shape[-1]
             return states
 
         cache.update = update
@@ -287,23 +274,20 @@ def _run(decoder: Any, seen: _Seen) -> Tensor:
     """
     import torch
 
-    if has_compiled_layers(decoder):
-        raise UnsupportedModelError("its layers are compiled")
+    check_layers(decoder)
     device = input_device(decoder)
     device = torch.device("cpu") if device.type == "meta" else device  # a hook loads the weights
     n_positions = context_limit(decoder) or _POSITIONS[-1] + 1
-    if n_positions == 1:
-        raise UnsupportedModelError("its context has a single position")
     positions = torch.tensor(_POSITIONS, device=device).clamp(max=n_positions - 1)
     config = text_config(decoder)
     ids = torch.tensor(_TOKENS, device=device).clamp(max=config.vocab_size - 1)
-    # a model in training, or a router of experts, may draw random numbers
+    # a router of experts may draw random numbers
     with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         type(decoder).forward(
             decoder,
             input_ids=ids.repeat_interleave(len(positions))[:, None],
             position_ids=positions.repeat(len(ids))[:, None],
-            use_cache=not decoder.training,  # some say that it goes badly with checkpointing
+            use_cache=True,
             **cache_keyword(decoder, seen.cache()),
         )
     return positions

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain, product
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from kvalloc.errors import UnsupportedModelError
+from kvalloc.errors import UnsupportedModelError, UnsupportedRequestError
 from kvalloc.models.names import is_compiled, placement, uncompiled
 
 if TYPE_CHECKING:
@@ -34,13 +36,22 @@ def decoder_layers(model: Any) -> Any:
     return next((one for name in names if (one := getattr(decoder, name, None))), None)
 
 
-def has_compiled_layers(model: Any) -> bool:
-    """Return whether ``torch.compile`` has taken a layer of a model, or a part of one.
+def check_layers(model: Any) -> None:
+    """Refuse a model of which ``torch.compile`` has taken a layer, or a part of one.
 
-    A compiled model reads once which attention it uses, and a cache may come later.
+    A compiled layer reads once which attention it uses, and a cache may come later.
+
+    Raises
+    ------
+    UnsupportedRequestError
+        If it has.
     """
     layers = list(decoder_layers(model) or ())
-    return any(is_compiled(one) for layer in layers for one in (layer, *layer.children()))
+    if any(is_compiled(one) for layer in layers for one in (layer, *layer.children())):
+        raise UnsupportedRequestError(
+            "a layer of this model is compiled by itself, which sees nothing of a cache; compile "
+            "the whole model, or none of it"
+        )
 
 
 def plain_weight(weight: Tensor | Callable[[], Tensor]) -> Tensor:
@@ -84,61 +95,17 @@ def text_config(model: Any) -> Any:
     return config if of_text is None else of_text(decoder=True)
 
 
-class Heads(NamedTuple):
-    """Heads of a layer: query heads, KV heads, and the numbers of a key and of a value."""
-
-    queries: int
-    kv: int
-    key_dim: int
-    value_dim: int
-
-    def differences(self, theirs_heads: Heads) -> str:
-        """Return in words how they differ from others."""
-        words = (
-            "{} query heads",
-            "{} KV heads",
-            "keys of {} numbers",
-            "values of {} numbers",
-        )
-        pairs = zip(words, self, theirs_heads, strict=True)
-        return " and ".join(word.format(mine) for word, mine, other in pairs if mine != other)
-
-
-def configured_heads(model: Any) -> Heads:
-    """Return the heads that a model's config says all layers have.
-
-    Raises
-    ------
-    UnsupportedModelError
-        If it does not say, or the model stores something else than keys and values.
-    """
-    config, name = text_config(model), type(model).__name__
-    n_query_heads = size_of(config, name, "num_attention_heads")
-    n_kv_heads = n_query_heads
-    if getattr(config, "num_key_value_heads", None) is not None:
-        n_kv_heads = size_of(config, name, "num_key_value_heads")
-    if getattr(config, "kv_lora_rank", None):
-        raise UnsupportedModelError(
-            f"{name} stores compressed keys and values (latent attention), which kvalloc does not "
-            "account for"
-        )
-    if getattr(config, "head_dim", None) is not None:
-        head_dim = size_of(config, name, "head_dim")
-    else:
-        head_dim = size_of(config, name, "hidden_size") // n_query_heads
-    return Heads(n_query_heads, n_kv_heads, head_dim, head_dim)
-
-
-def size_of(config: Any, model_name: str, field: str) -> int:
-    """Return a size of a config, or refuse a model without it."""
-    value = getattr(config, field, None)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        what = "no" if value is None else f"{value!r} as"
-        raise UnsupportedModelError(
-            f"the config of {model_name} has {what} {field}, so kvalloc cannot size its KV cache; "
-            "it works on models with the same attention heads in every layer"
-        )
-    return value
+@contextmanager
+def evaluating(module: Any) -> Iterator[None]:
+    """Switch dropout off, and give each module its flag back afterwards."""
+    training = [part for part in module.modules() if part.training]
+    for part in training:
+        part.training = False
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True
 
 
 def has_layer_inputs(model: Any) -> bool:

@@ -18,7 +18,7 @@ from kvalloc.errors import (
 )
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.models.names import MaskFunction, base_implementation, mask_function
-from kvalloc.models.structure import context_limit, decoder_of, has_compiled_layers
+from kvalloc.models.structure import check_layers, context_limit, decoder_of
 from kvalloc.runtime.policies import policy_class
 from kvalloc.runtime.policies.base import EvictionPolicy
 
@@ -55,16 +55,8 @@ def check_model(model: nn.Module, prompt_tokens: int | None) -> None:
     """
     if prompt_tokens is not None and prompt_tokens < 1:
         raise InputError(f"prompt_tokens is {prompt_tokens}, expected >= 1")
-    _check_layers(model)
+    check_layers(model)
     _check_kind(model, {})
-
-
-def _check_layers(model: nn.Module) -> None:
-    if has_compiled_layers(model):
-        raise UnsupportedRequestError(
-            "a layer of this model is compiled by itself, which sees nothing of a cache; compile "
-            "the whole model, or none of it"
-        )
 
 
 def _check_kind(model: nn.Module, arguments: Mapping[str, Any]) -> None:
@@ -188,7 +180,7 @@ def check_forward(
     if weights is None:
         weights = getattr(decoder.config, "output_attentions", False)
     if not stored_rows:  # looked for once a prompt; `hooks` notices layers compiled after it
-        _check_layers(decoder)
+        check_layers(decoder)
     _check_outputs(uses_cache=arguments.get("use_cache"), weights=weights)
     if decoder.training and any(
         getattr(one, "gradient_checkpointing", False) for one in decoder.modules()
