@@ -26,8 +26,10 @@ def decoder_of(model: Any) -> Any:
     if not hasattr(decoder, "config"):  # ModernBERT's head has that name
         decoder = getattr(model, "base_model", decoder)
     if hasattr(decoder, "lm_head") and hasattr(decoder, "model"):  # Llama 4 returns its head, too
-        return uncompiled(decoder.model)
-    return decoder
+        decoder = uncompiled(decoder.model)
+    if decoder is uncompiled(model) or not hasattr(decoder, "get_decoder"):
+        return decoder
+    return decoder_of(decoder)  # BLIP-2 returns a model that its head passes by
 
 
 def decoder_layers(model: Any) -> Any:

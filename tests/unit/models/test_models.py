@@ -9,6 +9,7 @@ import pytest
 import torch
 from cli_tools import save_tiny_model, without
 from tiny_models import tiny_model
+from transformers import OPTConfig, OPTForCausalLM
 
 from kvalloc import files
 from kvalloc.errors import (
@@ -20,6 +21,7 @@ from kvalloc.errors import (
 from kvalloc.models import gguf as gguf_cache
 from kvalloc.models import loading as models
 from kvalloc.models.loading import load_model, shape_of
+from kvalloc.models.structure import decoder_of
 
 # Where models come from, and their sizes
 
@@ -41,6 +43,15 @@ def test_the_shape_of_a_model(kind, layer_types, window):
     assert (shape.head_dim, shape.dtype_bytes, shape.max_context_tokens) == (8, 4, 512)
     assert (shape.layer_types, shape.sliding_window) == (layer_types, window)
     assert shape_of(model.to(torch.bfloat16)).dtype_bytes == 2
+
+
+def test_the_decoder_is_what_every_forward_passes_through():
+    """BLIP-2 names OPT's inner model, whose decoder its language model calls itself."""
+    config = {"hidden_size": 32, "ffn_dim": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    language = OPTForCausalLM(OPTConfig(**config, vocab_size=64, word_embed_proj_dim=32))
+    wrapper = torch.nn.Module()
+    wrapper.get_decoder = lambda: language.model
+    assert decoder_of(wrapper) is decoder_of(language) is language.model.decoder
 
 
 @pytest.mark.parametrize(
