@@ -42,12 +42,12 @@ Job: TypeAlias = tuple[str, str]
 
 Row: TypeAlias = dict[str, str]
 
-REAL_WEIGHTS = {
+TRAINED = {
     "llama": "SmolLM2-135M",
     "gemma3_text": "Gemma-3-270M",
     "qwen2": "Qwen2.5-Coder-0.5B",
 }
-"""Models whose own weights have run, by name."""
+"""Models whose trained weights have run, by name."""
 
 HEADING = """# Which models are served
 
@@ -61,9 +61,9 @@ models and of vision-language models, and checks each:
 - `kvalloc fit` can fit values to it, or says why not.
 
 A model that is not served is refused before anything runs, in a line that names a way out. What is
-not tried needs a package, or another model beside it. Prompts are texts here, of vision-language
-models too. All rows come from random weights; the last column names the models whose own weights
-have run, too.
+not tried needs a package, an image, or another model beside it. All prompts are texts, those of
+vision-language models too. All rows come from random weights. The last column names the models
+whose trained weights have run, too.
 
 `kvalloc list models` prints the table.
 """
@@ -140,12 +140,13 @@ def page(record: Mapping[str, Any]) -> str:
         summary = ", ".join(f"{n} {outcome}" for outcome, n in counts.most_common())
         made = f"transformers {record['transformers']}, {record['date']}"
         parts.append(f"## {title}\n\nOf {len(rows)} names: {summary} ({made}).\n")
-        lines = ["| name | class | layers | `kvalloc fit` | own weights |", "|---|---|---|---|---|"]
+        lines = ["| name | class | layers | `kvalloc fit` | trained weights |"]
+        lines.append("|---|---|---|---|---|")
         others: dict[tuple[str, str], list[str]] = defaultdict(list)
         for name, row in rows.items():
             if row["outcome"] == "served":
                 fit = "yes" if row["fit"] == "yes" else "no"
-                cells = (name, row["class"], row["layers"], fit, REAL_WEIGHTS.get(name, ""))
+                cells = (name, row["class"], row["layers"], fit, TRAINED.get(name, ""))
                 lines.append(f"| {' | '.join(cells)} |")
             else:
                 note = row["note"].replace(row["class"] or "\n", "the model")
