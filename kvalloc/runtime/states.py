@@ -25,10 +25,15 @@ def with_state(entries: type, other: Any, *args: Any, **kwargs: Any) -> Any:
         As the class takes them.
     """
     layer = _class_of(entries, state_class())(other.number_of_states, *args, **kwargs)
-    fresh = state_class()(other.number_of_states)
-    for name in vars(fresh):
-        setattr(layer, name, copy.deepcopy(getattr(other, name)))
+    vars(layer).update(vars(_copied(other)))
     return layer
+
+
+def _copied(layer: Any) -> Any:
+    """Return a layer of transformers with a copy of a layer's state."""
+    copied = state_class()(layer.number_of_states)
+    vars(copied).update((name, copy.deepcopy(getattr(layer, name))) for name in vars(copied))
+    return copied
 
 
 @cache
@@ -64,9 +69,7 @@ def state_of(layer: Any, rows: Tensor) -> Any:
     """
     if not has_state(layer):
         return layer if getattr(layer, "keys", None) is None else None
-    copied = state_class()(layer.number_of_states)
-    for name in vars(copied):
-        setattr(copied, name, copy.deepcopy(getattr(layer, name)))
+    copied = _copied(layer)
     copied.reorder_cache(rows)
     return copied
 
