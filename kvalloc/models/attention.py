@@ -684,6 +684,7 @@ def _states(
         details = {
             "output_projection": _output_projection(module, query.shape[1] * value.shape[-1]),
             "rotation": active.rotations.get(layer, UNKNOWN),
+            "biased": any(getattr(one, "ndim", 0) == 4 for one in kwargs.values()),
         }
     if (expanded := _expanded.get()) is not None and expanded[0] == id(module):
         _expanded.set(None)
@@ -698,7 +699,6 @@ def _states(
         values=value,
         scaling=scaling,
         mask=mask,
-        biased=any(getattr(one, "ndim", 0) == 4 for one in kwargs.values()),
         # sdpa knows neither, and says so: scores leave them out as well
         softcap=None if softcap is None or base == "sdpa" else float(softcap),
         sink_logits=None if base == "sdpa" else _sink_logits(module, kwargs),
