@@ -39,7 +39,7 @@ from kvalloc.models.attention import (
 )
 from kvalloc.models.loading import shape_of
 from kvalloc.models.names import base_implementation
-from kvalloc.models.rope import Rotation, rotate
+from kvalloc.models.rope import Rotation, rotate, why_fixed
 from kvalloc.models.structure import context_limit, decoder_of, input_device, text_config
 from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.kept import Part
@@ -204,7 +204,7 @@ def _rotations(model: Any) -> list[Rotation]:
     """Return the rotation of each layer, if keys can be turned to other places by it."""
     shape, found = shape_of(model), rotations_of(model)
     rotations = [found[layer] for layer in sorted(found)]
-    reasons = [one for one in rotations if isinstance(one, str)]
+    reasons = [why for one in rotations if (why := why_fixed(one)) is not None]
     attention = base_implementation(text_config(model))
     if attention not in ("sdpa", "eager"):
         raise UnsupportedModelError(

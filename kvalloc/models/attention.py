@@ -34,7 +34,7 @@ from kvalloc.models.names import (
     takes_layer,
 )
 from kvalloc.models.probe import Probe, probe
-from kvalloc.models.rope import UNKNOWN
+from kvalloc.models.rope import UNKNOWN, why_fixed
 from kvalloc.models.structure import check_decoder_only, decoder_of
 
 if TYPE_CHECKING:
@@ -79,7 +79,8 @@ class AttentionStates:
         be read.
     rotation : Rotation or str
         The pairs of a head's dimensions that the layer rotates by the position (RoPE), and their
-        frequencies; none if it has no positions. A sentence if that is not known.
+        frequencies; none if it has no positions, or gets them with its input. A sentence if that
+        is not known.
     observed : Observed or None
         What the scorer's `observe` left of the earlier chunks of this prompt; None for the first.
     older : int
@@ -489,9 +490,9 @@ class AttentionSwitch:
         return switch
 
     @property
-    def knows_rotations(self) -> bool:
-        """Whether queries can be put elsewhere: it is known how each layer that attends rotates."""
-        return not any(isinstance(one, str) for one in self.rotations.values())
+    def moves_queries(self) -> bool:
+        """Whether queries can be put elsewhere, by the rotation of each layer that attends."""
+        return all(why_fixed(one) is None for one in self.rotations.values())
 
     def answer(self, handler: Handler, layer: int, *states: Any, **kwargs: Any) -> AttentionResult:
         """Return what a handler answers for one layer, without interception.
@@ -594,8 +595,13 @@ def stored_layers(model: nn.Module) -> tuple[tuple[LayerShape, ...], int]:
 
 
 def knows_rotations(model: nn.Module) -> bool:
-    """Return whether queries can be put elsewhere; see `AttentionSwitch.knows_rotations`."""
-    return AttentionSwitch.of(model).knows_rotations
+    """Return whether it is known how each layer that attends rotates, if it does."""
+    return not any(isinstance(one, str) for one in rotations_of(model).values())
+
+
+def moves_queries(model: nn.Module) -> bool:
+    """Return whether queries can be put elsewhere; see `AttentionSwitch.moves_queries`."""
+    return AttentionSwitch.of(model).moves_queries
 
 
 @cache

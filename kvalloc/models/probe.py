@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from kvalloc.errors import KVAllocError, UnsupportedModelError, one_line
@@ -129,10 +129,8 @@ def probe(
             f"newer transformers, or {WITH_FULL_CACHE}"
         )
     final = None not in rotations.values()
-    if [*rotations.values()] == [NO_ROTATION] * len(seen.layers):
-        # a model of attention alone knows no other order: it takes positions from elsewhere
-        same = f"the queries of {type(decoder).__name__} are the same at all positions of a probe"
-        rotations = dict.fromkeys(rotations, same)
+    if (fixed := _why_fixed(decoder, seen, rotations, positions)) is not None:
+        rotations = dict.fromkeys(rotations, replace(NO_ROTATION, fixed=fixed))
     for layer, rotation in rotations.items():
         if rotation is None:
             why = "a probe finds zeros, no numbers, or a single position"
@@ -157,6 +155,8 @@ class _Seen:
         Of the cache.
     rotated : dict of int to Tensor
         Queries and new keys of the latest call of each layer, by head.
+    values : dict of int to Tensor
+        New values of that call.
     heads : dict of int to (int, int, int)
         KV heads, and numbers of a key and of a value, of each layer that stores entries.
     reads : dict of int to int
@@ -174,6 +174,7 @@ class _Seen:
     modules: dict[int, nn.Module]
     layers: list[Any]
     rotated: dict[int, Tensor] = field(default_factory=dict)
+    values: dict[int, Tensor] = field(default_factory=dict)
     heads: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     reads: dict[int, int] = field(default_factory=dict)
     latents: set[int] = field(default_factory=set)
@@ -222,6 +223,7 @@ class _Seen:
         # there are others if a layer runs several times
         newest, values = states.keys[:, :, -n_new:], states.values[:, :, -n_new:]
         self.rotated[layer] = torch.cat([states.queries, newest], dim=1)
+        self.values[layer] = values
         source = layer
         if layer not in self.stored:  # it may attend to what another layer stores
             source = next((i for i, one in self.stored.items() if one[-1][0][0] is states.keys), -1)
@@ -254,6 +256,23 @@ class _Seen:
                     f"{updates} updates of the cache in one forward, expected 1 and {expected}"
                 )
                 return
+
+
+def _why_fixed(
+    decoder: Any, seen: _Seen, rotations: Mapping[int, Any], positions: Tensor
+) -> str | None:
+    """Return why no rotation puts queries elsewhere, if positions come by other means."""
+    name = type(decoder).__name__
+    if [*rotations.values()] == [NO_ROTATION] * len(seen.layers):
+        # a model of attention alone knows no other order: it takes positions from elsewhere
+        return f"the queries of {name} are the same at all positions of a probe"
+    if None in rotations.values():
+        return None
+    # no layer rotates its values: they change with what the first layer reads
+    changes = (rotation_of(name, one, positions, decoder) for one in seen.values.values())
+    if any(one not in (None, NO_ROTATION) for one in changes):
+        return f"{name} has positions in its embeddings, and does not rotate by them"
+    return None
 
 
 def _is_same(states: Tensor, returned: Tensor, copy: Tensor) -> bool:

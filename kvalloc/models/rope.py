@@ -66,11 +66,14 @@ class Rotation:
         Returns `frequencies`.
     first, second : slice
         Dimensions of the pairs: the first one of each, and the second one.
+    fixed : str or None
+        Why no query can be put at another position, as a sentence; None if `rotate` does it.
     """
 
     source: Callable[[], Tensor]
     first: slice
     second: slice
+    fixed: str | None = None
 
     @property
     def frequencies(self) -> Tensor:
@@ -100,8 +103,13 @@ NO_ROTATION = Rotation(_no_frequencies, slice(0), slice(0))
 """The rotation of a layer without positions: `rotate` changes nothing."""
 
 
+def why_fixed(rotation: Rotation | str) -> str | None:
+    """Return why queries cannot be put at other positions by a rotation; None if they can."""
+    return rotation if isinstance(rotation, str) else rotation.fixed
+
+
 def known_rotation(rotation: Rotation | str, *, user: str, instead: str) -> Rotation:
-    """Return a rotation, or raise if it is not known.
+    """Return a rotation that puts queries elsewhere, or raise if none does.
 
     Parameters
     ----------
@@ -114,10 +122,11 @@ def known_rotation(rotation: Rotation | str, *, user: str, instead: str) -> Rota
     Raises
     ------
     UnsupportedModelError
-        If it is not known; names the layer's class, the reason and the way out.
+        If none does, or it is not known; names the layer's class, the reason and the way out.
     """
-    if isinstance(rotation, str):
-        raise UnsupportedModelError(f"{user} has to rotate queries, but {rotation}; {instead}")
+    if isinstance(rotation, str) or rotation.fixed is not None:
+        why = why_fixed(rotation)
+        raise UnsupportedModelError(f"{user} has to rotate queries, but {why}; {instead}")
     return rotation
 
 

@@ -21,7 +21,7 @@ from kvalloc.errors import InputError, one_line, option
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.fitted import FittedModel
 from kvalloc.formats.shipped_profiles import find_fitted, fitted_of_same_sizes, load_fitted
-from kvalloc.models.attention import knows_rotations
+from kvalloc.models.attention import knows_rotations, moves_queries
 from kvalloc.models.structure import context_limit
 from kvalloc.online.conflicts import given_names
 from kvalloc.online.decision import Decision, PromptSize
@@ -108,7 +108,9 @@ class Default(Decision):
             If no method fits the memory, or there is no fitted file, and a loss is the target or
             rows are to share their bytes.
         """
-        setting = self.setting(shape, rotates=knows_rotations(model))
+        setting = replace(
+            self.setting(shape), rotates=moves_queries(model), fits=knows_rotations(model)
+        )
         if self.target_loss is not None:
             setting = replace(setting, share=self._smallest_share(setting, self.target_loss, size))
         if (across := self.options.across) is not None:
@@ -202,7 +204,7 @@ class Default(Decision):
         tokens = max(size.lengths or (size.tokens or load_fitted(file).context_tokens,))
         return share_for_loss(file, loss, grid_length(tokens))
 
-    def setting(self, shape: ModelShape, *, rotates: bool = True) -> Setting:
+    def setting(self, shape: ModelShape) -> Setting:
         """Return the setting of all methods of a model.
 
         Its fitted file is the named one, else the model's, if it exists.
@@ -222,7 +224,7 @@ class Default(Decision):
                 file=f"fitted file {file}",
                 made_by=FittedModel.MADE_BY,
             )
-        return Setting(shape=shape, share=self.share or 1.0, file=file, rotates=rotates)
+        return Setting(shape=shape, share=self.share or 1.0, file=file)
 
     def _that_fit(self, methods: list[Method], size: PromptSize) -> list[Method]:
         """Return the method of each row; all are immediate if the memory asks for it."""

@@ -29,7 +29,7 @@ from kvalloc.measure.job import Job, Steps, measured_samples
 from kvalloc.measure.profiling import ProfileOptions, measure_job, read_options
 from kvalloc.measure.sampling import Sample, SampleSet, choose_samples
 from kvalloc.measure.scorer_fitting import FitOptions, fit_surrogate
-from kvalloc.models.attention import rotations_of
+from kvalloc.models.attention import moves_queries, rotations_of
 from kvalloc.models.loading import require_run_packages
 from kvalloc.models.rope import UNKNOWN
 from kvalloc.online.solved import SINKS, WIDTHS, WINDOW, solve_share
@@ -116,7 +116,7 @@ def fit(
     engine = engine_of(model)
     facts = engine.facts(model_id)
     check = partial(_check_rotation, facts.shape.full_layers)
-    none_failed(engine.run(check, {0: None}, lambda steps: None))
+    rotates = none_failed(engine.run(check, {0: None}, lambda steps: None))[0]
     output = _output_in_cache(facts.shape) if output is None else output
     context, seed = options.get("context", 1024), options.get("seed", 0)
     second, losses, other_samples = _samples(
@@ -171,18 +171,22 @@ def fit(
         parameters = {**scores.scorer_parameters, "file": ""}  # which is a part of this one
         fitted = FittedModel.of(surrogate, scores.replace(scorer_parameters=parameters))
         fitted.save(file)
-        errors = _errors(engine, str(file), other_samples, kept.stage("error"), stage(2))
+        errors = _errors(engine, str(file), rotates, other_samples, kept.stage("error"), stage(2))
         fitted = fitted.with_errors(errors)
         fitted.save(output)
         kept.finish()
     return fitted
 
 
-def _check_rotation(layers: Sequence[int], model: Any, item: None, advance: Advance) -> None:
-    """Refuse a model if no surrogate can be fitted to its layers, before prompts are made."""
+def _check_rotation(layers: Sequence[int], model: Any, item: None, advance: Advance) -> bool:
+    """Refuse a model if no surrogate can be fitted to its layers, before prompts are made.
+
+    Returns whether its queries can be put elsewhere.
+    """
     rotations = rotations_of(model)
     for layer in layers:
         surrogate_rotation(rotations.get(layer, UNKNOWN))
+    return moves_queries(model)
 
 
 def _samples(
@@ -238,13 +242,14 @@ def _output_in_cache(shape: ModelShape) -> Path:
 def _errors(
     engine: Engine,
     file: str,
+    rotates: bool,
     samples: SampleSet,
     kept: Checkpoint,
     progress: Callable[[int, int], None] | None,
 ) -> tuple[ShareError, ...]:
     """Return what whole caches of some shares lose beside what the file's curves predict."""
     tokens = max((one.token_ids.size for one in samples.samples), default=0)
-    decided = {share: solve_share(file, share, tokens) for share in ERROR_SHARES if tokens}
+    decided = {one: solve_share(file, one, tokens, rotates) for one in ERROR_SHARES if tokens}
     profiles = {share: one for share, one in decided.items() if one is not None}
     measured, _ = measured_samples(
         engine,

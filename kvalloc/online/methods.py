@@ -74,12 +74,15 @@ class Setting:
         The model's fitted file.
     rotates : bool
         Whether the model's queries can be put behind the prompt, to which values are fitted.
+    fits : bool
+        Whether keys can be rotated back, or have no rotation, as a fitted file needs it.
     """
 
     shape: ModelShape
     share: float
     file: str | None = None
     rotates: bool = True
+    fits: bool = True
 
     def require_file(self, use: str, instead: str = "") -> str:
         """Return the fitted file.
@@ -99,7 +102,7 @@ class Setting:
         if self.file is not None:
             return self.file
         why, joint = "was not measured; run it once", ", or "
-        if not self.rotates:
+        if not self.fits:
             why = "cannot be measured, since it is not known how a layer rotates its queries"
             joint = "; "
         way_out = f"{joint}{instead}" if instead else ""
@@ -119,6 +122,10 @@ class Setting:
         """Return the number of entries that each head keeps of a row."""
         return entries_in_share(self.share, tokens, self.bits, self.shape, least=SINKS + WINDOW)
 
+    def solved(self, tokens: int) -> BudgetProfile | None:
+        """Return what the fitted file's curves give at a length; see `solve_share`."""
+        return solve_share(str(self.file), self.share, tokens, self.rotates)
+
     def solved_tokens(self, tokens: int) -> int | None:
         """Return the length at which the curves of the fitted file are solved for a prompt.
 
@@ -128,7 +135,7 @@ class Setting:
             return None
         longest = min(tokens, self.shape.max_context_tokens or tokens)
         for length in (grid_length(longest), longest):
-            solved = solve_share(self.file, self.share, length)
+            solved = self.solved(length)
             if solved is not None and solved.share_at(tokens) <= self.share:
                 return length
         return None
@@ -278,7 +285,7 @@ class Solved(Method):
 
     def profile(self, tokens: int | None) -> BudgetProfile:
         """Return the budgets that are solved; see `Method.profile`."""
-        solved = solve_share(str(self.setting.file), self.setting.share, self.solved_tokens)
+        solved = self.setting.solved(self.solved_tokens)
         assert solved is not None  # else `method_for` takes another method
         return solved
 
@@ -286,7 +293,7 @@ class Solved(Method):
         """Return the budgets of a text of `LONGER_TOKENS`, if the prompt is far shorter."""
         if 2 * self.solved_tokens > LONGER_TOKENS:
             return None
-        return solve_share(str(self.setting.file), self.setting.share, LONGER_TOKENS)
+        return self.setting.solved(LONGER_TOKENS)
 
     def peak_bytes(self, size: PromptSize) -> int:
         """Return the peak; in chunks, values are fitted to queries that come last."""
@@ -331,9 +338,8 @@ class SecondRead(Method):
     @property
     def policy(self) -> Policy:
         """Return the policy; it fits values if queries can be put behind the prompt."""
-        if not self.setting.rotates:
-            return super().policy
-        return fitting_policy(self.scorer, self.setting.share, self.setting.shape)
+        setting = self.setting
+        return fitting_policy(self.scorer, setting.share, setting.shape, rotates=setting.rotates)
 
     def peak_bytes(self, size: PromptSize) -> int:
         """Return the peak, with the pieces of the second read and one layer of the prompt."""
@@ -345,7 +351,7 @@ class SecondRead(Method):
 
     def advice(self, tokens: int) -> str:
         """Return how to do without the second read; see `Method.advice`."""
-        if self.setting.file is not None or not self.setting.rotates:  # then there is none
+        if self.setting.file is not None or not self.setting.fits:  # then there is none
             return ""
         return f"; 'kvalloc fit' once, and one read does, {Solved.cost} times a plain prefill"
 

@@ -47,9 +47,12 @@ def matching_options(share: float) -> dict[str, int]:
     return {"rows": MATCHED, "every": STEP}
 
 
-def fitting_policy(scorer: Scorer, share: float, shape: ModelShape) -> Policy:
-    """Return the policy that keeps what a scorer ranks highest, and fits values if it can."""
-    if "latent" in shape.layer_types:  # a latent is a key, too
+def fitting_policy(scorer: Scorer, share: float, shape: ModelShape, *, rotates: bool) -> Policy:
+    """Return the policy that keeps what a scorer ranks highest, and fits values if it can.
+
+    It can if queries can be put behind the prompt (`rotates`).
+    """
+    if not rotates or "latent" in shape.layer_types:  # a latent is a key, too
         return scorer.policy(SINKS)
     return scorer.policy(SINKS, name="attention_matching", parameters=matching_options(share))
 
@@ -67,7 +70,7 @@ def grid_length(tokens: int) -> int:
 
 
 @while_unchanged(maxsize=256)
-def solve_share(file: str, share: float, tokens: int) -> BudgetProfile | None:
+def solve_share(file: str, share: float, tokens: int, rotates: bool = True) -> BudgetProfile | None:
     """Return the budgets and widths of each head with the least sum of losses within a share.
 
     It is solved once for a file, a share and a length.
@@ -80,6 +83,8 @@ def solve_share(file: str, share: float, tokens: int) -> BudgetProfile | None:
         Of the bytes of a cache at 16 bits.
     tokens : int
         Length of the prompt.
+    rotates : bool
+        Whether the model's queries can be put behind the prompt, to which values are fitted.
 
     Returns
     -------
@@ -102,7 +107,7 @@ def solve_share(file: str, share: float, tokens: int) -> BudgetProfile | None:
     except InfeasibleError:
         return None
     scorer = get_scorer("surrogate", file=file, window=WINDOW)
-    return decided.with_policy(fitting_policy(scorer, share, fitted.shape))
+    return decided.with_policy(fitting_policy(scorer, share, fitted.shape, rotates=rotates))
 
 
 @while_unchanged(maxsize=256)

@@ -154,7 +154,7 @@ def _method(
     method = Method(
         profile=profile,
         policy=policy,
-        after=policy.turn_policy(rotates=switch.knows_rotations),
+        after=policy.turn_policy(rotates=switch.moves_queries),
         options=options,
         longer_profile=way.longer_profile,
         within=way.within,

@@ -12,9 +12,9 @@ from kvalloc.errors import InputError, UnsupportedRequestError, option
 from kvalloc.formats.shipped_profiles import load_surrogate
 from kvalloc.formats.surrogate import FittedSurrogate
 from kvalloc.models.attention import AttentionStates
-from kvalloc.models.rope import Rotation, known_rotation, rotate
+from kvalloc.models.rope import Rotation, known_rotation, rotate, why_fixed
 from kvalloc.scorers.base import Scorer
-from kvalloc.scorers.lookahead import LATEST_VOTES, TURN_VOTES, Lookahead
+from kvalloc.scorers.lookahead import LATEST_VOTES, TURN_VOTES, latest_votes
 from kvalloc.scorers.parameters import Above0, Count, Positive
 from kvalloc.shape import ModelShape
 
@@ -149,8 +149,8 @@ class Surrogate(Scorer):
             )
         scores = self.without_protected(scores.clamp_(*_LOG_RANGE).exp_(), states, sinks=sinks)
         if self.votes:
-            voting = Lookahead(window=self.window, votes=self.votes)
-            largest = voting.score(states, sinks=sinks)
+            voting = latest_votes(window=self.window, rotates=why_fixed(states.rotation) is None)
+            largest = replace(voting, votes=self.votes).score(states, sinks=sinks)
             scores = torch.maximum(scores, largest.mul_(self.votes_weight))
         return scores
 
@@ -221,7 +221,12 @@ def _features(states: AttentionStates) -> list[Tensor]:
 
 
 def surrogate_rotation(rotation: Rotation | str) -> Rotation:
-    """Return the rotation that is undone of keys; see `known_rotation`."""
+    """Return the rotation that is undone of keys, which stay as they are if positions are in them.
+
+    See `known_rotation`.
+    """
+    if not isinstance(rotation, str):
+        return rotation
     return known_rotation(
         rotation,
         user="the scorer surrogate, which 'kvalloc fit' makes,",

@@ -30,6 +30,8 @@ FITTED = [
 ]
 """Families that rotate neighbours, a part of a head, backwards, or not in all layers, too; hybrids
 and latents."""
+FIXED = ["gpt2", "opt", "ctrl", "bart decoder"]
+"""Families with positions in their embeddings."""
 IMAGES = [one for one in families.WITH_IMAGES if one not in REFUSED]
 TEXTS = [" ".join(f"w{i * j % 97}" for j in range(400)) for i in range(3, 9)]
 
@@ -201,7 +203,8 @@ def test_budgets_decided_from_token_ids_are_refused_where_a_decoder_gets_embeddi
 
 
 def test_no_fit_is_named_for_a_model_that_has_none():
-    model = families.family("gpt2")
+    model = families.family("hunyuan")
+    torch.nn.init.normal_(model.model.layers[1].self_attn.query_layernorm.weight)
     with pytest.raises(UnsupportedModelError, match="rotate .*budget='20%' alone, which needs no"):
         fit(model)
     with torch.no_grad(), kvalloc.apply(model, budget="30%") as applied:
@@ -213,14 +216,20 @@ def test_no_fit_is_named_for_a_model_that_has_none():
         kvalloc.apply(model, target_loss=0.1)
 
 
-@pytest.mark.parametrize("name", FITTED)
+@pytest.mark.parametrize("name", [*FITTED, *FIXED])
 def test_a_family_is_fitted_and_read_once(name, monkeypatch, tmp_path):
+    """Values are fitted to queries further on, unless positions are in embeddings or latents."""
     monkeypatch.setenv("KVALLOC_CACHE", str(tmp_path))
     model = families.family(name)
     fit(model)
     with torch.no_grad(), kvalloc.apply(model, budget="20%") as applied:
-        model(prompt())
-    assert "nothing measured" not in applied.last_cache.profile.detail
+        text = model.generate(prompt(), max_new_tokens=3, do_sample=False)
+        cache = {names.generation_argument(): applied.last_cache}
+        model.generate(torch.cat([text, prompt()], dim=1), max_new_tokens=3, **cache)
+    profile = applied.last_cache.profile
+    assert profile.detail.split("; ")[-1].startswith("predicted loss")
+    assert (profile.policy.name == "score") is (name in (*FIXED, "deepseek"))
+    assert applied.last_cache.share <= 0.2
 
 
 def test_a_model_that_fails_in_every_sample_is_named():
