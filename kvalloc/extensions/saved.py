@@ -85,6 +85,11 @@ def save_cache(
             "layers of this model have a state, which such a file does not hold; keep the cache in "
             "memory (copy.deepcopy), or save the text and read it again"
         )
+    if any(row.scattered for row in cache.rows):
+        raise UnsupportedRequestError(
+            "tokens of images in this cache have positions on several axes, which such a file does "
+            "not hold; keep the cache in memory (copy.deepcopy)"
+        )
     cache.end_turn()  # queries since the latest eviction are not in the file
     tensors, ids, seen = _tensors_of(cache), cache.read_ids, cache.get_seq_length()
     if ids is not None and len(ids) == 1 and ids.shape[1] >= seen:

@@ -135,6 +135,11 @@ class PressScorer(Scorer):
         """Return the whole prompt: presses look at all of it."""
         return n_tokens
 
+    @property
+    def rotates(self) -> bool:
+        """Return True; see `Scorer.rotates`."""
+        return True
+
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
         """Return the scores of one layer's entries; see `Scorer.score`.
 

@@ -41,6 +41,9 @@ BY_TOKEN = {
 }
 """Arguments of a decoder with an axis of new tokens, and which one it is."""
 
+IMAGE_AXES = "get_rope_index"
+"""Method of a model that gives tokens of an image positions on several axes."""
+
 LAYER = "layer_idx"
 """Attribute of an attention: the number of its layer; argument where layers share it."""
 

@@ -9,7 +9,7 @@ from itertools import chain, product
 from typing import TYPE_CHECKING, Any
 
 from kvalloc.errors import UnsupportedModelError, UnsupportedRequestError
-from kvalloc.models.names import is_compiled, placement, uncompiled
+from kvalloc.models.names import IMAGE_AXES, is_compiled, placement, uncompiled
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -122,6 +122,12 @@ def token_kinds(model: Any) -> dict[str, int]:
         if isinstance(token := getattr(model.config, f"{kind}_{end}", None), int):
             tokens[kind] = token
     return tokens
+
+
+def scattering_tokens(model: Any) -> list[int]:
+    """Return the token ids of `token_kinds` that get positions on several axes, if any do."""
+    parts = (model, getattr(model, "base_model", model))
+    return [*token_kinds(model).values()] if any(hasattr(one, IMAGE_AXES) for one in parts) else []
 
 
 def context_limit(model: Any) -> int | None:

@@ -10,6 +10,7 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
+import torch
 from torch import Tensor
 
 from kvalloc.accounting import IntArray
@@ -29,7 +30,7 @@ from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.formats.shipped_profiles import load_profile
 from kvalloc.models import names
 from kvalloc.models.loading import check_not_loaded
-from kvalloc.models.structure import decoder_of, text_config, token_kinds
+from kvalloc.models.structure import decoder_of, scattering_tokens, text_config, token_kinds
 from kvalloc.online.conflicts import check_conflicts, given_names
 from kvalloc.online.decision import Decision, PromptSize, StoredProfile
 from kvalloc.online.default import Default
@@ -39,6 +40,7 @@ from kvalloc.runtime.attention.masks import shown_columns
 from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.options import CacheOptions
 from kvalloc.runtime.refusals import check_generate, check_goes_on, setting
+from kvalloc.runtime.rows import scattered_rows
 from kvalloc.units import keywords_of, parse_bytes
 
 _LOG = logging.getLogger(__name__)
@@ -370,8 +372,17 @@ class Applied:
         if ids.ndim == 2 and not self._embeds:
             pairs = zip(ids.long().cpu(), mask, strict=True)
             rows = tuple(row[shown].numpy() for row, shown in pairs)
-        lengths = tuple(mask.sum(dim=1).tolist())
-        return PromptSize(tokens=int(ids.shape[1]), lengths=lengths, chunked=chunked, rows=rows)
+        lengths, scattered = tuple(mask.sum(dim=1).tolist()), scattered_rows(arguments, len(ids))
+        if generates and ids.ndim == 2:  # its positions are made later
+            of_images = torch.tensor(scattering_tokens(self._model), device=ids.device)
+            scattered = torch.isin(ids, of_images).any(dim=1).tolist()
+        return PromptSize(
+            tokens=int(ids.shape[1]),
+            lengths=lengths,
+            chunked=chunked,
+            rows=rows,
+            scattered=tuple(scattered),
+        )
 
     def _say_plain(self, other: Any, *, repeated: bool = False) -> None:
         """Warn that another cache is used, once for each; refuse it if the memory is limited."""

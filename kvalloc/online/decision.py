@@ -31,12 +31,16 @@ class PromptSize:
         Whether it comes in several forwards.
     rows : tuple of ndarray of int64, (n_tokens,)
         Token ids of each row, without padding; empty where they are not known.
+    scattered : tuple of bool
+        Of each row, whether its tokens have positions that are not their numbers; empty if none
+        has. See `kvalloc.runtime.rows.scattered_rows`.
     """
 
     tokens: int | None = None
     lengths: tuple[int, ...] = ()
     chunked: bool = False
     rows: tuple[IntArray, ...] = ()
+    scattered: tuple[bool, ...] = ()
 
     @property
     def columns(self) -> int:
@@ -54,9 +58,11 @@ class PromptSize:
         return len(self.lengths) or 1
 
     def of_rows(self, indices: Sequence[int]) -> PromptSize:
-        """Return the size of some rows, at least 1 token each, without their ids."""
+        """Return the size of some rows, at least 1 token each, without their ids and positions."""
         lengths = self.lengths or (self.columns,)
-        return replace(self, lengths=tuple(max(lengths[row], 1) for row in indices), rows=())
+        return replace(
+            self, lengths=tuple(max(lengths[row], 1) for row in indices), rows=(), scattered=()
+        )
 
     @property
     def announced(self) -> int | None:

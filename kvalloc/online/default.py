@@ -119,12 +119,17 @@ class Default(Decision):
         if size.tokens is None:
             profile = Immediate(setting=setting).profile(None)
             return [Way(profile=profile, options=replace(self.options, by_layer=True))]
+        scattered = size.scattered or (False,) * size.n_rows
         size = size.of_rows(range(size.n_rows))
         if self._memory_only:
             setting = replace(setting, share=self._largest_share(setting, size))
         settings = [setting] * size.n_rows
         if across is not None:
             settings = _settings_of_rows(setting, size.lengths)
+        settings = [
+            replace(one, file=None, rotates=False, fits=False) if scatters else one
+            for one, scatters in zip(settings, scattered, strict=True)
+        ]
         limit = context_limit(model)
         methods = [
             method_for(one, tokens, limit=limit)

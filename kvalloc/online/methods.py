@@ -228,6 +228,8 @@ class Method:
     def brief(self) -> str:
         """Return the action with the predicted loss, for a line of detail."""
         known = "nothing measured" if self.setting.file is None else "no loss predicted"
+        if not self.setting.fits:
+            known = "no fit"
         return f"{known}: {self.action}" if self.action else known
 
     def advice(self, tokens: int) -> str:

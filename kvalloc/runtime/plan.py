@@ -184,7 +184,7 @@ def new_alone(row: Row, budgets: IntArray, kept: IntArray, new: IntArray) -> boo
     new : ndarray of int64, (n_full_layers, 1)
         Tokens since the latest eviction.
     """
-    profile, after = row.profile, row.method.after
+    profile, after = row.profile, row.after
     if after.observes or after.combines or not profile.by_prompt:
         return False
     latest, width = kept + np.minimum(new, profile.policy.window), widest(profile)

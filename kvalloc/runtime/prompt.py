@@ -17,11 +17,11 @@ from kvalloc.accounting import IntArray
 from kvalloc.errors import UnsupportedRequestError, option
 from kvalloc.models import names
 from kvalloc.models.structure import context_limit
-from kvalloc.runtime import plan
+from kvalloc.runtime import plan, refusals
 from kvalloc.runtime.door import Batch
 from kvalloc.runtime.evict import Eviction, Running, evict, wanted_queries
 from kvalloc.runtime.notes import Notes, of_row
-from kvalloc.runtime.rows import Row, Widths, alike
+from kvalloc.runtime.rows import Row, Widths, alike, scattered_rows
 from kvalloc.runtime.second_read import Held, HeldPrompt, check_context, read_again
 from kvalloc.runtime.states import state_of
 from kvalloc.runtime.tail import rows_of
@@ -111,7 +111,13 @@ def begin(cache: Any, running: Running, arguments: Mapping[str, Any]) -> None:
     batch, door = running.batch, cache.door
     rows: list[Row] = cache.rows if batch.seen else _new_rows(cache, batch)
     prompts, seen = door.prompt_tokens(batch), door.tokens(batch)
-    rows = [replace(row, prompt=n) for row, n in zip(rows, prompts.tolist(), strict=True)]
+    scattered = scattered_rows(arguments, batch.rows)
+    rows = [
+        replace(row, prompt=n, scattered=row.scattered or one)
+        for row, n, one in zip(rows, prompts.tolist(), scattered, strict=True)
+    ]
+    for row in rows:
+        refusals.check_positions(row.method.policy, scattered=row.scattered)
     whole = [number for number, row in enumerate(rows) if row.holds]
     if any(rows[number].method.policy.scorer.later for number in whole):
         cache.prompt_read.add(arguments, batch)
@@ -141,7 +147,7 @@ def begin(cache: Any, running: Running, arguments: Mapping[str, Any]) -> None:
             prompt=prompts,
             unobserved=batch.lengths,
             widths=rounded or first.method.halves(),
-            remember=not batch.completes or first.method.goes_on_observing,
+            remember=not batch.completes or first.goes_on_observing,
             more=not batch.completes,
         )
         for eviction, targets in eviction_of_all.by_layers(goals):
@@ -250,7 +256,7 @@ def end(cache: Any) -> None:
             tokens=tokens,
             prompt=tokens,
             widths=widths,
-            remember=method.goes_on_observing,
+            remember=first.goes_on_observing,
             whole=True,
         )
         with cache.half_way():

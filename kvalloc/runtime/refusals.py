@@ -81,6 +81,23 @@ def _check_outputs(*, uses_cache: Any, weights: Any) -> None:
         )
 
 
+def check_positions(policy: EvictionPolicy, *, scattered: bool) -> None:
+    """Refuse a policy that rotates queries or keys by the numbers of tokens, if they have others.
+
+    Raises
+    ------
+    UnsupportedRequestError
+        If `scattered` says so.
+    """
+    if scattered and policy.rotates:
+        raise UnsupportedRequestError(
+            f"the policy {policy.name} with the scorer {policy.scorer.name} rotates queries or "
+            "keys by the numbers of their tokens, and tokens of images in this prompt have "
+            f"positions on several axes; name {option('budget', '20%')} alone, or a scorer that "
+            "looks at attention, such as snapkv"
+        )
+
+
 def check_owner(model: nn.Module, cache: Any) -> None:
     """Refuse a reduced cache that was made for another model.
 

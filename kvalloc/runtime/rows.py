@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
+from torch import Tensor
 
 from kvalloc.accounting import IntArray
 from kvalloc.formats.budget_profile import BudgetProfile
@@ -68,10 +69,10 @@ class Method:
         """Whether rows evict after their prompt, too."""
         return self.profile.reduces or self.options.memory is not None
 
-    @property
-    def goes_on_observing(self) -> bool:
-        """Whether the policy's notes of a prompt go on with later tokens."""
-        return self.goes_on and self.after.observes
+    @cached_property
+    def after_in_place(self) -> EvictionPolicy:
+        """What `after` is where no query is put elsewhere."""
+        return self.policy.turn_policy(rotates=False)
 
     def widths(self, profile: BudgetProfile) -> Widths:
         """Return the widths of layers that are rounded by a profile of this method's rows."""
@@ -107,6 +108,9 @@ class Row:
         Tokens seen at its latest eviction, which left it within the budget.
     ranked_at : int
         Tokens seen when all that is kept was last ranked.
+    scattered : bool
+        Whether tokens seen have positions that are not their numbers, by which no query is put
+        elsewhere and no key rotated back; see `scattered_rows`.
     """
 
     method: Method
@@ -116,6 +120,17 @@ class Row:
     seen: int = 0
     evicted_at: int = 0
     ranked_at: int = 0
+    scattered: bool = False
+
+    @property
+    def after(self) -> EvictionPolicy:
+        """The policy for a turn's kept and new entries."""
+        return self.method.after_in_place if self.scattered else self.method.after
+
+    @property
+    def goes_on_observing(self) -> bool:
+        """Whether the policy's notes of a prompt go on with later tokens."""
+        return self.method.goes_on and self.after.observes
 
     def budgets(self, tokens: int) -> IntArray:
         """Return the budgets of a text of this length, (n_layers, n_kv_heads)."""
@@ -129,10 +144,24 @@ class Row:
         return self.method.widths(self.profile)
 
 
+def scattered_rows(arguments: Mapping[str, Any], n_rows: int) -> list[bool]:
+    """Return in which rows of a forward tokens have other positions on one axis than on another.
+
+    Tokens of images have, in models with several axes (M-RoPE), and text after them does not count
+    on from its number.
+    """
+    positions = arguments.get("position_ids")
+    if not isinstance(positions, Tensor) or positions.ndim < 3 or positions.shape[-1] < 2:
+        return [False] * n_rows
+    axes = positions[-3:]  # of four, the first one is of text
+    scattered: list[bool] = (axes != axes[-1:]).any(dim=0).any(dim=-1).expand(n_rows).tolist()
+    return scattered
+
+
 def alike(rows: Sequence[Row], among: IntArray) -> list[IntArray]:
-    """Return rows that evict together: of one method and one set of widths."""
-    groups: dict[tuple[int, int], list[int]] = {}
+    """Return rows that evict together: of one method, one set of widths and one policy."""
+    groups: dict[tuple[int, ...], list[int]] = {}
     for row in among.tolist():
         one = rows[row]
-        groups.setdefault((id(one.method), id(one.profile.bits)), []).append(row)
+        groups.setdefault((id(one.method), id(one.profile.bits), one.scattered), []).append(row)
     return [np.array(each) for each in groups.values()]

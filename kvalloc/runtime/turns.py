@@ -14,6 +14,7 @@ import torch
 
 from kvalloc.accounting import IntArray
 from kvalloc.accounting.stored import layer_tensors
+from kvalloc.errors import warn_user
 from kvalloc.runtime import plan
 from kvalloc.runtime.door import Batch
 from kvalloc.runtime.evict import Eviction, evict
@@ -64,11 +65,30 @@ def room_tokens(cache: Any) -> int:
     return max(min(interval, (0 if tail is None else tail.tokens) + free), 1)
 
 
+def note_positions(cache: Any, scattered: Sequence[bool]) -> None:
+    """Note the rows of `scattered_rows` in a turn, and warn if other scores rank from now on."""
+    if not any(scattered):
+        return
+    before = cache.rows
+    cache.rows = [
+        replace(row, scattered=row.scattered or one)
+        for row, one in zip(before, scattered, strict=True)
+    ]
+    if any(
+        row.method.goes_on and row.after.rotates and now.scattered
+        for row, now in zip(before, cache.rows, strict=True)
+    ):
+        warn_user(
+            "tokens of an image in this turn have positions on several axes, so no query is put "
+            "elsewhere: attention of the latest queries, in their places, ranks entries from now on"
+        )
+
+
 def noted_queries(cache: Any, batch: Batch) -> int:
     """Return how many latest queries are kept of a forward that follows the prompt."""
     end, count = batch.seen + batch.new, 0
     for row in cache.rows:
-        after = row.method.after
+        after = row.after
         if row.method.goes_on:
             back = after.observes or any(one.holds for one in cache.extensions)
             count = max(count, end if back else after.query_rows(end))
@@ -119,7 +139,7 @@ def _settle(cache: Any, rows: Sequence[int]) -> None:
     stores: dict[int, Store] = cache.stores
     query_counts = [store.notes.queries.lengths for store in stores.values()]
     queries = np.min([np.broadcast_to(counts, len(cache.rows)) for counts in query_counts], axis=0)
-    due = [n for n in rows if queries[n] or not cache.rows[n].method.after.query_rows(1)]
+    due = [n for n in rows if queries[n] or not cache.rows[n].after.query_rows(1)]
     if not due:
         return
     tokens, goals, new_only = cache.tokens, dict[int, dict[int, IntArray]](), dict[int, bool]()
@@ -135,12 +155,12 @@ def _settle(cache: Any, rows: Sequence[int]) -> None:
                 eviction_of_all = Eviction.of(
                     row,
                     np.array([n for n in group.tolist() if new_only[n] is keeps], dtype=np.int64),
-                    row.method.after,
+                    row.after,
                     door=cache.door,
                     tokens=tokens,
                     prompt=tokens,
                     widths=row.widths,
-                    remember=row.method.goes_on_observing,
+                    remember=row.goes_on_observing,
                     new_only=keeps,
                 )
                 for eviction, targets in eviction_of_all.by_layers(goals):

@@ -138,6 +138,11 @@ class Scorer(Parameterized, ABC):
         return type(self).observe is not Scorer.observe
 
     @property
+    def rotates(self) -> bool:
+        """Whether `score` rotates queries or keys by their numbers in the text; no by default."""
+        return False
+
+    @property
     def later(self) -> Later | None:
         """The second read of the prompt that `score` looks at; None, as by default, for none.
 

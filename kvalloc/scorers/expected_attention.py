@@ -54,6 +54,11 @@ class ExpectedAttention(Scorer):
     future: Positive = 512
     epsilon: NonNegative = 0.0
 
+    @property
+    def rotates(self) -> bool:
+        """Return True; see `Scorer.rotates`."""
+        return True
+
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
         """Return the scores of one layer's entries; see `Scorer.score`.
 

@@ -56,6 +56,11 @@ class Lookahead(PooledScorer):
     row_reduce: Reduction = "max"
     group_reduce: Reduction = "max"
 
+    @property
+    def rotates(self) -> bool:
+        """Whether queries are put behind the end."""
+        return self.ahead > 0
+
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
         """Return the scores of one layer's entries; see `Scorer.score`."""
         moved = states

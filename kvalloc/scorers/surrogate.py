@@ -116,6 +116,11 @@ class Surrogate(Scorer):
         """The same scorer, beside attention of the latest queries."""
         return replace(self, votes=TURN_VOTES, votes_weight=LATER_WEIGHT)
 
+    @property
+    def rotates(self) -> bool:
+        """Return True; see `Scorer.rotates`."""
+        return True
+
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
         """Return the scores of one layer's entries; see `Scorer.score`.
 

@@ -90,6 +90,11 @@ class AttentionMatching(Score):
         return Score(scorer=self._turn_scorer(rotates=rotates))
 
     @property
+    def rotates(self) -> bool:
+        """Return True: reference queries are put behind the prompt."""
+        return True
+
+    @property
     def holds(self) -> bool:
         """Return True: every chunk would change values that the next one has to match."""
         return True

@@ -117,6 +117,11 @@ class EvictionPolicy(Parameterized, ABC):
         return type(self).combine is not EvictionPolicy.combine
 
     @property
+    def rotates(self) -> bool:
+        """Whether it rotates queries or keys by their numbers in the text, as its scorer does."""
+        return self.scorer.rotates
+
+    @property
     def holds(self) -> bool:
         """Return whether the cache holds a prompt whole until it is complete; no by default."""
         return False
@@ -152,7 +157,8 @@ class EvictionPolicy(Parameterized, ABC):
 
     def _turn_scorer(self, *, rotates: bool) -> Scorer:
         """Return `Scorer.for_turns`, or a scorer by the latest queries."""
-        if (scorer := self.scorer.for_turns) is not None:
+        scorer = self.scorer.for_turns
+        if scorer is not None and (rotates or not scorer.rotates):
             return scorer
         latest = latest_votes(window=self.scorer.window, rotates=rotates)
         return replace(latest, votes=TURN_VOTES)
@@ -182,6 +188,11 @@ class VotedPolicy(EvictionPolicy):
     @abstractmethod
     def query_rows(self, n_tokens: int) -> int:
         """Return how many of a prompt's last rows are added up."""
+
+    @property
+    def rotates(self) -> bool:
+        """Return False: the scorer is not used."""
+        return False
 
     @property
     def observes(self) -> bool:

@@ -232,6 +232,55 @@ def test_a_family_is_fitted_and_read_once(name, monkeypatch, tmp_path):
     assert applied.last_cache.share <= 0.2
 
 
+def test_where_images_have_several_axes_nothing_is_rotated(monkeypatch, tmp_path):
+    """A row with an image is read twice, with or without a fit; a row of text beside it is not."""
+    monkeypatch.setenv("KVALLOC_CACHE", str(tmp_path))
+    model, name = families.family("qwen2.5-vl"), "qwen2.5-vl"
+    alone, both = families.with_image(name, prompt()), families.with_image(name, prompt())
+    for key in ("input_ids", "mm_token_type_ids"):
+        text = prompt() if key == "input_ids" else torch.zeros_like(prompt())
+        both[key] = torch.cat([both[key], text])
+    fit(model)
+    policies, kept = [], []
+    for inputs in (both, alone):
+        for read in (lambda **one: model.generate(**one, max_new_tokens=1), model):
+            with torch.no_grad(), kvalloc.apply(model, budget="20%") as applied:
+                read(**inputs)
+            cache = applied.last_cache
+            policies.append([(one.policy.name, one.policy.scorer) for one in cache.row_profiles])
+            kept.append(cache.kept_tokens_by_row[0].tolist())
+    twice, once = ("score", "reconstruction"), ("attention_matching", "surrogate")
+    assert policies == [[twice, once]] * 2 + [[twice]] * 2
+    assert kept[0] == kept[1] == kept[2] == kept[3]
+    assert "no fit: reads the prompt twice" in cache.profile.detail
+    with pytest.raises(UnsupportedRequestError, match="image.* several axes, which such a file"):
+        kvalloc.save_cache(cache, tmp_path / "cache.safetensors")
+    profile = cache.profile
+    for policy in ("lookahead", "expected_attention", "attention_matching"):
+        with kvalloc.apply(model, profile, policy=policy) as applied:
+            model.generate(both["input_ids"][1:], max_new_tokens=1)
+            with pytest.raises(UnsupportedRequestError, match=f"{policy}.* axes; name budget='20%"):
+                model.generate(**alone, max_new_tokens=1)
+
+
+def test_a_turn_with_an_image_on_several_axes_goes_on_in_place():
+    model, image = families.family("qwen2.5-vl"), families.with_image("qwen2.5-vl", prompt())
+    with kvalloc.apply(model, budget="30%") as applied:
+        text = model.generate(prompt(), max_new_tokens=3, do_sample=False)
+        given = {names.generation_argument(): (cache := applied.last_cache)}
+        kinds = torch.nn.functional.pad(image["mm_token_type_ids"], (text.shape[1], 0))
+        ids = torch.cat([text, image["input_ids"]], dim=1)
+        turn = image | {"input_ids": ids, "mm_token_type_ids": kinds}
+        with pytest.warns(UserWarning, match="image in this turn.* in their places, ranks"):
+            text = model.generate(**turn, **given, max_new_tokens=3)
+        ids = torch.cat([text, prompt()[:, :40]], dim=1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model.generate(ids, **given, max_new_tokens=2)
+    assert cache.rows[0].after.scorer.ahead == 0
+    assert cache.share <= 0.3
+
+
 def test_a_model_that_fails_in_every_sample_is_named():
     model, tokenizer = tiny_models.tiny_model(), tiny_models.WordTokenizer()
 
