@@ -26,6 +26,7 @@ from kvalloc.formats.shipped_profiles import fitted_file
 from kvalloc.measure.cache_loss import CacheLosses
 from kvalloc.measure.checkpoint import Checkpoint
 from kvalloc.measure.job import Job, Steps, measured_samples
+from kvalloc.measure.mini_prefill import layers_of
 from kvalloc.measure.profiling import ProfileOptions, measure_job, read_options
 from kvalloc.measure.sampling import Sample, SampleSet, choose_samples
 from kvalloc.measure.scorer_fitting import FitOptions, fit_surrogate
@@ -179,13 +180,14 @@ def fit(
 
 
 def _check_rotation(layers: Sequence[int], model: Any, item: None, advance: Advance) -> bool:
-    """Refuse a model if no surrogate can be fitted to its layers, before prompts are made.
+    """Refuse a model with layers that cannot be fitted or found, before prompts are made.
 
     Returns whether its queries can be put elsewhere.
     """
     rotations = rotations_of(model)
     for layer in layers:
         surrogate_rotation(rotations.get(layer, UNKNOWN))
+    layers_of(model)
     return moves_queries(model)
 
 
