@@ -264,6 +264,8 @@ class Forward:
         elif not batch.seen:
             cache.rows = []
             cache.renew_own_layers()
+            for store in cache.stores.values():
+                store.reset()  # one with a state may hold this without any entry
 
 
 def _check_shown(store: Store, states: AttentionStates) -> None:

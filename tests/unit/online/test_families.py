@@ -294,6 +294,26 @@ def test_a_model_that_fails_in_every_sample_is_named():
         kvalloc.profile(model, tokenizer, TEXTS, context=64, samples=2)
 
 
+@pytest.mark.parametrize("part", ["mamba.out_proj", "self_attn.q_proj"])
+def test_a_prompt_that_failed_after_a_state_comes_again(part):
+    model = families.family("falcon-h1")
+
+    def fail(*_):
+        raise MemoryError
+
+    with torch.no_grad(), kvalloc.apply(model, budget="100%") as applied:
+        written(model, input_ids=prompt())
+        profile = applied.last_cache.profile
+    cache, ids = kvalloc.make_cache(model, profile), {"input_ids": prompt()}
+    handle = model.get_submodule(f"model.layers.0.{part}").register_forward_pre_hook(fail)
+    with torch.no_grad():
+        with pytest.raises(MemoryError):
+            model(**ids, **names.cache_keyword(model, cache))
+        handle.remove()
+        again = model(**ids, **names.cache_keyword(model, cache)).logits
+        assert torch.equal(again, model(**ids).logits)
+
+
 @pytest.mark.parametrize(
     "name", ["internvl", "gemma4 with images", "qwen2.5-vl", "qwen3-vl", "glm4v"]
 )
