@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvalloc.models.names import has_state, state_class
+from kvalloc.models.names import has_state, state_class, state_tensors
 from kvalloc.runtime.store import Store
 
 
@@ -32,7 +32,10 @@ def with_state(entries: type, other: Any, *args: Any, **kwargs: Any) -> Any:
 def _copied(layer: Any) -> Any:
     """Return a layer of transformers with a copy of a layer's state."""
     copied = state_class()(layer.number_of_states)
-    vars(copied).update((name, copy.deepcopy(getattr(layer, name))) for name in vars(copied))
+    # torch copies no tensor with a history
+    memo: dict[int, Any] = {id(one): one.detach().clone() for one in state_tensors(layer)}
+    for name in vars(copied):
+        setattr(copied, name, copy.deepcopy(getattr(layer, name), memo))
     return copied
 
 

@@ -314,6 +314,15 @@ def test_a_prompt_that_failed_after_a_state_comes_again(part):
         assert torch.equal(again, model(**ids).logits)
 
 
+@pytest.mark.parametrize("name", ["falcon-h1", "jamba"])
+def test_a_prompt_with_gradients_is_read_again(name):
+    model = families.family(name)
+    with kvalloc.apply(model, budget="30%") as applied:
+        logits = model(input_ids=prompt(2), use_cache=True).logits
+    assert logits.requires_grad
+    assert applied.last_cache.share <= 0.3
+
+
 @pytest.mark.parametrize(
     "name", ["internvl", "gemma4 with images", "qwen2.5-vl", "qwen3-vl", "glm4v"]
 )
