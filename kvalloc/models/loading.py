@@ -216,7 +216,7 @@ def _shape_of(model: Any, model_id: str | None) -> ModelShape:
     if not {*kinds} & {*REDUCIBLE}:
         raise UnsupportedModelError(
             f"no layer of {name} stores entries of all tokens ({', '.join(sorted({*kinds}))}): its "
-            "cache has a constant size, so there is no budget to decide"
+            f"cache has a constant size, so there is no budget to decide; {WITH_FULL_CACHE}"
         )
     first = next(layer for layer in layers if layer.kind in REDUCIBLE)
     other = next(

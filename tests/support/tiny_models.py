@@ -103,7 +103,8 @@ def random_model(family: str, attention: str, seed: int, sizes: dict[str, Any]) 
         settings = settings | {
             "layer_types": [kinds[n % 2] for n in range(sizes["num_hidden_layers"])]
         }
-    config = getattr(transformers, config_class)(**{**sizes, **settings})
+    own = {name: settings[name] for name in ("num_key_value_heads", "head_dim") if name in settings}
+    config = getattr(transformers, config_class)(**{**settings, **sizes, **own})
     torch.manual_seed(seed)
     make = getattr(transformers, model_class)._from_config
     return make(config, attn_implementation=attention).eval()
