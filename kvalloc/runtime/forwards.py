@@ -77,7 +77,7 @@ class Forward:
         Its new tokens and planned evictions; None before it is begun.
     token : Token or None
         What the switch needs to be left.
-    attended : int
+    attended : list of int
         Layers that have attended.
     mask : Tensor, (batch, n_columns), or None
         2-D mask of a compiled forward, for layers that store every column.
@@ -89,7 +89,7 @@ class Forward:
         self.cache, self.outputs = cache, outputs
         self.running: Running | None = None
         self.token: Token[Any] | None = None
-        self.attended = 0
+        self.attended: list[int] = []
         self.mask: Tensor | None = None
         self.callback: Any = None
         self._queries: list[Tensor] = []  # of the layers that read one's entries, so far
@@ -146,7 +146,7 @@ class Forward:
 
     def attend(self, states: AttentionStates, compute: Compute) -> Any:
         """Answer one layer's attention over all that it holds; then evict."""
-        self.attended += 1
+        self.attended.append(states.layer)
         index = self.cache.reads.get(states.layer, states.layer)
         store, running = self.cache.layers[index], self.running
         if not isinstance(store, Store):
@@ -425,9 +425,10 @@ def close(entry: Installed, *, completed: bool) -> Sequence[Any]:
     if forward.token is not None:
         entry.switch.leave(forward.token)
     if forward.running is not None:
-        layers, calls = forward.cache.attending, forward.attended
-        forward.end(completed=completed and calls == layers)
-        if completed and calls != layers:
+        layers, calls = forward.cache.attending, len(forward.attended)
+        once = len({*forward.attended}) == calls == layers
+        forward.end(completed=completed and once)
+        if completed and not once:
             raise UnsupportedModelError(
                 f"{calls} attention calls went through transformers' attention interface in a "
                 f"forward of {layers} attention layers, expected one of each; load the model with "

@@ -461,6 +461,8 @@ def comparable(cell: Cell) -> bool:
 def scorer_of(cell: Cell) -> str:
     """The scorers of a mode in turn: none of them may matter to what the oracle says."""
     scorers = scorers_of(cell[0], cell[2])
+    if cell[3] in ("gemma3n", "deepseek_v3"):  # it weighs outputs, which are of other heads
+        scorers = [name for name in scorers if name != "criticalkv"]
     return scorers[sum(map(ord, "".join(cell))) % len(scorers)]
 
 

@@ -5,7 +5,6 @@ import json
 import tomllib
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,11 +25,11 @@ from tiny_models import WordTokenizer, tiny_profile, words
 import kvalloc
 from kvalloc.accounting.rounding import apportion
 from kvalloc.allocation.request import Request
-from kvalloc.errors import InputError, KVAllocError, UnsupportedModelError
+from kvalloc.errors import InputError, KVAllocError
 from kvalloc.measure.kl import divergence
 from kvalloc.measure.loss_plan import LossPlan
 from kvalloc.measure.sampling import choose_samples
-from kvalloc.models.loading import load_model, shape_of
+from kvalloc.models.loading import load_model
 from kvalloc.problem.registry import get_solver
 from kvalloc.prompts.calibration import calibration_prompts
 from kvalloc.prompts.tasks import find_tasks
@@ -105,14 +104,6 @@ def solve_pool(members, **options):
     kvalloc.solve_pool(members, **{"memory": "1MiB", **options})
 
 
-def read_config(without=None, **changes):
-    sizes = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = SimpleNamespace(**{**sizes, "head_dim": 8, **changes})
-    if without:
-        setattr(config, without, None)
-    shape_of(SimpleNamespace(config=config, dtype=torch.float32))
-
-
 def arrays(changes):
     return {name: np.array(one) if isinstance(one, list) else one for name, one in changes.items()}
 
@@ -144,13 +135,12 @@ CALLS = {
     "model": lambda source, content=None: written(source, content) and load_model(source),
     **{"samples": choose, "task": make_cases, "calibration": calibrate, "shape": shape},
     **{"apply": apply, "generate": generate, "cache": make_cache, "policy": policy},
-    **{"pool": solve_pool, "config": read_config, "problem": pose_problem},
+    **{"pool": solve_pool, "problem": pose_problem},
     **{"apportion": apportion, "unknown": ask_unknown, "budgets": change_budgets},
     "divergence": lambda full, reduced: divergence(torch.zeros(full), torch.zeros(reduced)),
 }
 ERRORS = dict.fromkeys(("generate", "cache", "policy", "pool", "problem"), InputError)
 ERRORS |= dict.fromkeys(("apportion", "unknown", "budgets", "divergence"), InputError)
-ERRORS["config"] = UnsupportedModelError
 """What is raised; for other calls any error of ours."""
 
 

@@ -149,8 +149,7 @@ def test_a_prompt_with_images_is_read_in_pieces(name):
 
     model = families.family(name)
     inputs = families.with_image(name, prompt(2))
-    with kvalloc.apply(model, budget="100%") as applied:
-        profile = applied._held.profile
+    profile = tiny_models.equal_budgets(model, 2 * TOKENS, context_tokens=2 * TOKENS)
     cache = kvalloc.make_cache(model, profile)
     cache.extensions.append(Pieces())
     found = written(model, **inputs, **{names.generation_argument(): cache})
