@@ -63,7 +63,8 @@ models and of vision-language models, and checks each:
 A model that is not served is refused before anything runs, in a line that names a way out. What is
 not tried needs a package, an image, or another model beside it. All prompts are texts, those of
 vision-language models too. All rows come from random weights. The last column names the models
-whose trained weights have run, too.
+whose trained weights have run, too. Norm weights are ones in random models: `kvalloc fit` refuses
+HunYuan with trained ones, which stand between its rotation and its attention.
 
 `kvalloc list models` prints the table.
 """
