@@ -202,8 +202,7 @@ def shape_of(model: Any, *, model_id: str | None = None) -> ModelShape:
         why = f"{type(error).__name__}: {one_line(error).partition('. ')[0]}"
         raise UnsupportedModelError(
             f"the sizes of the KV cache of {type(model).__name__} cannot be read from its "
-            f"config ({why}); kvalloc works on models with the same attention heads in every "
-            "layer"
+            f"config ({why}); {WITH_FULL_CACHE}"
         ) from error
 
 
