@@ -54,13 +54,6 @@ class Batch:
         """Rows of its input."""
         return len(self.lengths)
 
-    @property
-    def places(self) -> Tensor:
-        """Return at which place each new column stands once it is `aligned`, (rows or 1, new)."""
-        if self.order is None:
-            return torch.arange(self.new, device="cpu")[None]
-        return self.order.argsort(dim=1)
-
     def aligned(self, states: Tensor) -> Tensor:
         """Return states, (rows, heads, new, dim), with the tokens of each row at the end."""
         if self.order is None:

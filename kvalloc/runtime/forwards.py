@@ -21,7 +21,7 @@ from kvalloc.models.attention import AttentionStates, AttentionSwitch, Compute, 
 from kvalloc.runtime import prompt, refusals, turns
 from kvalloc.runtime.attention.backends import attend
 from kvalloc.runtime.attention.call import AttentionCall
-from kvalloc.runtime.attention.masks import over_entries, seen_among_new
+from kvalloc.runtime.attention.masks import seen_among_new
 from kvalloc.runtime.checks import Checks
 from kvalloc.runtime.door import Batch, shown
 from kvalloc.runtime.evict import Running, evict
@@ -160,13 +160,11 @@ class Forward:
             aligned = replace(states, queries=batch.aligned(states.queries))
         if store.kept is None:
             output = compute(states.mask)
-        elif store.latent:
-            output = compute(self._mask(store, states))
         else:
             output = self._answer(store, aligned, compute, running)
         if store.template is None:
             store.template = _without_tokens(states)
-        if not (batch.follows or (store.latent and store.kept is not None)):
+        if not batch.follows:
             _check_shown(store, states)
         if running.n_queries:
             self._queries.append(aligned.queries.detach())
@@ -180,16 +178,6 @@ class Forward:
             self._evict(index, store, running)
         return output
 
-    def _mask(self, store: Store, states: AttentionStates) -> Any:
-        """Return the mask of new tokens over all entries of a reduced layer."""
-        assert self.running is not None
-        batch, shown = self.running.batch, store.shown()
-        if shown is None and batch.new == 1:
-            return None
-        base = names.base_implementation(self.cache.decoder().config)
-        places, stored = batch.places.to(states.keys.device), int(states.keys.shape[2])
-        return over_entries(base, shown, places, stored=stored, dtype=states.queries.dtype)
-
     def _answer(
         self, store: Any, states: AttentionStates, compute: Compute, running: Running
     ) -> Any:
@@ -201,7 +189,7 @@ class Forward:
                     return answer
         starts = batch.starts(store.tail.starts, states.queries.device)
         call = AttentionCall.of(states, starts, running.sees)
-        return batch.in_columns(attend(call, store.kept)), None
+        return batch.in_columns(attend(call, store.attended())), None
 
     def _evict(self, layer: int, store: Store, running: Running) -> None:
         """Evict once a layer has read a forward of the prompt; else its policy notes it."""

@@ -13,8 +13,8 @@ from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.models.attention import AttentionSwitch
 from kvalloc.models.families import cached_layers
 from kvalloc.models.loading import shape_of, warn_if_untested
-from kvalloc.models.names import base_implementation, uncompiled
-from kvalloc.models.structure import decoder_of, text_config
+from kvalloc.models.names import uncompiled
+from kvalloc.models.structure import decoder_of
 from kvalloc.runtime import refusals
 from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.options import CacheOptions
@@ -124,8 +124,7 @@ def build_rows(
     shape, switch = shape or shape_of(model), AttentionSwitch.of(model)  # the hooks share it
     wide = next(model.parameters()).itemsize > HALF_BYTES
     distinct = {id(way): way for way in ways}
-    base = base_implementation(text_config(model))
-    methods = {key: _method(way, shape, switch, base, wide=wide) for key, way in distinct.items()}
+    methods = {key: _method(way, shape, switch, wide=wide) for key, way in distinct.items()}
     rows = [methods[id(way)] for way in ways]
     known = None if lengths is None else tuple(lengths)
     cache = BudgetCache(decoder_of(model), make_layers(model, shape), rows, prompt_tokens, known)
@@ -137,9 +136,7 @@ def build_rows(
     return cache
 
 
-def _method(
-    way: Way, shape: ModelShape, switch: AttentionSwitch, base: str, *, wide: bool
-) -> Method:
+def _method(way: Way, shape: ModelShape, switch: AttentionSwitch, *, wide: bool) -> Method:
     """Return a way that has been checked."""
     options, profile = way.options, way.options.with_policy(way.profile)
     tokens, other = options.decode_every, options.allow_other_model
@@ -161,11 +158,6 @@ def _method(
         once=way.once,
         wide=wide,
     )
-    if "latent" in shape.layer_types and base == "flex_attention":
-        raise UnsupportedRequestError(
-            f"layers of latents are not served on {base}; load the model with "
-            'attn_implementation="sdpa"'
-        )
     unserved = {*policy.unserved, *(["latent"] if policy.combines else [])}
     if unserved := unserved & {*shape.layer_types}:
         raise UnsupportedRequestError(

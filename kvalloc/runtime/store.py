@@ -65,8 +65,7 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
     template : AttentionStates or None
         Its attention without tokens: the part that is the same in all forwards of a prompt.
     latent : bool
-        Whether keys and values are latents and rotary keys, which the layer expands: an update
-        returns those of all entries.
+        Whether keys and values are latents and rotary keys, which the layer expands.
     readers : int
         Other layers that attend to its entries.
     """
@@ -135,8 +134,6 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
             states = batch.aligned(key_states), batch.aligned(value_states)
             self.tail.add(states, batch.lengths, interval=interval)
             self.keys, self.values = self.tail.states
-            if self.latent:
-                return self._whole()
         elif self.fresh and not self.rows:
             if not self.is_initialized:
                 self.lazy_initialization(key_states, value_states)
@@ -145,26 +142,16 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
             super().update(key_states, value_states)
         return self.keys, self.values
 
-    def _whole(self) -> tuple[Tensor, Tensor]:
-        """Return all entries, kept ones in front, (rows, n_kv_heads, n, dim)."""
+    def attended(self) -> Kept:
+        """Return kept entries as attention sees them; of latents the numbers they stand for."""
         assert self.kept is not None
-        keys, values, _ = self.kept.padded(np.arange(self.rows))
-        pairs = zip((keys, values), (self.keys, self.values), strict=True)
-        keys, values = (torch.cat(pair, dim=2) for pair in pairs)
-        return keys, values
-
-    def shown(self) -> Tensor | None:
-        """Return at which places of `_whole` a row has an entry, (rows, n); None if at all."""
-        assert self.kept is not None
-        assert self.tail is not None
-        kept = self.kept.lengths[:, 0]
-        starts, end = self.tail.starts, self.tail.tokens
-        if starts is None and (kept == kept.max()).all():
-            return None
-        places = np.arange(kept.max() + end)
-        first = kept.max() + (0 if starts is None else starts)
-        shown = (places < kept[:, None]) | (places >= np.broadcast_to(first, kept.shape)[:, None])
-        return torch.from_numpy(shown).to(self.keys.device)
+        if not self.latent:
+            return self.kept
+        parts = []
+        for part in (one.unpacked(self.kept.like) for one in self.kept.parts):
+            keys, values = self.seen_as(part.keys, part.values)
+            parts.append(replace(part, keys=keys, values=values))
+        return replace(self.kept, parts=tuple(parts))
 
     # What there is to choose from
 

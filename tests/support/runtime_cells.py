@@ -492,7 +492,7 @@ def model_of(family: str, attention: str, dtype: str) -> tuple[Any, float]:
 
 def refusal(cell: Cell) -> str | None:
     """What is said where a policy cannot do it: some see a whole prompt, or equal rows, only."""
-    policy, arrival, mode, family, level, attention, _, bits, _ = cell
+    policy, arrival, mode, family, level, _, _, bits, _ = cell
     if bits != "16_bits" and policy in READING:
         return "compares keys"
     if policy == BY_PROMPT and bits == "mixed_bits":
@@ -507,8 +507,6 @@ def refusal(cell: Cell) -> str | None:
     uneven = level == "head" or "padd" in arrival or arrival == "different_lengths"
     if family == "deepseek_v3" and policy in (*COMBINING, *READING, "critical"):
         return "kind 'latent'"
-    if family == "deepseek_v3" and attention == "flex_attention":
-        return "are not served on flex_attention"
     if family == "gemma3n" and policy in (*READING, "critical"):
         return "kind 'shared'"
     if family in STATES and arrival in ("crop", "saved", "assisted"):

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvalloc.errors import UnsupportedRequestError
-
 
 def shown_columns(mask: Any) -> Any:
     """Return which columns the ready-made mask of a forward shows, (batch, n_columns).
@@ -82,50 +80,3 @@ def _of_full_attention(mask: Any) -> Any:
 
 def _shown(mask: Tensor) -> Tensor:
     return mask if mask.dtype == torch.bool else mask == 0
-
-
-def over_entries(
-    base: str,
-    shown: Tensor | None,
-    places: Tensor,
-    *,
-    stored: int,
-    dtype: torch.dtype,
-) -> Any:
-    """Return the mask of new tokens over entries that are stored, the new ones last.
-
-    Parameters
-    ----------
-    base : str
-        Name of the attention implementation.
-    shown : Tensor of bool, (rows, stored), or None
-        Where a row has an entry; None if everywhere.
-    places : Tensor of int64, (rows or 1, n_new)
-        Which of the latest entries each new token is.
-    stored : int
-        Places of entries.
-    dtype : torch.dtype
-        Of the queries.
-
-    Raises
-    ------
-    UnsupportedRequestError
-        If the implementation takes no such mask.
-    """
-    new = places.shape[1]
-    if base not in ("sdpa", "eager"):
-        if base != "flex_attention" and bool((places == torch.arange(new).to(places)).all()):
-            return shown  # flash attention is causal, aligned at the end
-        raise UnsupportedRequestError(
-            f"a turn with padding among its tokens is not served on {base} attention by layers of "
-            'latents; load the model with attn_implementation="sdpa"'
-        )
-    column = torch.arange(stored, device=places.device)
-    place = places[:, :, None] + stored - new
-    seen = column <= place
-    if shown is not None:
-        seen = (seen & shown[:, None]) | (column == place)
-    seen = seen[:, None]
-    if base == "sdpa":
-        return seen
-    return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)
