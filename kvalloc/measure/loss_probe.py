@@ -27,7 +27,6 @@ from kvalloc.models.structure import end_tokens, evaluating, input_device, text_
 from kvalloc.runtime.quantization import quantised_keys, quantised_values
 from kvalloc.runtime.second_read import Held
 from kvalloc.runtime.selection import keep_best
-from kvalloc.runtime.states import state_of
 
 if TYPE_CHECKING:
     from kvalloc.accounting import IntArray
@@ -399,7 +398,7 @@ class LossProbe:
                 empty = (one[:, :, :0] for one in (layer.keys, layer.values))
                 keys, values = (one.expand(n_variants, -1, -1, -1) for one in empty)
                 entries = keys, values
-            held = Held(entries=entries, other=state_of(layer, rows))
+            held = Held(source=layer, rows=rows, entries=entries)
             layers.append(held.layer(None, self.n_tokens))
         return cache_keyword(self._model, Cache(layers=layers))
 

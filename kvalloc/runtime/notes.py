@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -155,29 +155,23 @@ def by_kv_head(tensors: Sequence[Tensor], n_kv_heads: int) -> Tensor:
     return torch.cat(grouped, dim=2).flatten(1, 2)
 
 
+def _as_one(notes: Sequence[Observed], change: Callable[[list[Tensor]], Tensor]) -> Observed:
+    """Return notes in which each tensor is made of those of the given ones."""
+    columns = [one.columns for one in notes if one.columns is not None]
+    totals = {name: change([one.totals[name] for one in notes]) for name in notes[0].totals}
+    return replace(notes[0], columns=change(columns) if columns else None, totals=totals)
+
+
 def of_readers(notes: Sequence[Observed], n_kv_heads: int) -> Observed:
     """Return the notes of several layers that read the same entries as those of one."""
-    first = notes[0]
-    columns = [one.columns for one in notes if one.columns is not None]
-    totals = {
-        name: by_kv_head([one.totals[name] for one in notes], n_kv_heads)
-        if total.ndim > 1
-        else total
-        for name, total in first.totals.items()
-    }
-    return replace(
-        first, columns=by_kv_head(columns, n_kv_heads) if columns else None, totals=totals
+    return _as_one(
+        notes, lambda each: by_kv_head(each, n_kv_heads) if each[0].ndim > 1 else each[0]
     )
 
 
 def of_batch(notes: Sequence[Observed]) -> Observed:
     """Return the notes of several rows as one batch."""
-    first = notes[0]
-    if len(notes) == 1:
-        return first
-    columns = [note.columns for note in notes if note.columns is not None]
-    totals = {name: torch.cat([note.totals[name] for note in notes]) for name in first.totals}
-    return replace(first, columns=torch.cat(columns) if columns else None, totals=totals)
+    return notes[0] if len(notes) == 1 else _as_one(notes, torch.cat)
 
 
 def of_row(observed: Observed, row: int) -> Observed:
@@ -191,12 +185,10 @@ def of_head(observed: Observed, head: int, n_kv_heads: int) -> Observed:
     In sums over tokens, axis 1 counts KV heads, or query heads, which are grouped by KV head.
     """
 
-    def cut(states: Tensor) -> Tensor:
-        if states.ndim < 2:
-            return states
-        group = states.shape[1] // n_kv_heads
-        return states[:, head * group : (head + 1) * group]
+    def cut(each: list[Tensor]) -> Tensor:
+        if each[0].ndim < 2:
+            return each[0]
+        group = each[0].shape[1] // n_kv_heads
+        return each[0][:, head * group : (head + 1) * group]
 
-    columns = None if observed.columns is None else cut(observed.columns)
-    totals = {name: cut(total) for name, total in observed.totals.items()}
-    return replace(observed, columns=columns, totals=totals)
+    return _as_one([observed], cut)

@@ -23,7 +23,6 @@ from kvalloc.runtime.evict import Eviction, Running, evict, wanted_queries
 from kvalloc.runtime.notes import Notes, of_row
 from kvalloc.runtime.rows import Row, Widths, alike, scattered_rows
 from kvalloc.runtime.second_read import Held, HeldPrompt, check_context, read_again
-from kvalloc.runtime.states import state_of
 from kvalloc.runtime.tail import rows_of
 from kvalloc.scorers import Scorer
 
@@ -282,21 +281,20 @@ def _read_again(cache: Any, rows: IntArray, scorer: Scorer, layers: Sequence[int
         by_place.setdefault(door.place(row), []).append(row)
     for alike_rows in by_place.values():
         group, columns = np.array(alike_rows), door.columns(alike_rows[0])
+        on_host = torch.from_numpy(group)
         layers_of_prompt = list[Held]()
         for index, layer in enumerate(cache.layers):
-            if index in stores:
+            entries, slides = None, index not in stores
+            if not slides:
                 candidates = layer.candidates(group, door.columns)
-                entries: tuple[Tensor, Tensor] | None
-                entries, slides = (candidates.keys, candidates.values), False
-            elif slides := getattr(layer, "keys", None) is not None:
+                entries = candidates.keys, candidates.values
+            elif getattr(layer, "keys", None) is not None:
                 slid = torch.arange(seen, device="cpu")[columns] - (seen - int(layer.keys.shape[2]))
                 at = slid[slid >= 0].to(layer.keys.device)
                 keys, values = (rows_of(one, group)[:, :, at] for one in (layer.keys, layer.values))
                 entries = keys, values
-            else:
-                entries = None
-            other = state_of(layer, torch.from_numpy(group))
-            layers_of_prompt.append(Held(entries=entries, slides=slides, other=other))
+            held = Held(source=layer, rows=on_host, entries=entries, slides=slides)
+            layers_of_prompt.append(held)
         positions = [read.next_position(row, columns) for row in alike_rows]
         prompt = HeldPrompt(
             decoder=decoder,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +22,7 @@ from kvalloc.models.attention import (
 )
 from kvalloc.models.structure import context_limit
 from kvalloc.runtime.notes import of_readers
-from kvalloc.runtime.states import with_state
+from kvalloc.runtime.states import state_of, with_state
 from kvalloc.scorers import Scorer
 from kvalloc.scorers.later_pass import (
     CARRIED_TOKENS,
@@ -101,20 +100,24 @@ class Held:
         last tokens; None if it stores none.
     slides : bool
         Whether its attention has a sliding window.
-    other : transformers' layer, or None
-        With its state, or of a layer that stores nothing.
+    source : transformers' layer
+        With its state, if it has one.
+    rows : Tensor of int64, (n_rows,)
+        Which rows of the source the prompts are.
     """
 
+    source: Any
+    rows: Tensor
     entries: tuple[Tensor, Tensor] | None = None
     slides: bool = False
-    other: Any = None
 
     def layer(self, shown: Tensor | None, tokens: int) -> Any:
         """Return a cache layer for later tokens, which goes with them; see `HeldPrompt.cache`."""
+        other = state_of(self.source, self.rows)
         if self.entries is None:
-            return copy.deepcopy(self.other)
+            return other
         shown = None if self.slides else shown
-        make = LaterLayer if self.other is None else partial(with_state, LaterLayer, self.other)
+        make = LaterLayer if other is None else partial(with_state, LaterLayer, other)
         return make(self.entries, shown, tokens, sliding=self.slides)
 
 

@@ -32,18 +32,14 @@ def with_columns(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
     of an image see each other.
     """
     mask = arguments.get("attention_mask")
-    columns = shown_columns(mask)
-    ready = _of_full_attention(mask)
-    for one in mask.values() if isinstance(mask, Mapping) else ():
+    full, columns = _of_full_attention(mask), shown_columns(mask)
+    for one in mask.values() if isinstance(mask, Mapping) else (mask,):
         if isinstance(one, Tensor) and one.ndim == 4:
-            ahead = _shown(one).triu(one.shape[-1] - one.shape[-2] + 1)
-            if ahead.any():
+            shown = _shown(one)
+            causal = torch.ones_like(shown[0, 0]).tril(shown.shape[-1] - shown.shape[-2])
+            expected = causal & (columns[:, None, None] if one is full else shown)
+            if (shown != expected).any():
                 return arguments
-    if isinstance(ready, Tensor) and ready is not columns:
-        shown = _shown(ready)
-        causal = torch.ones_like(shown[0, 0]).tril(shown.shape[-1] - shown.shape[-2])
-        if not torch.equal(shown, (causal & columns[:, None, None]).expand_as(shown)):
-            return arguments
     return arguments if columns is mask else {**arguments, "attention_mask": columns}
 
 
