@@ -279,9 +279,8 @@ class _Contents:
         header, profile = self._header, self._header.profile
         seen, heads = header.seen_tokens, layer.kv_heads
         name = f"{index}.keys"
-        n_dense = self._take(name, header.dtype, (header.batch, heads, None, layer.key_dim)).shape[
-            2
-        ]
+        keys = self._take(name, header.dtype, (header.batch, heads, None, layer.key_dim))
+        n_dense = keys.shape[2]
         self._take(f"{index}.values", header.dtype, (header.batch, heads, n_dense, layer.value_dim))
         whole = not any(name.startswith(f"{index}.bits_") for name in self._left)
         if layer.kind in WINDOWED or whole:

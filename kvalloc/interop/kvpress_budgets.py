@@ -122,6 +122,7 @@ class PressScorer(Scorer):
     name = "kvpress"
     summary = "the scores of a press of kvpress, such as SnapKV; needs 'make peers'"
     reference = "kvpress 0.5.5 (NVIDIA)"
+    rotates = True
 
     press: str = "SnapKV"
     window: Positive = 8
@@ -134,11 +135,6 @@ class PressScorer(Scorer):
     def query_rows(self, n_tokens: int) -> int:
         """Return the whole prompt: presses look at all of it."""
         return n_tokens
-
-    @property
-    def rotates(self) -> bool:
-        """Return True; see `Scorer.rotates`."""
-        return True
 
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
         """Return the scores of one layer's entries; see `Scorer.score`.

@@ -49,15 +49,11 @@ class ExpectedAttention(Scorer):
     summary = "attention that queries like those so far would pay, times ||v||"
     reference = "Expected Attention (Devoto et al., 2025)"
     holds_queries = False
+    rotates = True
 
     window: Positive = 8
     future: Positive = 512
     epsilon: NonNegative = 0.0
-
-    @property
-    def rotates(self) -> bool:
-        """Return True; see `Scorer.rotates`."""
-        return True
 
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
         """Return the scores of one layer's entries; see `Scorer.score`.

@@ -74,6 +74,7 @@ class Surrogate(Scorer):
     summary = "a second read's attention, predicted from key and value (KVzap)"
     reference = "KVzap (NVIDIA, 2026), on keys and values; ours"
     holds_queries = False
+    rotates = True
     by_head = True
     across_layers = True
 
@@ -115,11 +116,6 @@ class Surrogate(Scorer):
     def for_turns(self) -> Surrogate:
         """The same scorer, beside attention of the latest queries."""
         return replace(self, votes=TURN_VOTES, votes_weight=LATER_WEIGHT)
-
-    @property
-    def rotates(self) -> bool:
-        """Return True; see `Scorer.rotates`."""
-        return True
 
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
         """Return the scores of one layer's entries; see `Scorer.score`.

@@ -81,6 +81,7 @@ class AttentionMatching(Score):
     name = "attention_matching"
     summary = "the best scores, with values that make up for what is evicted"
     reference = "Attention Matching (Zweiger et al., 2026); our queries and ridges"
+    rotates = True
 
     rows: Positive = 128
     every: Positive = 2
@@ -88,11 +89,6 @@ class AttentionMatching(Score):
     def turn_policy(self, *, rotates: bool) -> Score:
         """Return the best scores: fitted to other queries, values that were fitted lose."""
         return Score(scorer=self._turn_scorer(rotates=rotates))
-
-    @property
-    def rotates(self) -> bool:
-        """Return True: reference queries are put behind the prompt."""
-        return True
 
     @property
     def holds(self) -> bool:

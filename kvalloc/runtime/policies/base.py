@@ -185,14 +185,11 @@ class VotedPolicy(EvictionPolicy):
     How many rows is `query_rows`. The scorer is not used: the cache holds the rows' queries back.
     """
 
+    rotates = False
+
     @abstractmethod
     def query_rows(self, n_tokens: int) -> int:
         """Return how many of a prompt's last rows are added up."""
-
-    @property
-    def rotates(self) -> bool:
-        """Return False: the scorer is not used."""
-        return False
 
     @property
     def observes(self) -> bool:
