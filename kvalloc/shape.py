@@ -180,16 +180,18 @@ class ModelShape:
             raise InputError("model shape: sliding layers need a sliding_window in tokens")
 
     def _check_layers(self, layers: tuple[LayerShape, ...]) -> None:
+        alike = self.n_kv_heads, *self.dims
         for index, layer in enumerate(layers):
-            if layer.kind in REDUCIBLE and layer.sizes != (self.n_kv_heads, *self.dims):
-                raise InputError(
-                    f"model shape: layer {index} has {layer.sizes_text}, and layers with budgets "
-                    "are alike"
-                )
-            if min(*layer.sizes, layer.state_bytes) < 0:
-                raise InputError(f"model shape: layer {index} has a size below 0")
-            if not 0 <= (layer.reads or 0) < self.n_layers or (layer.window or 1) < 1:
-                raise InputError(f"model shape: layer {index} reads a layer that is not there")
+            faults = {
+                f"has {layer.sizes_text}, and layers with budgets are alike": (
+                    layer.kind in REDUCIBLE and layer.sizes != alike
+                ),
+                "has a size below 0": min(*layer.sizes, layer.state_bytes) < 0,
+                "has a window below 1": layer.window is not None and layer.window < 1,
+                "reads a layer that is not there": not 0 <= (layer.reads or 0) < self.n_layers,
+            }
+            if (fault := next((text for text, has in faults.items() if has), None)) is not None:
+                raise InputError(f"model shape: layer {index} {fault}")
         if tuple(layer.kind for layer in layers) != self.layer_types:
             raise InputError("model shape: layers and layer_types differ")
 

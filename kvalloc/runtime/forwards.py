@@ -28,7 +28,6 @@ from kvalloc.runtime.evict import Running, evict
 from kvalloc.runtime.notes import by_kv_head
 from kvalloc.runtime.pieces import part
 from kvalloc.runtime.refusals import new_tokens_shape
-from kvalloc.runtime.rows import scattered_rows
 from kvalloc.runtime.store import Store
 
 HALF_WAY = (
@@ -126,7 +125,7 @@ class Forward:
         running.sees = None if sees is None else batch.seen_by(sees)
         try:
             if batch.follows:
-                turns.note_positions(cache, scattered_rows(arguments, batch.rows))
+                turns.note_positions(cache, arguments)
                 running.n_queries = turns.noted_queries(cache, batch)
             else:
                 prompt.begin(cache, running, arguments)

@@ -21,7 +21,7 @@ from kvalloc.runtime import plan, refusals
 from kvalloc.runtime.door import Batch
 from kvalloc.runtime.evict import Eviction, Running, evict, wanted_queries
 from kvalloc.runtime.notes import Notes, of_row
-from kvalloc.runtime.rows import Row, Widths, alike, scattered_rows
+from kvalloc.runtime.rows import Row, Widths, alike, with_scattered
 from kvalloc.runtime.second_read import Held, HeldPrompt, check_context, read_again
 from kvalloc.runtime.tail import rows_of
 from kvalloc.scorers import Scorer
@@ -110,11 +110,8 @@ def begin(cache: Any, running: Running, arguments: Mapping[str, Any]) -> None:
     batch, door = running.batch, cache.door
     rows: list[Row] = cache.rows if batch.seen else _new_rows(cache, batch)
     prompts, seen = door.prompt_tokens(batch), door.tokens(batch)
-    scattered = scattered_rows(arguments, batch.rows)
-    rows = [
-        replace(row, prompt=n, scattered=row.scattered or one)
-        for row, n, one in zip(rows, prompts.tolist(), scattered, strict=True)
-    ]
+    rows = [replace(row, prompt=n) for row, n in zip(rows, prompts.tolist(), strict=True)]
+    rows = with_scattered(rows, arguments)
     for row in rows:
         refusals.check_positions(row.method.policy, scattered=row.scattered)
     whole = [number for number, row in enumerate(rows) if row.holds]

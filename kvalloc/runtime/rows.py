@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -156,6 +156,14 @@ def scattered_rows(arguments: Mapping[str, Any], n_rows: int) -> list[bool]:
     axes = positions[-3:]  # of four, the first one is of text
     scattered: list[bool] = (axes != axes[-1:]).any(dim=0).any(dim=-1).expand(n_rows).tolist()
     return scattered
+
+
+def with_scattered(rows: Sequence[Row], arguments: Mapping[str, Any]) -> list[Row]:
+    """Return rows that know which of them are `scattered_rows` in a forward, or were before."""
+    found = scattered_rows(arguments, len(rows))
+    return [
+        replace(row, scattered=row.scattered or one) for row, one in zip(rows, found, strict=True)
+    ]
 
 
 def alike(rows: Sequence[Row], among: IntArray) -> list[IntArray]:

@@ -5,7 +5,7 @@ Each function takes the `kvalloc.runtime.cache.BudgetCache` at hand.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from kvalloc.runtime import plan
 from kvalloc.runtime.door import Batch
 from kvalloc.runtime.evict import Eviction, evict
 from kvalloc.runtime.kept import WORK_BYTES
-from kvalloc.runtime.rows import Row, alike
+from kvalloc.runtime.rows import Row, alike, with_scattered
 from kvalloc.runtime.store import Store
 
 
@@ -65,15 +65,9 @@ def room_tokens(cache: Any) -> int:
     return max(min(interval, (0 if tail is None else tail.tokens) + free), 1)
 
 
-def note_positions(cache: Any, scattered: Sequence[bool]) -> None:
-    """Note the rows of `scattered_rows` in a turn, and warn if other scores rank from now on."""
-    if not any(scattered):
-        return
-    before = cache.rows
-    cache.rows = [
-        replace(row, scattered=row.scattered or one)
-        for row, one in zip(before, scattered, strict=True)
-    ]
+def note_positions(cache: Any, arguments: Mapping[str, Any]) -> None:
+    """Note scattered rows of a turn, and warn if other scores rank from now on."""
+    before, cache.rows = cache.rows, with_scattered(cache.rows, arguments)
     if any(
         row.method.goes_on and row.after.rotates and now.scattered
         for row, now in zip(before, cache.rows, strict=True)

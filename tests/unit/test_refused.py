@@ -36,6 +36,7 @@ from kvalloc.prompts.tasks import find_tasks
 from kvalloc.prompts.tasks.longbench import read_records
 from kvalloc.prompts.texts import read_prompts, read_texts
 from kvalloc.scorers import get_scorer
+from kvalloc.shape import LayerShape
 
 REFUSED = tomllib.loads(Path(__file__).with_name("refused.toml").read_text(encoding="utf-8"))
 
@@ -63,7 +64,10 @@ def calibrate(n_prompts=6, n_tokens=300, kinds=("needle", "kl"), **options):
     calibration_prompts(WordTokenizer(), n_prompts, n_tokens, kinds=kinds, **options)
 
 
-def shape(layer_types=("full",) * 3, **sizes):
+def shape(layer_types=("full",) * 3, last=None, **sizes):
+    if last is not None:
+        full = LayerShape(kind="full", kv_heads=2, key_dim=4, value_dim=4)
+        sizes["layers"] = (full, full, LayerShape(**last))
     make_shape(layer_types=tuple(layer_types), **{"n_query_heads": 4, **sizes})
 
 
