@@ -157,10 +157,8 @@ class Forward:
         batch, aligned = running.batch, states
         if batch.order is not None:
             aligned = replace(states, queries=batch.aligned(states.queries))
-        if store.kept is None:
-            output = compute(states.mask)
-        else:
-            output = self._answer(store, aligned, compute, running)
+        whole = store.kept is None
+        output = compute(states.mask) if whole else self._answer(store, aligned, compute, running)
         if store.template is None:
             store.template = _without_tokens(states)
         if not batch.follows:
