@@ -68,11 +68,6 @@ class LayerShape:
         heads, key, value = self.sizes
         return f"{heads} KV heads with keys of {key} and values of {value} numbers"
 
-    @property
-    def entry_numbers(self) -> int:
-        """Return the numbers of an entry."""
-        return self.key_dim + self.value_dim
-
     def stored_tokens(self, tokens: int) -> int:
         """Return of how many tokens a layer that gets no budget stores entries.
 

@@ -313,7 +313,7 @@ def constant_bytes(shape: ModelShape, tokens: int, page_tokens: int = 1) -> IntA
     result = np.array([layer.state_bytes for layer in shape.by_layer], dtype=np.int64)
     for index, layer in enumerate(shape.by_layer):
         entries = -(-layer.stored_tokens(tokens) // page_tokens) * page_tokens * layer.kv_heads
-        result[index] += entries * layer.entry_numbers * shape.dtype_bytes
+        result[index] += entries * sum(layer.sizes[1:]) * shape.dtype_bytes
     return result
 
 

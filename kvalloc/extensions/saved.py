@@ -80,7 +80,7 @@ def save_cache(
             "the model of this cache is gone, so the file could not say whose memory it holds; "
             "save the cache while its model is loaded"
         )
-    if cache.has_states:
+    if cache.state_bytes:
         raise UnsupportedRequestError(
             "layers of this model have a state, which such a file does not hold; keep the cache in "
             "memory (copy.deepcopy), or save the text and read it again"

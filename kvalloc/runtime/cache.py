@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from kvalloc.accounting import IntArray
 from kvalloc.errors import ModelMismatchError, UnsupportedRequestError
 from kvalloc.models.families import WITH_FULL_CACHE
-from kvalloc.models.names import has_state
 from kvalloc.runtime import hooks, prompt, refusals, turns
 from kvalloc.runtime.checks import Checks
 from kvalloc.runtime.door import Door
@@ -196,11 +195,6 @@ class BudgetCache(CacheFigures, HookedCache):
         for index, layer in self._own.items():
             self.layers[index] = copy.deepcopy(layer)
 
-    @property
-    def has_states(self) -> bool:
-        """Whether a layer has a state, out of which no token can be taken again."""
-        return any(map(has_state, self.layers))
-
     def reset(self) -> None:
         """Forget prompt and tokens, and free their storage; the next forward is a new prompt."""
         self.read_ids = None
@@ -276,7 +270,7 @@ class BudgetCache(CacheFigures, HookedCache):
             )
         if self.interrupted is not None:
             raise UnsupportedRequestError(self.interrupted)
-        if remove > 0 and self.has_states:
+        if remove > 0 and self.state_bytes:
             raise UnsupportedRequestError(
                 "cannot crop: layers of this model have a state, out of which no token can be "
                 "taken again; crop nothing, and go on from a copy.deepcopy(cache) made before"

@@ -244,7 +244,7 @@ class Forward:
                     store.notes.queries.undo()
                     store.notes.noted_until = batch.seen
         lengths = {one.get_seq_length() for one in cache.layers if hasattr(one, "get_seq_length")}
-        if lengths != {batch.seen} or (batch.seen and cache.has_states):
+        if lengths != {batch.seen} or (batch.seen and cache.state_bytes):
             cache.broken = HALF_WAY
         elif not batch.seen:
             cache.rows = []
