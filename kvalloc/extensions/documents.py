@@ -35,7 +35,7 @@ from kvalloc.models.attention import (
     Compute,
     Handler,
     intercept_attention,
-    rotations_of,
+    probe_of,
 )
 from kvalloc.models.loading import shape_of
 from kvalloc.models.names import base_implementation
@@ -202,7 +202,7 @@ def _share(recompute: float | str | None, question: object) -> float:
 
 def _rotations(model: Any) -> list[Rotation]:
     """Return the rotation of each layer, if keys can be turned to other places by it."""
-    shape, found = shape_of(model), rotations_of(model)
+    shape, found = shape_of(model), probe_of(model).rotations
     rotations = [found[layer] for layer in sorted(found)]
     reasons = [why for one in rotations if (why := why_fixed(one)) is not None]
     attention = base_implementation(text_config(model))

@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from kvalloc.errors import UnsupportedModelError
-from kvalloc.models.attention import AttentionStates, intercept_attention, stored_layers
+from kvalloc.models.attention import AttentionStates, intercept_attention, probe_of
 from kvalloc.models.names import cache_keyword
 from kvalloc.models.structure import decoder_layers, decoder_of, evaluating, has_layer_inputs
 
@@ -166,7 +166,7 @@ def run_apart(model: Any, *, states: bool = False) -> bool:
     states : bool
         Whether layers may have states.
     """
-    layers, _ = stored_layers(model)
+    layers = probe_of(model).layers
     others = any(one.kind == "shared" or (one.state_bytes and not states) for one in layers)
     return not (others or has_layer_inputs(model))
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvalloc.accounting import FloatArray
-from kvalloc.models.attention import moves_queries
+from kvalloc.models.attention import probe_of
 from kvalloc.scorers.lookahead import latest_votes
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def vote_losses(
         sample = replace(
             sample, token_ids=sample.token_ids[:end], answer_ids=sample.token_ids[end:]
         )
-    voting = latest_votes(window=WINDOW, rotates=moves_queries(model))
+    voting = latest_votes(window=WINDOW, rotates=probe_of(model).moves_queries)
     probe = LossProbe(
         model, sample, voting, sinks=sinks, shape=shape, continuation_tokens=CONTINUATION
     )

@@ -31,10 +31,10 @@ from kvalloc.models.names import (
     attention_function,
     base_implementation,
     register_implementation,
-    takes_layer,
+    takes,
 )
 from kvalloc.models.probe import Probe, probe
-from kvalloc.models.rope import UNKNOWN, why_fixed
+from kvalloc.models.rope import UNKNOWN
 from kvalloc.models.structure import check_decoder_only, decoder_of
 
 if TYPE_CHECKING:
@@ -42,12 +42,14 @@ if TYPE_CHECKING:
 
     from kvalloc.accounting import IntArray
     from kvalloc.models.rope import Rotation
-    from kvalloc.shape import LayerShape
 
 _PREFIX = "kvalloc_"
 
 _HEAD = "head"
 """Key of the states of one KV head in `AttentionStates.shared`."""
+
+_BY_KV_HEAD = ("keys", "values", "absent", "counts", "positions")
+"""Attributes of `AttentionStates` whose second axis is of KV heads."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,16 +155,16 @@ class AttentionStates:
         place, head_in_layer = divmod(head, n_heads // len(layers))
         if mask is not None and mask.ndim == 4 and mask.shape[1] > 1:
             mask = mask[:, its]
+        by_head = {name: getattr(self, name) for name in _BY_KV_HEAD}
+        parts: dict[str, Any] = {
+            name: one[:, mine] for name, one in by_head.items() if one is not None
+        }
         head_states = self.shared[_HEAD, head] = replace(
             self,
+            **parts,
             queries=self.queries[:, its],
-            keys=self.keys[:, mine],
-            values=self.values[:, mine],
             mask=mask,
             sink_logits=None if self.sink_logits is None else self.sink_logits[its],
-            absent=None if self.absent is None else self.absent[:, mine],
-            counts=None if self.counts is None else self.counts[:, mine],
-            positions=None if self.positions is None else self.positions[:, mine],
             layer=layers[place],
             layers=(),
             first_head=self.first_head + head_in_layer,
@@ -290,27 +292,8 @@ class _ConfigView:
     Copies and pickles are the config itself; its type and attributes are the config's.
     """
 
-    def __init__(self, config: Any, module_id: int) -> None:
-        self.__dict__.update(_viewed=config, _module_id=module_id, _before={})
-
-    def lend(self, module: Any) -> None:
-        """Give a module, beside its config, what else it is to have while it is intercepted."""
-        attributes, kind = vars(module), type(module)
-        lent: dict[str, Any] = {}
-        if hasattr(kind, EXPANSION):
-            lent[EXPANSION] = _Expansion(module)
-        if takes_layer(kind.forward):
-            lent["forward"] = _Call(module)
-        self._before.update((name, attributes.get(name)) for name in lent)
-        attributes.update(lent)
-
-    def take_back(self, module: Any) -> None:
-        """Undo `lend`."""
-        for name, before in self._before.items():
-            vars(module)[name] = before
-            if before is None:
-                del vars(module)[name]
-        self._before.clear()
+    def __init__(self, module: Any) -> None:
+        self.__dict__.update(_viewed=module.config, _module_id=id(module))
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -336,50 +319,6 @@ class _ConfigView:
 setattr(_ConfigView, IMPLEMENTATION, property(_ConfigView._implementation))
 
 
-class _Call:
-    """The forward of a module that several layers share, which takes the layer's number."""
-
-    def __init__(self, module: Any) -> None:
-        self._module, self._forward = module, vars(module).get("forward")
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward = self._forward or partial(type(self._module).forward, self._module)
-        token = _called_layer.set(kwargs.get(LAYER))
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            _called_layer.reset(token)
-
-
-class _Expansion:
-    """What a layer calls to expand its latents while it is intercepted; notes what they are."""
-
-    def __init__(self, module: Any) -> None:
-        self._module = module
-
-    def __call__(self, latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
-        if _active.get() is not None:
-            _expanded.set((id(self._module), latents, rotary))
-        return self.expanded(latents, rotary)
-
-    def expanded(self, latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values of all heads."""
-        states: tuple[Tensor, Tensor] = getattr(type(self._module), EXPANSION)(
-            self._module, latents, rotary
-        )
-        return states
-
-    def matrices(self, latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what expands latents and rotary keys, (1, n_query_heads, n, dim) each."""
-        import torch
-
-        n, first = latents.shape[-1] + rotary.shape[-1], latents.shape[-1]
-        basis = torch.eye(n + 1, n, dtype=latents.dtype, device=latents.device)[None, None]
-        states = self.expanded(basis[..., :first].contiguous(), basis[..., first:].contiguous())
-        keys, values = (one[:, :, :n] - one[:, :, n:] for one in states)
-        return keys, values[:, :, :first]
-
-
 _active: ContextVar[_Active | None] = ContextVar("kvalloc_attention", default=None)
 # The layer that a shared module computes.
 _called_layer: ContextVar[int | None] = ContextVar("kvalloc_layer", default=None)
@@ -397,6 +336,53 @@ _within: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
+def _lend(module: nn.Module) -> None:
+    """Give a module what it has while it is intercepted; its view remembers what was there."""
+    attributes, kind = vars(module), type(module)
+    lent: dict[str, Any] = {"config": _ConfigView(module)}
+    if hasattr(kind, EXPANSION):
+        lent[EXPANSION] = partial(_expand, module)
+    if takes(kind.forward, LAYER):
+        lent["forward"] = partial(_call, module.forward)
+    vars(lent["config"])["_before"] = {name: attributes.get(name) for name in lent}
+    attributes.update(lent)  # a module takes long to be set anything
+
+
+def _take_back(module: nn.Module) -> None:
+    """Undo `_lend`."""
+    for name, before in vars(module)["config"]._before.items():
+        vars(module)[name] = before
+        if before is None:
+            del vars(module)[name]
+
+
+def _call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a module that several layers share, and note the layer that it is called for."""
+    token = _called_layer.set(kwargs.get(LAYER))
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        _called_layer.reset(token)
+
+
+def _expand(module: nn.Module, latents: Tensor, rotary: Tensor) -> Any:
+    """Return keys and values of all heads as a layer makes them, and note what it expands."""
+    if _active.get() is not None:
+        _expanded.set((id(module), latents, rotary))
+    return getattr(type(module), EXPANSION)(module, latents, rotary)
+
+
+def _matrices(module: Any, latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what a layer expands these by, (1, n_query_heads, n, dim) for keys and for values."""
+    import torch
+
+    n, first = latents.shape[-1] + rotary.shape[-1], latents.shape[-1]
+    basis = torch.eye(n + 1, n, dtype=latents.dtype, device=latents.device)[None, None]
+    parts = (one.contiguous() for one in basis.tensor_split([first], dim=-1))
+    keys, values = (one[:, :, :n] - one[:, :, n:] for one in getattr(module, EXPANSION)(*parts))
+    return keys, values[:, :, :first]
+
+
 def _handler_of(module_id: int) -> _Active | None:
     """Return the innermost interception of a module in this context."""
     active = _active.get()
@@ -405,8 +391,7 @@ def _handler_of(module_id: int) -> _Active | None:
     return active
 
 
-@contextmanager
-def intercept_attention(model: nn.Module, handler: Handler) -> Iterator[None]:
+def intercept_attention(model: nn.Module, handler: Handler) -> AbstractContextManager[None]:
     """Let `handler` see and answer every attention call of `model` while the ``with`` is open.
 
     Parameters
@@ -431,8 +416,7 @@ def intercept_attention(model: nn.Module, handler: Handler) -> Iterator[None]:
     ``with`` brings back the outer handler. Handlers are found through a context variable, so
     another thread that runs the same model meanwhile is not intercepted.
     """
-    with AttentionSwitch(model).intercepting(handler):
-        yield
+    return AttentionSwitch(model).intercepting(handler)
 
 
 class AttentionSwitch:
@@ -457,25 +441,25 @@ class AttentionSwitch:
     def __init__(self, model: nn.Module) -> None:
         decoder: nn.Module = decoder_of(model)
         check_decoder_only(model)
-        modules = list(decoder.modules())
+        modules: list[Any] = list(decoder.modules())
         self._module_ids = frozenset(map(id, modules))
         self._decoder = weakref.ref(decoder)
-        self._modules = _attention_modules(modules)
-        self._views = [_ConfigView(module.config, id(module)) for module in self._modules]
+        # those that look their attention function up and pass themselves to it
+        self._modules = [
+            one
+            for one in modules
+            if LAYER in vars(one) and hasattr(getattr(one, "config", None), IMPLEMENTATION)
+        ]
         # the layers of some families have an index, too; their attention comes behind them
-        self._attention = {
-            module.layer_idx: module for module in self._modules if module.layer_idx is not None
-        }
-        self.renames = all(module.config is decoder.config for module in self._modules)
-        self.rotations: Mapping[int, Rotation | str] = {}
-        parts = frozenset((id(module), type(module)) for module in self._modules)
-        known, result = _probes.get(decoder, (None, None))
-        if result is None or known != parts or not result.tables <= self._module_ids:
-            result = probe(decoder, self._attention, self.intercepting, type(model).__name__)
-            if result.final:
-                _probes[decoder] = parts, result
-        self.rotations, self._final = result.rotations, result.final
-        self.layers, self.n_query_heads = result.layers, result.queries
+        self._attention = {one.layer_idx: one for one in self._modules if one.layer_idx is not None}
+        self.renames = all(one.config is decoder.config for one in self._modules)
+        parts = frozenset((id(one), type(one)) for one in self._modules)
+        known, self.probe = _probes.get(decoder, (None, Probe()))
+        if known != parts or not self.probe.tables <= self._module_ids:
+            name = type(model).__name__
+            self.probe = probe(decoder, self._attention, self.intercepting, name)
+            if self.probe.final:
+                _probes[decoder] = parts, self.probe
 
     @classmethod
     def of(cls, model: nn.Module) -> AttentionSwitch:
@@ -485,14 +469,9 @@ class AttentionSwitch:
         switch = None if known is None else known()
         if switch is None:
             switch = cls(model)
-            if switch._final:
+            if switch.probe.final:
                 _switches[decoder] = weakref.ref(switch)
         return switch
-
-    @property
-    def moves_queries(self) -> bool:
-        """Whether queries can be put elsewhere, by the rotation of each layer that attends."""
-        return all(why_fixed(one) is None for one in self.rotations.values())
 
     def answer(self, handler: Handler, layer: int, *states: Any, **kwargs: Any) -> AttentionResult:
         """Return what a handler answers for one layer, without interception.
@@ -507,7 +486,7 @@ class AttentionSwitch:
             As an attention function gets them.
         """
         module = self._attention[layer]
-        active = _Active(handler, self._module_ids, self.rotations, None)
+        active = _Active(handler, self._module_ids, self.probe.rotations, None)
         return _answered(active, base_implementation(module.config), module, *states, **kwargs)
 
     def enter(self, handler: Handler, *, known: bool = False) -> Token[_Active | None]:
@@ -516,8 +495,8 @@ class AttentionSwitch:
         If the handler knows the layers, states show it no output projection and no rotation.
         """
         self._count(1)
-        outer = _active.get()
-        return _active.set(_Active(handler, self._module_ids, self.rotations, outer, known))
+        outer, rotations = _active.get(), self.probe.rotations
+        return _active.set(_Active(handler, self._module_ids, rotations, outer, known))
 
     def leave(self, token: Token[_Active | None]) -> None:
         """Switch interception off again."""
@@ -543,36 +522,23 @@ class AttentionSwitch:
             return
         with _lock:
             within = _within[decoder] = _within.get(decoder, 0) + step
-            for module, view in zip(self._modules, self._views, strict=True):
-                # a module takes long to be set anything
-                config, attributes = module.config, vars(module)
-                if within and type(config) is not _ConfigView:
-                    vars(view)["_viewed"] = config
-                    attributes["config"] = view
-                    view.lend(module)
-                elif not within and type(config) is _ConfigView:
-                    attributes["config"] = config._viewed
-                    config.take_back(module)
+            for module in self._modules:
+                lent = type(module.config) is _ConfigView
+                if within and not lent:
+                    _lend(module)
+                elif lent and not within:
+                    _take_back(module)
 
 
-def _attention_modules(modules: list[nn.Module]) -> list[Any]:
-    """Return the modules that look their attention function up and pass themselves to it."""
-    return [
-        module
-        for module in modules
-        if "layer_idx" in vars(module) and hasattr(getattr(module, "config", None), IMPLEMENTATION)
-    ]
-
-
-def rotations_of(model: nn.Module) -> Mapping[int, Rotation | str]:
-    """Return the rotation of each layer of a model that attends, or why it is not known.
+def probe_of(model: nn.Module) -> Probe:
+    """Return what a probe has shown of a model.
 
     Raises
     ------
     UnsupportedModelError
         If the model's attention does not go through transformers' attention interface.
     """
-    return AttentionSwitch.of(model).rotations
+    return AttentionSwitch.of(model).probe
 
 
 def latent_states(latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
@@ -582,43 +548,18 @@ def latent_states(latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([latents, rotary], dim=-1), latents
 
 
-def stored_layers(model: nn.Module) -> tuple[tuple[LayerShape, ...], int]:
-    """Return what each layer of a model stores, in order, and the query heads of a layer.
-
-    Raises
-    ------
-    UnsupportedModelError
-        If the model's attention does not go through transformers' attention interface.
-    """
-    switch = AttentionSwitch.of(model)
-    return switch.layers, switch.n_query_heads
-
-
-def knows_rotations(model: nn.Module) -> bool:
-    """Return whether it is known how each layer that attends rotates, if it does."""
-    return not any(isinstance(one, str) for one in rotations_of(model).values())
-
-
-def moves_queries(model: nn.Module) -> bool:
-    """Return whether queries can be put elsewhere; see `AttentionSwitch.moves_queries`."""
-    return AttentionSwitch.of(model).moves_queries
-
-
 @cache
 def _wrapper_name(base: str) -> str:
     """Register the wrapper of an implementation, and return its name."""
-    register_implementation(_PREFIX + base, _wrapper_of(base))
-    return _PREFIX + base
 
-
-def _wrapper_of(base: str) -> Callable[..., AttentionResult]:
     def attention(module: nn.Module, *states: Any, **kwargs: Any) -> AttentionResult:
         if (active := _handler_of(id(module))) is not None:
             return _answered(active, base, module, *states, **kwargs)
         kind: Any = type(module)
         return attention_function(kind, base)(module, *states, **kwargs)
 
-    return attention
+    register_implementation(_PREFIX + base, attention)
+    return _PREFIX + base
 
 
 def _answered(
@@ -635,7 +576,20 @@ def _answered(
     """Return what a handler answers in place of an implementation."""
     kind: Any = type(module)
     function = attention_function(kind, base)
-    states = _states(active, base, module, (query, key, value), attention_mask, kwargs)
+    states = _states(active, base, module, (query, key, value, attention_mask), kwargs)
+    to_values: Tensor | None = None
+    if (noted := _expanded.get()) is not None and noted[0] == id(module):
+        to_keys, to_values = _matrices(module, *noted[1:])
+        _expanded.set(None)
+        keys, values = latent_states(*noted[1:])
+        states = replace(
+            states,
+            queries=query @ to_keys.mT,
+            keys=keys,
+            values=values,
+            latents=noted[1:],
+            output_projection=None,
+        )
     computed: AttentionResult | None = None
 
     def compute(
@@ -645,11 +599,6 @@ def _answered(
         rows: slice | Tensor | None = None,
     ) -> AttentionResult:
         nonlocal computed
-        if keys is not None and states.latents is not None:
-            n = states.latents[0].shape[-1]
-            keys, values = _Expansion(module).expanded(keys[..., :n], keys[..., n:])
-        keys = key if keys is None else keys
-        values = value if values is None else values
         queries, named = query, kwargs
         if rows is not None:
             queries, positions = query[rows], kwargs.get("position_ids")
@@ -658,14 +607,18 @@ def _answered(
         # Flash attention reads its own name from the config again, to pick a kernel.
         token = _active.set(None)
         try:
+            if keys is not None and states.latents is not None:
+                parts = keys.tensor_split([states.latents[0].shape[-1]], dim=-1)
+                keys, values = getattr(module, EXPANSION)(*parts)
+            keys = key if keys is None else keys
+            values = value if values is None else values
             computed = function(module, queries, keys, values, mask, *more, **named)
         finally:
             _active.reset(token)
         return computed
 
     output, weights = active.handler(states, compute)
-    if states.latents is not None and (computed is None or output is not computed[0]):
-        _, to_values = _Expansion(module).matrices(*states.latents)
+    if to_values is not None and (computed is None or output is not computed[0]):
         output = (output.transpose(1, 2) @ to_values).transpose(1, 2).contiguous()
     return output, weights
 
@@ -673,18 +626,15 @@ def _answered(
 def _states(
     active: _Active,
     base: str,
-    module: nn.Module,
-    tensors: tuple[Tensor, Tensor, Tensor],
-    mask: Tensor | None,
+    module: Any,
+    states: tuple[Tensor, Tensor, Tensor, Tensor | None],
     kwargs: dict[str, Any],
 ) -> AttentionStates:
-    """Return what a handler is shown of a layer's attention: queries, keys and values, and more."""
-    query, key, value = tensors
+    """Return a layer's queries, keys, values and mask with what a handler is shown beside them."""
+    query, key, value, mask = states
     scaling, softcap = kwargs.get("scaling"), kwargs.get("softcap")
-    scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     layer = _called_layer.get()
-    if layer is None:
-        layer = int(module.layer_idx)  # type: ignore[arg-type]
+    layer = int(module.layer_idx) if layer is None else layer
     details: dict[str, Any] = {}
     if not active.known:
         details = {
@@ -692,18 +642,12 @@ def _states(
             "rotation": active.rotations.get(layer, UNKNOWN),
             "biased": any(getattr(one, "ndim", 0) == 4 for one in kwargs.values()),
         }
-    if (expanded := _expanded.get()) is not None and expanded[0] == id(module):
-        _expanded.set(None)
-        latents = expanded[1:]
-        to_keys, _ = _Expansion(module).matrices(*latents)
-        query, (key, value) = query @ to_keys.mT, latent_states(*latents)
-        details |= {"latents": latents, "output_projection": None}
     return AttentionStates(
         layer=layer,
         queries=query,
         keys=key,
         values=value,
-        scaling=scaling,
+        scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         mask=mask,
         # sdpa knows neither, and says so: scores leave them out as well
         softcap=None if softcap is None or base == "sdpa" else float(softcap),

@@ -27,12 +27,11 @@ from kvalloc.errors import (
 from kvalloc.files import near_file
 from kvalloc.formats.hub import HUB_TIMEOUT_SECONDS
 from kvalloc.models import gguf
-from kvalloc.models.attention import stored_layers
+from kvalloc.models.attention import probe_of
 from kvalloc.models.families import WITH_FULL_CACHE
 from kvalloc.models.names import COMMIT
 from kvalloc.models.quiet import quiet_transformers
 from kvalloc.models.structure import (
-    check_decoder_only,
     context_limit,
     rotary_settings,
     text_config,
@@ -208,9 +207,8 @@ def shape_of(model: Any, *, model_id: str | None = None) -> ModelShape:
 
 def _shape_of(model: Any, model_id: str | None) -> ModelShape:
     name = type(model).__name__
-    check_decoder_only(model)
-    config = text_config(model)
-    layers, n_query_heads = stored_layers(model)
+    config, probe = text_config(model), probe_of(model)
+    layers = probe.layers
     kinds = tuple(layer.kind for layer in layers)
     if not {*kinds} & {*REDUCIBLE}:
         raise UnsupportedModelError(
@@ -232,7 +230,7 @@ def _shape_of(model: Any, model_id: str | None) -> ModelShape:
         model_id=model_id if model_id is not None else _known_as(model),
         revision=getattr(model.config, COMMIT, None),
         n_layers=len(layers),
-        n_query_heads=n_query_heads,
+        n_query_heads=probe.n_query_heads,
         n_kv_heads=first.kv_heads,
         head_dim=first.key_dim,
         value_dim=None if first.value_dim == first.key_dim else first.value_dim,

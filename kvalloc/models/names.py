@@ -115,8 +115,7 @@ def cache_argument(model: Any) -> str:
     MissingDependencyError
         If transformers uses none of the names in `CACHE_ARGUMENTS`.
     """
-    kind: Any = type(model)
-    return _cache_parameter(kind) or generation_argument()
+    return _named_cache(type(model).forward) or generation_argument()
 
 
 @cache
@@ -135,14 +134,8 @@ def generation_argument() -> str:
     return name
 
 
-@cache
-def _cache_parameter(kind: Any) -> str | None:
-    return _named_cache(kind.forward)
-
-
 def _named_cache(function: Callable[..., Any]) -> str | None:
-    parameters = inspect.signature(function).parameters
-    return next((name for name in CACHE_ARGUMENTS if name in parameters), None)
+    return next((name for name in CACHE_ARGUMENTS if takes(function, name)), None)
 
 
 def cache_keyword(model: Any, cache: Any) -> dict[str, Any]:
@@ -216,18 +209,13 @@ and values of all heads."""
 
 
 @cache
-def takes_layer(function: Callable[..., Any]) -> bool:
-    """Return whether the forward of an attention takes the number of the layer it is called for."""
-    return LAYER in inspect.signature(function).parameters
+def takes(function: Callable[..., Any], argument: str) -> bool:
+    """Return whether a function has an argument of this name.
 
-
-@cache
-def takes_column(function: Callable[..., Any]) -> bool:
-    """Return whether a forward or mask function takes the columns of new tokens.
-
-    Older versions of transformers pass these columns; newer ones pass lengths.
+    An attention that several layers share takes the layer. Older versions of transformers pass
+    the columns of new tokens to forwards and mask functions; newer ones pass lengths.
     """
-    return COLUMN in inspect.signature(function).parameters
+    return argument in inspect.signature(function).parameters
 
 
 def can_take_back(layer: Any) -> bool:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from kvalloc.errors import KVAllocError, UnsupportedModelError, one_line
 from kvalloc.models.families import WITH_FULL_CACHE, cached_layers, layer_shapes
 from kvalloc.models.names import cache_keyword
-from kvalloc.models.rope import NO_ROTATION, Buffer, Rotation, rotation_of
+from kvalloc.models.rope import NO_ROTATION, Buffer, Rotation, rotation_of, why_fixed
 from kvalloc.models.structure import (
     check_layers,
     context_limit,
@@ -53,16 +53,26 @@ class Probe:
         the decoder.
     layers : tuple of LayerShape
         What each layer stores.
-    queries : int
+    n_query_heads : int
         Query heads of a layer that attends.
     final : bool
         Whether a later probe would find the same. Not if queries were zeros.
     """
 
-    rotations: Mapping[int, Rotation | str]
-    layers: tuple[LayerShape, ...]
-    queries: int
-    final: bool
+    rotations: Mapping[int, Rotation | str] = field(default_factory=dict)
+    layers: tuple[LayerShape, ...] = ()
+    n_query_heads: int = 0
+    final: bool = False
+
+    @property
+    def moves_queries(self) -> bool:
+        """Return whether queries can be put elsewhere, in each layer that attends."""
+        return all(why_fixed(one) is None for one in self.rotations.values())
+
+    @property
+    def knows_rotations(self) -> bool:
+        """Return whether it is known how each layer that attends rotates, if it does."""
+        return not any(isinstance(one, str) for one in self.rotations.values())
 
     @property
     def tables(self) -> set[int]:
@@ -138,7 +148,7 @@ def probe(
     return Probe(
         rotations=rotations,
         layers=layer_shapes(decoder, seen.layers, seen.heads, seen.reads, seen.latents),
-        queries=seen.n_query_heads,
+        n_query_heads=seen.n_query_heads,
         final=final,
     )
 

@@ -21,7 +21,7 @@ from kvalloc.errors import InputError, one_line, option
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.fitted import FittedModel
 from kvalloc.formats.shipped_profiles import find_fitted, fitted_of_same_sizes, load_fitted
-from kvalloc.models.attention import knows_rotations, moves_queries
+from kvalloc.models.attention import probe_of
 from kvalloc.models.structure import context_limit
 from kvalloc.online.conflicts import given_names
 from kvalloc.online.decision import Decision, PromptSize
@@ -108,9 +108,8 @@ class Default(Decision):
             If no method fits the memory, or there is no fitted file, and a loss is the target or
             rows are to share their bytes.
         """
-        setting = replace(
-            self.setting(shape), rotates=moves_queries(model), fits=knows_rotations(model)
-        )
+        probe, setting = probe_of(model), self.setting(shape)
+        setting = replace(setting, rotates=probe.moves_queries, fits=probe.knows_rotations)
         if self.target_loss is not None:
             setting = replace(setting, share=self._smallest_share(setting, self.target_loss, size))
         if (across := self.options.across) is not None:

@@ -30,7 +30,7 @@ from kvalloc.measure.mini_prefill import layers_of
 from kvalloc.measure.profiling import ProfileOptions, measure_job, read_options
 from kvalloc.measure.sampling import Sample, SampleSet, choose_samples
 from kvalloc.measure.scorer_fitting import FitOptions, fit_surrogate
-from kvalloc.models.attention import moves_queries, rotations_of
+from kvalloc.models.attention import probe_of
 from kvalloc.models.loading import require_run_packages
 from kvalloc.models.rope import UNKNOWN
 from kvalloc.online.solved import SINKS, WIDTHS, WINDOW, solve_share
@@ -184,11 +184,11 @@ def _check_rotation(layers: Sequence[int], model: Any, item: None, advance: Adva
 
     Returns whether its queries can be put elsewhere.
     """
-    rotations = rotations_of(model)
+    probe = probe_of(model)
     for layer in layers:
-        surrogate_rotation(rotations.get(layer, UNKNOWN))
+        surrogate_rotation(probe.rotations.get(layer, UNKNOWN))
     layers_of(model)
-    return moves_queries(model)
+    return probe.moves_queries
 
 
 def _samples(

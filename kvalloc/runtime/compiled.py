@@ -119,7 +119,7 @@ def _token_mask(decoder: nn.Module, query: Tensor, keys: Tensor, columns: Tensor
     stored = int(keys.shape[2])
     shown = columns[:, -stored:].bool()
     place: dict[str, Any] = {"q_length": 1, "q_offset": stored - 1}
-    if names.takes_column(function):
+    if names.takes(function, names.COLUMN):
         place = {names.COLUMN: torch.full((1,), stored - 1, device=query.device)}
     return function(
         batch_size=int(query.shape[0]),

@@ -139,7 +139,8 @@ def _install(decoder: nn.Module) -> Installed:
     )
     for handle in handles:  # graphs are made for the numbers of hooks
         names.renumber(decoder, handle, _HOOK)
-    column, graphs = names.takes_column(type(decoder).forward), names.compile_obstacle() is None
+    column = names.takes(type(decoder).forward, names.COLUMN)
+    graphs = names.compile_obstacle() is None
     return Installed(switch, handles, names.cache_argument(decoder), column, graphs)
 
 

@@ -14,6 +14,7 @@ from kvalloc.models.attention import AttentionSwitch
 from kvalloc.models.families import cached_layers
 from kvalloc.models.loading import shape_of, warn_if_untested
 from kvalloc.models.names import uncompiled
+from kvalloc.models.probe import Probe
 from kvalloc.models.structure import decoder_of
 from kvalloc.runtime import refusals
 from kvalloc.runtime.cache import BudgetCache
@@ -124,7 +125,7 @@ def build_rows(
     shape, switch = shape or shape_of(model), AttentionSwitch.of(model)  # the hooks share it
     wide = next(model.parameters()).itemsize > HALF_BYTES
     distinct = {id(way): way for way in ways}
-    methods = {key: _method(way, shape, switch, wide=wide) for key, way in distinct.items()}
+    methods = {key: _method(way, shape, switch.probe, wide=wide) for key, way in distinct.items()}
     rows = [methods[id(way)] for way in ways]
     known = None if lengths is None else tuple(lengths)
     cache = BudgetCache(decoder_of(model), make_layers(model, shape), rows, prompt_tokens, known)
@@ -136,7 +137,7 @@ def build_rows(
     return cache
 
 
-def _method(way: Way, shape: ModelShape, switch: AttentionSwitch, *, wide: bool) -> Method:
+def _method(way: Way, shape: ModelShape, probe: Probe, *, wide: bool) -> Method:
     """Return a way that has been checked."""
     options, profile = way.options, way.options.with_policy(way.profile)
     tokens, other = options.decode_every, options.allow_other_model
@@ -151,7 +152,7 @@ def _method(way: Way, shape: ModelShape, switch: AttentionSwitch, *, wide: bool)
     method = Method(
         profile=profile,
         policy=policy,
-        after=policy.turn_policy(rotates=switch.moves_queries),
+        after=policy.turn_policy(rotates=probe.moves_queries),
         options=options,
         longer_profile=way.longer_profile,
         within=way.within,

@@ -11,7 +11,7 @@ from kvalloc.errors import UnsupportedModelError
 from kvalloc.measure.job import CHUNK_TOKENS, Job
 from kvalloc.measure.mini_prefill import mini_prefill
 from kvalloc.measure.sampling import SampleSet
-from kvalloc.models.attention import knows_rotations
+from kvalloc.models.attention import probe_of
 from kvalloc.scorers import attention_rows, get_scorer
 
 # The forward pass that stops early and leaves no trace
@@ -41,7 +41,7 @@ def ran(model):
 )
 def test_nothing_runs_after_the_last_attention(kind, layers, last):
     model, seen = tiny_model(kind), []
-    assert knows_rotations(model)  # once for a model, all of it runs over a few tokens
+    assert probe_of(model).knows_rotations  # once for a model, all of it runs over a few tokens
     with ran(model) as names:
         mini_prefill(model, IDS, lambda states: seen.append(states.layer), layers=layers)
     assert tuple(seen) == layers

@@ -17,9 +17,7 @@ from kvalloc.errors import UnsupportedModelError, UnsupportedRequestError
 from kvalloc.models import attention
 from kvalloc.models.attention import (
     intercept_attention,
-    knows_rotations,
-    moves_queries,
-    rotations_of,
+    probe_of,
 )
 from kvalloc.models.rope import NO_ROTATION, rotate
 from kvalloc.scorers.attention_rows import attention_rows
@@ -125,7 +123,7 @@ def test_a_layer_is_judged_by_what_it_computes(factor):
     exec(OWN.format(factor=factor), names)
     for layer in model.model.layers:
         layer.self_attn.__class__ = names["Own"]
-    for rotation in rotations_of(model).values():
+    for rotation in probe_of(model).rotations.values():
         rates = rotation.frequencies
         assert (rates is model.model.rotary_emb.inv_freq) == (abs(factor) == 1.0)
         assert (rotation.first.start > rotation.second.start) == (factor < 0)
@@ -138,19 +136,19 @@ def test_angles_that_do_not_grow_with_the_position_are_no_rotation():
     names = {"LlamaAttention": type(model.model.layers[0].self_attn), "torch": torch}
     exec(OWN.format(factor=1.5), names)
     model.model.layers[1].self_attn.__class__ = names["Own"]
-    assert not knows_rotations(model)
+    assert not probe_of(model).knows_rotations
     said = "queries and keys of Own change with the position, and not by one rotation"
-    assert rotations_of(model)[1] == said
+    assert probe_of(model).rotations[1] == said
 
 
 @pytest.mark.parametrize("norm", ["query_layernorm", "key_layernorm"])
 def test_what_happens_after_the_rotation_counts(norm):
     """HunYuan scales queries, and keys, dimension by dimension after it, each by its factor."""
     model = model_of("hunyuan")
-    assert knows_rotations(model)
+    assert probe_of(model).knows_rotations
     scaled = model_of("hunyuan")
     torch.nn.init.normal_(getattr(scaled.model.layers[1].self_attn, norm).weight)
-    assert "change with the position, and not by one rotation" in rotations_of(scaled)[1]
+    assert "change with the position, and not by one rotation" in probe_of(scaled).rotations[1]
 
 
 def fails(model):
@@ -182,14 +180,14 @@ def test_a_model_that_does_not_run_over_a_few_tokens_is_refused(change, said):
     model = model_of("llama")
     change(model)
     with pytest.raises((UnsupportedModelError, UnsupportedRequestError), match=said) as caught:
-        rotations_of(model)
+        probe_of(model)
     assert "\n" not in str(caught.value)
 
 
 def test_a_layer_that_shows_nothing_is_not_taken_for_a_plain_one():
     model, said = model_of("llama"), "a probe finds zeros"
     has_no_numbers(model)
-    found = rotations_of(model)[0]
+    found = probe_of(model).rotations[0]
     assert found.startswith("it is not known when LlamaAttention rotates its queries: ")
     assert said in found
     states = make_states(rotation=found)
@@ -202,8 +200,8 @@ def test_of_a_layer_that_does_not_attend_nothing_is_known():
     model = model_of("llama")
     attention = model.model.layers[0].self_attn
     attention.forward = lambda hidden_states, **kwargs: (hidden_states, None)
-    assert [*rotations_of(model)] == [1]
-    assert knows_rotations(model)
+    assert [*probe_of(model).rotations] == [1]
+    assert probe_of(model).knows_rotations
 
 
 @pytest.mark.parametrize("change", [fails, has_no_numbers])
@@ -214,24 +212,24 @@ def test_what_came_right_since_is_probed_again(change):
     weights = [own.weight.clone() for own in parts]
     change(model)
     with contextlib.suppress(UnsupportedModelError):
-        assert not knows_rotations(model)
+        assert not probe_of(model).knows_rotations
     layer.mlp.down_proj.weight = torch.nn.Parameter(weights[0])
     with torch.no_grad():
         for part, weight in zip(parts[1:], weights[1:], strict=True):
             part.weight.copy_(weight)
-    assert knows_rotations(model)
+    assert probe_of(model).knows_rotations
 
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_rotary_module_that_was_replaced_is_not_asked(kept):
     model, other = model_of("llama"), model_of("llama")
     before = model.model.rotary_emb
-    assert knows_rotations(model)
+    assert probe_of(model).knows_rotations
     other.model.rotary_emb.inv_freq **= 2
     model.model.rotary_emb = other.model.rotary_emb
     if not kept:
         del before
-    assert torch.equal(rotations_of(model)[0].frequencies, other.model.rotary_emb.inv_freq)
+    assert torch.equal(probe_of(model).rotations[0].frequencies, other.model.rotary_emb.inv_freq)
 
 
 def test_a_hook_of_the_users_that_fails_is_said():
@@ -242,9 +240,9 @@ def test_a_hook_of_the_users_that_fails_is_said():
 
     handle = model.model.layers[1].register_forward_pre_hook(reads_one_row)
     with pytest.raises(UnsupportedModelError, match="does not run over a few tokens.*one row"):
-        knows_rotations(model)
+        probe_of(model)
     handle.remove()
-    assert knows_rotations(model)
+    assert probe_of(model).knows_rotations
 
 
 def test_a_model_that_makes_its_own_positions_shows_nothing():
@@ -255,8 +253,8 @@ def test_a_model_that_makes_its_own_positions_shows_nothing():
         rotary, states, torch.arange(states.shape[1])[None]
     )
     why = "the queries of LlamaModel are the same at all positions of a probe"
-    assert rotations_of(model)[0].fixed == why
-    assert not moves_queries(model)
+    assert probe_of(model).rotations[0].fixed == why
+    assert not probe_of(model).moves_queries
 
 
 def test_slow_pairs_that_carry_the_queries_do_not_hide_fast_ones():
@@ -264,11 +262,11 @@ def test_slow_pairs_that_carry_the_queries_do_not_hide_fast_ones():
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.q_proj.bias.view(4, 8)[:, [3, 7]] = 2000.0
-    assert knows_rotations(model)
+    assert probe_of(model).knows_rotations
 
 
 def test_a_context_of_one_position_shows_nothing():
-    assert "a single position" in rotations_of(model_of("llama of one position"))[0]
+    assert "a single position" in probe_of(model_of("llama of one position")).rotations[0]
 
 
 def contents(model):
@@ -297,7 +295,7 @@ def test_a_probe_leaves_nothing_behind(family, training, checkpointing):
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     before, state = contents(model), torch.get_rng_state()
-    assert knows_rotations(model)
+    assert probe_of(model).knows_rotations
     assert torch.equal(torch.get_rng_state(), state)
     after = contents(model)
     assert after.keys() == before.keys()
@@ -317,17 +315,17 @@ def test_frequencies_are_those_of_the_text_that_runs(family):
     first = short.rotation.frequencies.clone()
     long, _ = states_of(model, torch.full((1, 150), 7))[0]
     assert not torch.equal(first, long.rotation.frequencies)
-    assert long.rotation == rotations_of(model)[0]
+    assert long.rotation == probe_of(model).rotations[0]
 
 
 def test_a_probe_keeps_no_model_alive_and_goes_into_no_copy():
     model = model_of("llama")
-    assert knows_rotations(model)
+    assert probe_of(model).knows_rotations
     assert b"kvalloc" not in pickle.dumps(model)
     other = copy.deepcopy(model)
     with torch.no_grad():
         other.model.rotary_emb.inv_freq *= 2
-    assert rotations_of(other)[0].frequencies is other.model.rotary_emb.inv_freq
+    assert probe_of(other).rotations[0].frequencies is other.model.rotary_emb.inv_freq
     gone = weakref.ref(model.model)
     del model
     gc.collect()
@@ -338,8 +336,8 @@ def test_a_probe_keeps_no_model_alive_and_goes_into_no_copy():
 def test_half_precision_is_enough(dtype):
     for family in (*FAMILIES, *UNUSUAL, *LAST_UNROTATED):
         single, half = model_of(family), model_of(family).to(dtype)
-        for layer, rotation in rotations_of(single).items():
-            found = rotations_of(half)[layer]
+        for layer, rotation in probe_of(single).rotations.items():
+            found = probe_of(half).rotations[layer]
             assert (found.first, found.second) == (rotation.first, rotation.second)
             rates = rotation.frequencies
             torch.testing.assert_close(found.frequencies.float(), rates, atol=1e-5, rtol=1e-2)
@@ -353,7 +351,7 @@ def test_a_model_is_probed_within_its_own_forward_and_beside_it(ids):
 
     def ask(states, compute):
         attention._probes.pop(model.model)
-        assert knows_rotations(model)
+        assert probe_of(model).knows_rotations
         return compute(states.mask)
 
     with torch.no_grad(), intercept_attention(model, ask):
@@ -368,7 +366,7 @@ def test_a_model_is_probed_within_its_own_forward_and_beside_it(ids):
     thread.start()
     while thread.is_alive():
         attention._probes.pop(model.model, None)
-        assert knows_rotations(model)
+        assert probe_of(model).knows_rotations
     assert len(answers) == 20
     assert all(torch.equal(answer, expected) for answer in answers)
 
@@ -379,7 +377,7 @@ def test_quantized_layers_are_probed_and_show_their_output_projection(ids):
     model = model_of("llama")
     plain = states_of(model, ids)[0][0]
     quantized = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear})
-    assert knows_rotations(quantized)
+    assert probe_of(quantized).knows_rotations
     states = states_of(quantized, ids)[0][0]
     assert callable(states.output_projection)
     weight = states.output_projection().dequantize()
