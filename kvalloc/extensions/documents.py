@@ -39,7 +39,7 @@ from kvalloc.models.attention import (
 )
 from kvalloc.models.loading import shape_of
 from kvalloc.models.names import base_implementation
-from kvalloc.models.rope import Rotation, rotate, why_fixed
+from kvalloc.models.rope import Rotation, rotate
 from kvalloc.models.structure import context_limit, decoder_of, input_device, text_config
 from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.kept import Part
@@ -204,7 +204,7 @@ def _rotations(model: Any) -> list[Rotation]:
     """Return the rotation of each layer, if keys can be turned to other places by it."""
     shape, found = shape_of(model), probe_of(model).rotations
     rotations = [found[layer] for layer in sorted(found)]
-    reasons = [why for one in rotations if (why := why_fixed(one)) is not None]
+    reasons = [one.fixed for one in rotations if one.fixed is not None]
     attention = base_implementation(text_config(model))
     if attention not in ("sdpa", "eager"):
         raise UnsupportedModelError(
@@ -221,7 +221,7 @@ def _rotations(model: Any) -> list[Rotation]:
             f"documents of {shape.model_id} cannot be put elsewhere: {reasons[0]}; read them "
             "together"
         )
-    return [one for one in rotations if isinstance(one, Rotation)]
+    return rotations
 
 
 def _loaded(
@@ -331,7 +331,7 @@ class DenseLayer:
             turned, shown = entries.keys, slice(place, place + store.seen)
             if place:
                 by = torch.tensor([place], device=keys.device)
-                turned = rotate(turned, by, rotation)
+                turned = rotate(turned, by, rotation, keys=True)
             if store.kept is None:
                 keys[:, :, shown], values[:, :, shown] = turned, entries.values
             else:

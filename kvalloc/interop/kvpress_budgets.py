@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from kvalloc.errors import InputError, UnsupportedRequestError
+from kvalloc.errors import InputError, UnsupportedModelError, UnsupportedRequestError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.interop.kvpress import make_press, read_peer_name, require_kvpress
 from kvalloc.interop.lu_kv import LUKV
@@ -151,6 +151,11 @@ class PressScorer(Scorer):
         rotation = known_rotation(
             states.rotation, user="the scorer kvpress", instead="use a scorer of kvalloc"
         )
+        if rotation.scales is not None:
+            raise UnsupportedModelError(
+                "a press rotates queries itself, and this model scales them behind the rotation; "
+                "use a scorer of kvalloc"
+            )
         batch, n_heads, n_tokens, head_dim = states.queries.shape
         order = rotation.order_of_halves(head_dim)  # presses rotate halves of the whole head
         rates = rotation.frequencies.float().to(states.keys.device)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import operator
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field, replace
@@ -79,10 +79,9 @@ class AttentionStates:
         Weight of the layer's output projection, of all heads also where `first_head` is not 0; or
         what returns it, for a layer that torch has quantized. None where there is none that can
         be read.
-    rotation : Rotation or str
+    rotation : Rotation
         The pairs of a head's dimensions that the layer rotates by the position (RoPE), and their
-        frequencies; none if it has no positions, or gets them with its input. A sentence if that
-        is not known.
+        frequencies; none if it has no positions, or gets them with its input.
     observed : Observed or None
         What the scorer's `observe` left of the earlier chunks of this prompt; None for the first.
     older : int
@@ -128,7 +127,7 @@ class AttentionStates:
     softcap: float | None = None
     sink_logits: Tensor | None = None
     output_projection: Tensor | Callable[[], Tensor] | None = None
-    rotation: Rotation | str = UNKNOWN
+    rotation: Rotation = UNKNOWN
     observed: Observed | None = None
     older: int = 0
     first_head: int = 0
@@ -280,8 +279,7 @@ class _Active:
     """
 
     handler: Handler
-    module_ids: frozenset[int]
-    rotations: Mapping[int, Rotation | str]
+    switch: AttentionSwitch
     outer: _Active | None
     known: bool = False  # whether the handler knows the layers' weights and rotations
 
@@ -325,8 +323,12 @@ _called_layer: ContextVar[int | None] = ContextVar("kvalloc_layer", default=None
 # The latents that a layer has just expanded, with the `id` of its module.
 _expanded: ContextVar[tuple[int, Tensor, Tensor] | None]
 _expanded = ContextVar("kvalloc_expanded", default=None)
-# Of each decoder: its attention modules, and the probe of them that succeeded.
-_probes: weakref.WeakKeyDictionary[nn.Module, tuple[object, Probe]] = weakref.WeakKeyDictionary()
+# Of each decoder: its attention modules, the probe of them that succeeded, and the module of each
+# layer that it saw: layers, routers and others may have the index of the layer, too.
+_probes: weakref.WeakKeyDictionary[
+    nn.Module, tuple[object, Probe, weakref.WeakValueDictionary[int, Any]]
+]
+_probes = weakref.WeakKeyDictionary()
 # The switch of each decoder, as long as a cache or somebody else holds it.
 _switches: weakref.WeakKeyDictionary[nn.Module, weakref.ref[AttentionSwitch]]
 _switches = weakref.WeakKeyDictionary()
@@ -386,7 +388,7 @@ def _matrices(module: Any, latents: Tensor, rotary: Tensor) -> tuple[Tensor, Ten
 def _handler_of(module_id: int) -> _Active | None:
     """Return the innermost interception of a module in this context."""
     active = _active.get()
-    while active is not None and module_id not in active.module_ids:
+    while active is not None and module_id not in active.switch.module_ids:
         active = active.outer
     return active
 
@@ -442,7 +444,7 @@ class AttentionSwitch:
         decoder: nn.Module = decoder_of(model)
         check_decoder_only(model)
         modules: list[Any] = list(decoder.modules())
-        self._module_ids = frozenset(map(id, modules))
+        self.module_ids = frozenset(map(id, modules))
         self._decoder = weakref.ref(decoder)
         # those that look their attention function up and pass themselves to it
         self._modules = [
@@ -450,16 +452,15 @@ class AttentionSwitch:
             for one in modules
             if LAYER in vars(one) and hasattr(getattr(one, "config", None), IMPLEMENTATION)
         ]
-        # the layers of some families have an index, too; their attention comes behind them
-        self._attention = {one.layer_idx: one for one in self._modules if one.layer_idx is not None}
         self.renames = all(one.config is decoder.config for one in self._modules)
         parts = frozenset((id(one), type(one)) for one in self._modules)
-        known, self.probe = _probes.get(decoder, (None, Probe()))
-        if known != parts or not self.probe.tables <= self._module_ids:
+        none = None, Probe(), weakref.WeakValueDictionary[int, Any]()
+        known, self.probe, self.attention = _probes.get(decoder, none)
+        if known != parts or not self.probe.tables <= self.module_ids:
             name = type(model).__name__
-            self.probe = probe(decoder, self._attention, self.intercepting, name)
+            self.probe = probe(decoder, self.attention, self.intercepting, name)
             if self.probe.final:
-                _probes[decoder] = parts, self.probe
+                _probes[decoder] = parts, self.probe, self.attention
 
     @classmethod
     def of(cls, model: nn.Module) -> AttentionSwitch:
@@ -485,8 +486,8 @@ class AttentionSwitch:
         **kwargs
             As an attention function gets them.
         """
-        module = self._attention[layer]
-        active = _Active(handler, self._module_ids, self.probe.rotations, None)
+        module = self.attention[layer]
+        active = _Active(handler, self, None)
         return _answered(active, base_implementation(module.config), module, *states, **kwargs)
 
     def enter(self, handler: Handler, *, known: bool = False) -> Token[_Active | None]:
@@ -495,8 +496,7 @@ class AttentionSwitch:
         If the handler knows the layers, states show it no output projection and no rotation.
         """
         self._count(1)
-        outer, rotations = _active.get(), self.probe.rotations
-        return _active.set(_Active(handler, self._module_ids, rotations, outer, known))
+        return _active.set(_Active(handler, self, _active.get(), known))
 
     def leave(self, token: Token[_Active | None]) -> None:
         """Switch interception off again."""
@@ -637,9 +637,10 @@ def _states(
     layer = int(module.layer_idx) if layer is None else layer
     details: dict[str, Any] = {}
     if not active.known:
+        active.switch.attention[layer] = module
         details = {
             "output_projection": _output_projection(module, query.shape[1] * value.shape[-1]),
-            "rotation": active.rotations.get(layer, UNKNOWN),
+            "rotation": active.switch.probe.rotations.get(layer, UNKNOWN),
             "biased": any(getattr(one, "ndim", 0) == 4 for one in kwargs.values()),
         }
     return AttentionStates(

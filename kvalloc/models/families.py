@@ -74,7 +74,7 @@ def layer_shapes(
     latents : collection of int
         Layers whose entries are latents.
     """
-    chunked = [str(kind).startswith("chunked") for kind in _configured_kinds(model, len(cached))]
+    configured = dict(enumerate(getattr(text_config(model), "layer_types", None) or ()))
     shapes = []
     for index, layer in enumerate(cached):
         kind: LayerType | None = layer_kind(layer)
@@ -83,7 +83,7 @@ def layer_shapes(
         if heads:
             if kind == "full" and index in latents:
                 kind = "latent"
-            if kind == "sliding" and chunked[index]:
+            if kind == "sliding" and "chunked" in str(configured.get(index)):
                 kind = "chunked"
         elif index in reads:
             kind = "shared"
@@ -104,8 +104,3 @@ def layer_shapes(
             )
         )
     return tuple(shapes)
-
-
-def _configured_kinds(model: Any, n_layers: int) -> Sequence[Any]:
-    kinds = getattr(text_config(model), "layer_types", None) or ()
-    return kinds if len(kinds) == n_layers else [None] * n_layers

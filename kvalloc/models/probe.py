@@ -11,12 +11,13 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from kvalloc.errors import KVAllocError, UnsupportedModelError, one_line
 from kvalloc.models.families import WITH_FULL_CACHE, cached_layers, layer_shapes
 from kvalloc.models.names import cache_keyword
-from kvalloc.models.rope import NO_ROTATION, Buffer, Rotation, rotation_of, why_fixed
+from kvalloc.models.rope import NO_ROTATION, UNKNOWN, Buffer, Rotation, layer_rotation, rotation_of
 from kvalloc.models.structure import (
     check_layers,
     context_limit,
@@ -48,9 +49,8 @@ class Probe:
 
     Attributes
     ----------
-    rotations : dict of int to Rotation or str
-        Of each layer that attends; a sentence if it is not known. It has no strong reference to
-        the decoder.
+    rotations : dict of int to Rotation
+        Of each layer that attends. It has no strong reference to the decoder.
     layers : tuple of LayerShape
         What each layer stores.
     n_query_heads : int
@@ -59,7 +59,7 @@ class Probe:
         Whether a later probe would find the same. Not if queries were zeros.
     """
 
-    rotations: Mapping[int, Rotation | str] = field(default_factory=dict)
+    rotations: Mapping[int, Rotation] = field(default_factory=dict)
     layers: tuple[LayerShape, ...] = ()
     n_query_heads: int = 0
     final: bool = False
@@ -67,18 +67,18 @@ class Probe:
     @property
     def moves_queries(self) -> bool:
         """Return whether queries can be put elsewhere, in each layer that attends."""
-        return all(why_fixed(one) is None for one in self.rotations.values())
+        return all(one.fixed is None for one in self.rotations.values())
 
     @property
     def knows_rotations(self) -> bool:
         """Return whether it is known how each layer that attends rotates, if it does."""
-        return not any(isinstance(one, str) for one in self.rotations.values())
+        return all(one.known for one in self.rotations.values())
 
     @property
     def tables(self) -> set[int]:
         """Return the modules that have frequencies of the rotations, by `id`."""
-        sources = [one.source for one in self.rotations.values() if isinstance(one, Rotation)]
-        return {id(one.module()) for one in sources if isinstance(one, Buffer)}
+        used = [(one.source, *(one.scales or ())) for one in self.rotations.values()]
+        return {id(one.module()) for one in chain(*used) if isinstance(one, Buffer)}
 
 
 def probe(
@@ -95,7 +95,7 @@ def probe(
         The model without its language-model head. Its own hooks are skipped, since they may be
         kvalloc's; hooks of its parts run, since they may load weights.
     layers : mapping of int to nn.Module
-        The attention module of each layer.
+        Gets the attention module of each layer while the decoder runs.
     intercepting : callable
         Takes a handler of attention calls, and returns the ``with`` in which it is called.
     name : str
@@ -107,20 +107,16 @@ def probe(
         If the model does not run, a layer attends to anything but what its cache returned, or not
         once in a forward.
     """
-    seen, rotations = _Seen(dict(layers), cached_layers(decoder, name)), dict[int, Any]()
+    seen = _Seen(decoder, layers, cached_layers(decoder, name))
     try:
         with evaluating(decoder), intercepting(seen.attend):
             positions = _run(decoder, seen)
-        several = bool(positions.any())
-        for layer, states in seen.rotated.items():
-            rotations[layer] = (
-                rotation_of(seen.kind(layer), states, positions, decoder) if several else None
-            )
+        rotations, final = _rotations(seen, positions)
     except KVAllocError:
         raise
     except Exception as error:  # models fail in any way
-        seen.count()
-        why = seen.fault or f"it raises {type(error).__name__}: {one_line(error)}"
+        raised = f"it raises {type(error).__name__}: {one_line(error)}"
+        why = seen.miscount() or seen.fault or raised
         raise UnsupportedModelError(
             f"{name} does not run over a few tokens, which shows what its layers store: {why}; try "
             f"a newer transformers, or {WITH_FULL_CACHE}"
@@ -130,25 +126,22 @@ def probe(
         if seen.stored:
             why = "attends without transformers' attention interface, so kvalloc cannot see it"
         raise UnsupportedModelError(f"{name} {why}; {WITH_FULL_CACHE}")
-    seen.count()
-    if seen.fault is not None:
-        raise UnsupportedModelError(f"{seen.fault}; {_ONCE}")
+    if (fault := seen.miscount() or seen.fault) is not None:
+        raise UnsupportedModelError(f"{fault}; {_ONCE}")
     if (last := max(seen.calls)) >= len(seen.layers):
         raise UnsupportedModelError(
             f"layer {last} of {name} attends, and its cache has {len(seen.layers)} layers; try a "
             f"newer transformers, or {WITH_FULL_CACHE}"
         )
-    final = None not in rotations.values()
-    if (fixed := _why_fixed(decoder, seen, rotations, positions)) is not None:
-        rotations = dict.fromkeys(rotations, replace(NO_ROTATION, fixed=fixed))
-    for layer, rotation in rotations.items():
-        if rotation is None:
-            why = "a probe finds zeros, no numbers, or a single position"
-            rotations[layer] = f"it is not known when {seen.kind(layer)} rotates its queries: {why}"
+    sizes = {
+        layer: (keys.shape[1], keys.shape[-1], values.shape[-1])
+        for layer, updates in seen.stored.items()
+        for (keys, values), _ in updates
+    }
     return Probe(
         rotations=rotations,
-        layers=layer_shapes(decoder, seen.layers, seen.heads, seen.reads, seen.latents),
-        n_query_heads=seen.n_query_heads,
+        layers=layer_shapes(decoder, seen.layers, sizes, seen.reads, seen.latents),
+        n_query_heads=next(reversed(seen.latest.values())).queries.shape[1],
         final=final,
     )
 
@@ -159,16 +152,13 @@ class _Seen:
 
     Attributes
     ----------
-    modules : dict of int to nn.Module
-        Each layer's attention.
+    decoder : nn.Module
+    modules : mapping of int to nn.Module
+        Each layer's attention, once it has attended.
     layers : list
         Of the cache.
-    rotated : dict of int to Tensor
-        Queries and new keys of the latest call of each layer, by head.
-    values : dict of int to Tensor
-        New values of that call.
-    heads : dict of int to (int, int, int)
-        KV heads, and numbers of a key and of a value, of each layer that stores entries.
+    latest : dict of int to AttentionStates
+        Of the latest call of each layer.
     reads : dict of int to int
         Of each layer that attends to what another one's cache returned, which.
     latents : set of int
@@ -181,21 +171,24 @@ class _Seen:
         The first thing that is wrong.
     """
 
-    modules: dict[int, nn.Module]
+    decoder: Any
+    modules: Mapping[int, nn.Module]
     layers: list[Any]
-    rotated: dict[int, Tensor] = field(default_factory=dict)
-    values: dict[int, Tensor] = field(default_factory=dict)
-    heads: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    latest: dict[int, Any] = field(default_factory=dict)
     reads: dict[int, int] = field(default_factory=dict)
     latents: set[int] = field(default_factory=set)
     stored: dict[int, list[Any]] = field(default_factory=lambda: defaultdict(list))
     calls: dict[int, int] = field(default_factory=lambda: defaultdict(int))
-    n_query_heads: int = 0
     fault: str | None = None
 
+    def module(self, layer: int) -> nn.Module:
+        """Return a layer's attention, or the decoder."""
+        module: nn.Module = self.modules.get(layer, self.decoder)
+        return module
+
     def kind(self, layer: int) -> str:
-        """Return the class of a layer's attention."""
-        return type(self.modules[layer]).__name__ if layer in self.modules else "the model"
+        """Return the class of `module`."""
+        return type(self.module(layer)).__name__
 
     def cache(self) -> Any:
         """Return a plain cache, and note its updates."""
@@ -208,8 +201,6 @@ class _Seen:
         def update(keys: Tensor, values: Tensor, layer: int, *args: Any, **kwargs: Any) -> Any:
             states = plain(keys, values, layer, *args, **kwargs)
             self.stored[layer].append((states, [copies.clone() for copies in states]))
-            heads, dim = keys.shape[1::2]
-            self.heads[layer] = heads, dim, values.shape[-1]
             return states
 
         cache.update = update
@@ -220,20 +211,14 @@ class _Seen:
 
         A layer with sinks would compute something that depends on the position, too.
         """
-        import torch
-
         layer, attended = states.layer, (states.keys, states.values)
         self.calls[layer] += 1
+        self.latest[layer] = states
         mask = states.mask
         floats = getattr(mask, "is_floating_point", None)  # flex attention's has none
         biased = floats is not None and floats() and (mask * (mask > -1e4)).any()
         if self.fault is None and (states.biased or biased):
             self.fault = f"layer {layer} of {self.kind(layer)} adds numbers to its logits"
-        self.n_query_heads, n_new = states.queries.shape[1:3]
-        # there are others if a layer runs several times
-        newest, values = states.keys[:, :, -n_new:], states.values[:, :, -n_new:]
-        self.rotated[layer] = torch.cat([states.queries, newest], dim=1)
-        self.values[layer] = values
         source = layer
         if layer not in self.stored:  # it may attend to what another layer stores
             source = next((i for i, one in self.stored.items() if one[-1][0][0] is states.keys), -1)
@@ -252,37 +237,52 @@ class _Seen:
                     difference = "of the same size, changed or copied after they were stored"
                 self.fault = f"layer {layer} of {self.kind(layer)} attends to other {name} than "
                 self.fault += f"its cache returned: {difference}"
-        group = self.n_query_heads // states.values.shape[1]
-        return values.repeat_interleave(group, dim=1).transpose(1, 2).contiguous(), None
+        group = states.queries.shape[1] // states.values.shape[1]
+        values = _newest(states.values).repeat_interleave(group, dim=1)
+        return values.transpose(1, 2).contiguous(), None
 
-    def count(self) -> None:
-        """Look whether each layer has stored and attended once."""
+    def miscount(self) -> str | None:
+        """Return which layer has not stored and attended once, if any."""
         for layer in sorted(self.calls.keys() | self.stored.keys()):
             calls, updates = self.calls[layer], len(self.stored[layer])
             expected = 1 - (layer in self.reads)
             if (calls, updates) != (1, expected):
-                self.fault = (
+                return (
                     f"layer {layer} of {self.kind(layer)} makes {calls} attention calls and "
                     f"{updates} updates of the cache in one forward, expected 1 and {expected}"
                 )
-                return
+        return None
 
 
-def _why_fixed(
-    decoder: Any, seen: _Seen, rotations: Mapping[int, Any], positions: Tensor
-) -> str | None:
-    """Return why no rotation puts queries elsewhere, if positions come by other means."""
-    name = type(decoder).__name__
+def _rotations(seen: _Seen, positions: Tensor) -> tuple[dict[int, Rotation], bool]:
+    """Return how each layer rotates, and whether a later probe would find the same."""
+    decoder, name = seen.decoder, type(seen.decoder).__name__
+    rotations, final, fixed = dict[int, Rotation](), True, None
+    for layer, states in seen.latest.items():
+        module, keys = seen.module(layer), _newest(states.keys)
+        rotation = layer_rotation(module, states.queries, keys, positions, decoder)
+        if rotation is None:
+            why = "a probe finds zeros, no numbers, or a single position"
+            why = f"it is not known when {seen.kind(layer)} rotates its queries: {why}"
+            rotation, final = replace(UNKNOWN, fixed=why), False
+        rotations[layer] = rotation
+    # no layer rotates its values: they change with what the first layer reads
+    changes = (
+        rotation_of(name, _newest(one.values), positions, decoder) for one in seen.latest.values()
+    )
     if [*rotations.values()] == [NO_ROTATION] * len(seen.layers):
         # a model of attention alone knows no other order: it takes positions from elsewhere
-        return f"the queries of {name} are the same at all positions of a probe"
-    if None in rotations.values():
-        return None
-    # no layer rotates its values: they change with what the first layer reads
-    changes = (rotation_of(name, one, positions, decoder) for one in seen.values.values())
-    if any(one not in (None, NO_ROTATION) for one in changes):
-        return f"{name} has positions in its embeddings, and does not rotate by them"
-    return None
+        fixed = f"the queries of {name} are the same at all positions of a probe"
+    elif final and any(one not in (None, NO_ROTATION) for one in changes):
+        fixed = f"{name} has positions in its embeddings, and does not rotate by them"
+    if fixed is not None:
+        rotations = dict.fromkeys(rotations, replace(NO_ROTATION, fixed=fixed))
+    return rotations, final
+
+
+def _newest(states: Tensor) -> Tensor:
+    """Return the states of a probe's token: a layer that runs several times has others, too."""
+    return states[:, :, -1:]
 
 
 def _is_same(states: Tensor, returned: Tensor, copy: Tensor) -> bool:

@@ -34,7 +34,7 @@ than 0.005.
 
 @dataclass(frozen=True)
 class Buffer:
-    """A module's buffer, which the model may replace as a text grows.
+    """A module's buffer or weight, which the model may replace, as it does as a text grows.
 
     Attributes
     ----------
@@ -68,12 +68,18 @@ class Rotation:
         Dimensions of the pairs: the first one of each, and the second one.
     fixed : str or None
         Why no query can be put at another position, as a sentence; None if `rotate` does it.
+    known : bool
+        Whether it is known how the layer rotates; if not, `fixed` says why.
+    scales : (Buffer, Buffer) or None
+        Weights, (head_dim,), by which the layer multiplies queries, and keys, after the rotation.
     """
 
     source: Callable[[], Tensor]
     first: slice
     second: slice
     fixed: str | None = None
+    known: bool = True
+    scales: tuple[Buffer, Buffer] | None = None
 
     @property
     def frequencies(self) -> Tensor:
@@ -89,10 +95,6 @@ class Rotation:
         return [*first, *others[:middle], *second, *others[middle:]]
 
 
-UNKNOWN = "it is not known when the model does so"
-"""Stands for the rotation of a layer that no probe has seen."""
-
-
 def _no_frequencies() -> Tensor:
     import torch
 
@@ -102,18 +104,16 @@ def _no_frequencies() -> Tensor:
 NO_ROTATION = Rotation(_no_frequencies, slice(0), slice(0))
 """The rotation of a layer without positions: `rotate` changes nothing."""
 
-
-def why_fixed(rotation: Rotation | str) -> str | None:
-    """Return why queries cannot be put at other positions by a rotation; None if they can."""
-    return rotation if isinstance(rotation, str) else rotation.fixed
+UNKNOWN = replace(NO_ROTATION, fixed="it is not known when the model does so", known=False)
+"""Stands for the rotation of a layer that no probe has seen."""
 
 
-def known_rotation(rotation: Rotation | str, *, user: str, instead: str) -> Rotation:
+def known_rotation(rotation: Rotation, *, user: str, instead: str) -> Rotation:
     """Return a rotation that puts queries elsewhere, or raise if none does.
 
     Parameters
     ----------
-    rotation : Rotation or str
+    rotation : Rotation
         Of `kvalloc.models.attention.AttentionStates`.
     user, instead : str
         The part that needs it, such as ``"the scorer expected_attention"``, and what to use
@@ -124,13 +124,14 @@ def known_rotation(rotation: Rotation | str, *, user: str, instead: str) -> Rota
     UnsupportedModelError
         If none does, or it is not known; names the layer's class, the reason and the way out.
     """
-    if isinstance(rotation, str) or rotation.fixed is not None:
-        why = why_fixed(rotation)
-        raise UnsupportedModelError(f"{user} has to rotate queries, but {why}; {instead}")
+    if rotation.fixed is not None:
+        raise UnsupportedModelError(
+            f"{user} has to rotate queries, but {rotation.fixed}; {instead}"
+        )
     return rotation
 
 
-def rotate(states: Tensor, positions: Tensor, rotation: Rotation) -> Tensor:
+def rotate(states: Tensor, positions: Tensor, rotation: Rotation, *, keys: bool = False) -> Tensor:
     """Rotate queries or keys by positions, as rotary embeddings do.
 
     Parameters
@@ -139,6 +140,8 @@ def rotate(states: Tensor, positions: Tensor, rotation: Rotation) -> Tensor:
     positions : Tensor, (n,) or (..., n)
         By how many positions; a negative number rotates back.
     rotation : Rotation
+    keys : bool
+        Whether the states are keys, which a layer may scale by other factors than queries.
 
     Returns
     -------
@@ -148,6 +151,10 @@ def rotate(states: Tensor, positions: Tensor, rotation: Rotation) -> Tensor:
     ----------
     RoFormer: Enhanced Transformer with Rotary Position Embedding (Su et al., 2021).
     """
+    if rotation.scales is not None:
+        scales = rotation.scales[keys]().detach().float().to(states.device)
+        unscaled = replace(rotation, scales=None)
+        return (scales * rotate(states / scales, positions, unscaled)).type_as(states)
     angles = positions.float()[..., None] * rotation.frequencies.float().to(states.device)
     cosines, sines = angles.cos(), angles.sin()
     first, second = states[..., rotation.first], states[..., rotation.second]
@@ -157,13 +164,35 @@ def rotate(states: Tensor, positions: Tensor, rotation: Rotation) -> Tensor:
     return turned
 
 
-def rotation_of(
-    kind: str, states: Tensor, positions: Tensor, decoder: Any
-) -> Rotation | str | None:
-    """Return the rotation that fits queries and keys of a probe best, or a sentence if none fits.
+def layer_rotation(
+    layer: nn.Module, queries: Tensor, keys: Tensor, positions: Tensor, decoder: Any
+) -> Rotation | None:
+    """Return the rotation of a layer, which may have norms of queries and of keys behind it.
 
-    None if they are zeros or no numbers. Their sizes do not count, which some models let grow with
-    the position.
+    As `rotation_of`, for queries and keys of a probe.
+    """
+    import torch
+
+    kind, states = type(layer).__name__, [queries, keys]
+    rotation = rotation_of(kind, torch.cat(states, dim=1), positions, decoder)
+    norms = [
+        Buffer(weakref.ref(layer.get_submodule(name.removesuffix(".weight"))), "weight")
+        for name, weight in layer.named_parameters()
+        if name.endswith(".weight") and weight.shape == keys.shape[-1:] and not weight.is_meta
+    ]
+    if rotation is not None and not rotation.known and len(norms) == 2:
+        states = [one / norm().detach() for one, norm in zip(states, norms, strict=True)]
+        before = rotation_of(kind, torch.cat(states, dim=1), positions, decoder)
+        if before is not None and before.known:
+            return replace(before, scales=(norms[0], norms[1]))
+    return rotation
+
+
+def rotation_of(kind: str, states: Tensor, positions: Tensor, decoder: Any) -> Rotation | None:
+    """Return the rotation that fits queries and keys of a probe best, or why none does.
+
+    None if they are zeros or no numbers, or of one position. Their sizes do not count, which some
+    models let grow with the position.
 
     Parameters
     ----------
@@ -192,7 +221,7 @@ def rotation_of(
         return float((differences / sizes.clamp(min=_SMALLEST * sizes.max())).mean().sqrt())
 
     unrotated = error(NO_ROTATION)
-    if not math.isfinite(unrotated):
+    if not (math.isfinite(unrotated) and positions.any()):
         return None
     if unrotated < tolerance:
         return NO_ROTATION
@@ -201,7 +230,8 @@ def rotation_of(
         best = min(candidates, key=error, default=NO_ROTATION)
         if error(best) < tolerance:
             return best
-    return f"queries and keys of {kind} change with the position, and not by one rotation"
+    why = f"queries and keys of {kind} change with the position, and not by one rotation"
+    return replace(UNKNOWN, fixed=why)
 
 
 def _layouts(source: Callable[[], Tensor], head_dim: int) -> Iterator[Rotation]:

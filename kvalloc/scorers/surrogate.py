@@ -12,7 +12,7 @@ from kvalloc.errors import InputError, UnsupportedRequestError, option
 from kvalloc.formats.shipped_profiles import load_surrogate
 from kvalloc.formats.surrogate import FittedSurrogate
 from kvalloc.models.attention import AttentionStates
-from kvalloc.models.rope import Rotation, known_rotation, rotate, why_fixed
+from kvalloc.models.rope import Rotation, known_rotation, rotate
 from kvalloc.scorers.base import Scorer
 from kvalloc.scorers.lookahead import LATEST_VOTES, TURN_VOTES, latest_votes
 from kvalloc.scorers.parameters import Above0, Count, Positive
@@ -150,7 +150,7 @@ class Surrogate(Scorer):
             )
         scores = self.without_protected(scores.clamp_(*_LOG_RANGE).exp_(), states, sinks=sinks)
         if self.votes:
-            voting = latest_votes(window=self.window, rotates=why_fixed(states.rotation) is None)
+            voting = latest_votes(window=self.window, rotates=states.rotation.fixed is None)
             largest = replace(voting, votes=self.votes).score(states, sinks=sinks)
             scores = torch.maximum(scores, largest.mul_(self.votes_weight))
         return scores
@@ -211,7 +211,7 @@ def _features(states: AttentionStates) -> list[Tensor]:
     keys, values, places = states.keys.float(), states.values.float(), states.positions
     if places is None:
         places = torch.arange(keys.shape[2], device=keys.device)
-    keys = rotate(keys, -places, rotation)
+    keys = rotate(keys, -places, rotation, keys=True)
     lengths = torch.hypot(keys[..., rotation.first], keys[..., rotation.second])
     # as many in each layer, whether it rotates its keys or not
     lengths = torch.nn.functional.pad(lengths, (0, keys.shape[-1] // 2 - lengths.shape[-1]))
@@ -221,12 +221,12 @@ def _features(states: AttentionStates) -> list[Tensor]:
     return [keys, values, lengths, *norms]
 
 
-def surrogate_rotation(rotation: Rotation | str) -> Rotation:
+def surrogate_rotation(rotation: Rotation) -> Rotation:
     """Return the rotation that is undone of keys, which stay as they are if positions are in them.
 
     See `known_rotation`.
     """
-    if not isinstance(rotation, str):
+    if rotation.known:
         return rotation
     return known_rotation(
         rotation,

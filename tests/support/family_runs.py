@@ -63,8 +63,7 @@ models and of vision-language models, and checks each:
 A model that is not served is refused before anything runs, in a line that names a way out. What is
 not tried needs a package, an image, or another model beside it. All prompts are texts, those of
 vision-language models too. All rows come from random weights. The last column names the models
-whose trained weights have run, too. Norm weights are ones in random models: `kvalloc fit` refuses
-HunYuan with trained ones, which stand between its rotation and its attention.
+whose trained weights have run, too. Weights of norms are random, between 0.5 and 1.5.
 
 `kvalloc list models` prints the table.
 """

@@ -33,6 +33,8 @@ class NotAlone(Exception):
 def named_model(name: str, mapping: Mapping[str, str] = CAUSAL) -> Any:
     """Return the random model of a name; always the same.
 
+    The weights of its norms are random, too: a new model's are ones, which hide what they scale.
+
     Raises
     ------
     NotAlone
@@ -47,6 +49,10 @@ def named_model(name: str, mapping: Mapping[str, str] = CAUSAL) -> Any:
         config = text_config
     torch.manual_seed(0)
     model = kind._from_config(config).eval()
+    with torch.no_grad():
+        for part in model.modules():
+            if "norm" in type(part).__name__.lower() and hasattr(part, "weight"):
+                part.weight += torch.empty_like(part.weight).uniform_(-0.5, 0.5)
     model.generation_config.update(pad_token_id=0, decoder_start_token_id=1, eos_token_id=None)
     return model
 

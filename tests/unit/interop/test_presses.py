@@ -5,6 +5,7 @@ tests/integration/test_kvpress.py has the same with kvpress itself.
 
 import sys
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
@@ -23,6 +24,7 @@ from kvalloc.errors import (
     InputError,
     MissingDependencyError,
     ModelMismatchError,
+    UnsupportedModelError,
     UnsupportedRequestError,
 )
 from kvalloc.evaluate.methods import CacheMethod, full_cache
@@ -393,6 +395,9 @@ def test_what_cannot_be_is_refused(model):
     other = make_budget_profile([[9, 9]] * 3, context_tokens=N_PROMPT, policy=RECENT)
     with pytest.raises(ModelMismatchError):
         read_prompt(model, budget_press(other, NormPress()))
+    scaled = make_states(rotation=replace(halves(1.0, 0.1), scales=(torch.ones, torch.ones)))
+    with pytest.raises(UnsupportedModelError, match="scales them behind the rotation"):
+        PressScorer(press="Last").score(scaled, sinks=2)
     states = make_states(rotation=halves(1.0, 0.1))
     with pytest.raises(UnsupportedRequestError, match="NeedyPress cannot score a prompt of 40"):
         PressScorer(press="Needy").score(states, sinks=2)

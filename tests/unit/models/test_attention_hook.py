@@ -141,6 +141,16 @@ def test_a_switch_is_shared_as_long_as_it_is_held(ids):
     assert layers == [*range(len(model.model.layers))]
 
 
+def test_a_layers_attention_is_the_module_that_attends():
+    """Routers may have the number of their layer, too, as in HunYuan's experts."""
+    model = tiny_model()
+    for number, layer in enumerate(model.model.layers):
+        layer.layer_idx = layer.mlp.layer_idx = number
+        layer.config = model.config
+    attention = AttentionSwitch(model).attention
+    assert dict(attention) == {n: one.self_attn for n, one in enumerate(model.model.layers)}
+
+
 def test_leaving_from_another_context_is_safe():
     model = tiny_model()
     switch = AttentionSwitch(model)

@@ -138,17 +138,33 @@ def test_angles_that_do_not_grow_with_the_position_are_no_rotation():
     model.model.layers[1].self_attn.__class__ = names["Own"]
     assert not probe_of(model).knows_rotations
     said = "queries and keys of Own change with the position, and not by one rotation"
-    assert probe_of(model).rotations[1] == said
+    assert probe_of(model).rotations[1].fixed == said
+
+
+class Factor(torch.nn.Module):
+    """Multiplies states by numbers that are no weight of a norm."""
+
+    def __init__(self, numbers):
+        super().__init__()
+        self.numbers = numbers.detach()
+
+    def forward(self, states):
+        return states * self.numbers
 
 
 @pytest.mark.parametrize("norm", ["query_layernorm", "key_layernorm"])
 def test_what_happens_after_the_rotation_counts(norm):
     """HunYuan scales queries, and keys, dimension by dimension after it, each by its factor."""
     model = model_of("hunyuan")
-    assert probe_of(model).knows_rotations
-    scaled = model_of("hunyuan")
-    torch.nn.init.normal_(getattr(scaled.model.layers[1].self_attn, norm).weight)
-    assert "change with the position, and not by one rotation" in probe_of(scaled).rotations[1]
+    weight = getattr(model.model.layers[1].self_attn, norm).weight
+    torch.nn.init.normal_(weight)
+    states = states_of(model, torch.full((1, N_TOKENS), 7))[1][0]
+    assert states.rotation.scales[norm == "key_layernorm"]() is weight
+    for keys, turned in enumerate((states.queries, states.keys)):
+        back = rotate(turned, -torch.arange(N_TOKENS), states.rotation, keys=bool(keys))
+        torch.testing.assert_close(back, back[:, :, :1].expand_as(back), atol=1e-4, rtol=1e-4)
+    setattr(model.model.layers[1].self_attn, norm, Factor(weight))
+    assert "change with the position, and not by one rotation" in probe_of(model).rotations[1].fixed
 
 
 def fails(model):
@@ -188,8 +204,8 @@ def test_a_layer_that_shows_nothing_is_not_taken_for_a_plain_one():
     model, said = model_of("llama"), "a probe finds zeros"
     has_no_numbers(model)
     found = probe_of(model).rotations[0]
-    assert found.startswith("it is not known when LlamaAttention rotates its queries: ")
-    assert said in found
+    assert found.fixed.startswith("it is not known when LlamaAttention rotates its queries: ")
+    assert said in found.fixed
     states = make_states(rotation=found)
     with pytest.raises(UnsupportedModelError, match=f"expected_attention .*{said}.*snapkv"):
         ExpectedAttention().score(states, sinks=0)
@@ -266,7 +282,7 @@ def test_slow_pairs_that_carry_the_queries_do_not_hide_fast_ones():
 
 
 def test_a_context_of_one_position_shows_nothing():
-    assert "a single position" in probe_of(model_of("llama of one position")).rotations[0]
+    assert "a single position" in probe_of(model_of("llama of one position")).rotations[0].fixed
 
 
 def contents(model):
