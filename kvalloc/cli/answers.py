@@ -308,7 +308,7 @@ class Conversation:
         """Let the model read tokens into the cache."""
         import torch
 
-        from kvalloc.models.quiet import quiet_transformers
+        from kvalloc.models.pretrained import quiet_transformers
 
         if ids:
             model, is_first = self.loaded.model, not self.seen_tokens
@@ -346,7 +346,7 @@ class Conversation:
 
         from kvalloc.evaluate.caches import end_tokens
         from kvalloc.extensions.answering import answer
-        from kvalloc.models.quiet import quiet_transformers
+        from kvalloc.models.pretrained import quiet_transformers
 
         ids, options, tokenizer = self.turn_ids(text), self.options, self.loaded.tokenizer
         ends = end_tokens(self.loaded.model, tokenizer)

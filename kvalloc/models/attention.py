@@ -184,17 +184,15 @@ class AttentionStates:
         first = shown[0]
         if len(shown) == 1:
             return first
-        queries, keys, values = (
-            torch.cat([getattr(one, name) for one in shown], dim=1)
+        heads: dict[str, Any] = {
+            name: torch.cat([getattr(one, name) for one in shown], dim=1)
             for name in ("queries", "keys", "values")
-        )
+        }
         sinks = [one.sink_logits for one in shown if one.sink_logits is not None]
         bits = [one.key_bits for one in shown if one.key_bits is not None]
         return replace(
             first,
-            queries=queries,
-            keys=keys,
-            values=values,
+            **heads,
             sink_logits=torch.cat(sinks) if sinks else None,
             key_bits=np.concatenate(bits) if bits else None,
             layers=tuple(one.layer for one in shown),
@@ -252,16 +250,12 @@ AttentionResult: TypeAlias = "tuple[Tensor, Tensor | None]"
 class Compute(Protocol):
     """Runs the model's own attention of this layer with that mask.
 
-    Over all the keys and values of the states, or over others: of some entries, each (batch,
-    n_kv_heads, n_read, head_dim), or of some rows of the batch, with the queries of these rows.
+    Over all the keys and values of the states, or over others, (batch, n_kv_heads, n_read,
+    head_dim), which no layer of latents has.
     """
 
     def __call__(
-        self,
-        mask: Tensor | None,
-        keys: Tensor | None = None,
-        values: Tensor | None = None,
-        rows: slice | Tensor | None = None,
+        self, mask: Tensor | None, keys: Tensor | None = None, values: Tensor | None = None
     ) -> AttentionResult:
         """Return the attention output, and the weights where the implementation gives them."""
 
@@ -593,26 +587,15 @@ def _answered(
     computed: AttentionResult | None = None
 
     def compute(
-        mask: Tensor | None,
-        keys: Tensor | None = None,
-        values: Tensor | None = None,
-        rows: slice | Tensor | None = None,
+        mask: Tensor | None, keys: Tensor | None = None, values: Tensor | None = None
     ) -> AttentionResult:
         nonlocal computed
-        queries, named = query, kwargs
-        if rows is not None:
-            queries, positions = query[rows], kwargs.get("position_ids")
-            if positions is not None and len(positions) == len(query):
-                named = {**kwargs, "position_ids": positions[rows]}
+        keys = key if keys is None else keys
+        values = value if values is None else values
         # Flash attention reads its own name from the config again, to pick a kernel.
         token = _active.set(None)
         try:
-            if keys is not None and states.latents is not None:
-                parts = keys.tensor_split([states.latents[0].shape[-1]], dim=-1)
-                keys, values = getattr(module, EXPANSION)(*parts)
-            keys = key if keys is None else keys
-            values = value if values is None else values
-            computed = function(module, queries, keys, values, mask, *more, **named)
+            computed = function(module, query, keys, values, mask, *more, **kwargs)
         finally:
             _active.reset(token)
         return computed

@@ -19,12 +19,10 @@ from typing import Any
 from kvalloc.errors import (
     InputError,
     MissingDependencyError,
-    UnsupportedModelError,
-    one_line,
     require,
 )
 from kvalloc.files import cache_folder, temporary_beside
-from kvalloc.models.quiet import quiet_transformers
+from kvalloc.models.pretrained import read_pretrained
 
 _FORMAT = "1"
 _OLDEST_READER = "5.23"
@@ -110,32 +108,17 @@ def _convert(file: Path, target: Path, dtype: str) -> Path:
 
 def _unpack(file: Path, folder: Path, dtype: str) -> None:
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    import transformers
 
-    options: dict[str, Any] = {"gguf_file": file.name, "dtype": getattr(torch, dtype)}
-    options["trust_remote_code"] = False
-    try:  # newer versions may keep the blocks packed by default
-        from transformers import GgufConfig
-
-        options["quantization_config"] = GgufConfig(dequantize=True)
-    except ImportError:
-        pass
+    options: dict[str, Any] = {"dtype": getattr(torch, dtype)}
+    if hasattr(transformers, "GgufConfig"):  # newer versions may keep the blocks packed by default
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     parent = str(file.absolute().parent)
-    try:
-        # the reader's own progress bar knows no switch; it writes to what stderr is right now
-        with quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):
-            tokenizer = AutoTokenizer.from_pretrained(
-                parent, gguf_file=file.name, trust_remote_code=False
-            )
-            model = AutoModelForCausalLM.from_pretrained(parent, **options)
-            model.save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
-    except (OSError, ImportError):
-        raise  # a full disk, a package that is missing
-    except Exception as error:  # the reader of a broken file may fail in any way
-        raise UnsupportedModelError(
-            f"transformers cannot read {file.name}: {one_line(error)}"
-        ) from error
+    # the reader's own progress bar knows no switch; it writes to what stderr is right now
+    with contextlib.redirect_stderr(io.StringIO()):
+        read = read_pretrained(parent, file.name, options, gguf_file=file.name)
+        for part in read:
+            part.save_pretrained(folder)
 
 
 def _digest(file: Path) -> str:

@@ -15,7 +15,6 @@ from typing import Any
 from kvalloc.errors import (
     InputError,
     KVAllocError,
-    MissingDependencyError,
     UnsupportedModelError,
     nearest,
     no_such,
@@ -30,7 +29,7 @@ from kvalloc.models import gguf
 from kvalloc.models.attention import probe_of
 from kvalloc.models.families import WITH_FULL_CACHE
 from kvalloc.models.names import COMMIT
-from kvalloc.models.quiet import quiet_transformers
+from kvalloc.models.pretrained import quiet_transformers, read_pretrained
 from kvalloc.models.structure import (
     context_limit,
     rotary_settings,
@@ -91,8 +90,7 @@ class ModelSource:
         """Return the tokenizer alone, and the model's id."""
         require_run_packages()
         folder, model_id, _ = _locate(self.source, self.dtype, notify)
-        with quiet_transformers():
-            return _read_pretrained(folder, model_id, None)[1], model_id
+        return read_pretrained(folder, model_id, None)[1], model_id
 
 
 def load_model(
@@ -144,8 +142,7 @@ def load_model(
         require("spreading a model over devices", "accelerate", extra="run")
         options["device_map"] = device
     folder, model_id, converted = _locate(str(source), dtype, notify)
-    with quiet_transformers():
-        model, tokenizer = _read_pretrained(folder, model_id, options)
+    model, tokenizer = read_pretrained(folder, model_id, options)
     if converted:
         # the folder's name says nothing: the model shall answer with the name it is known by
         model.name_or_path = model.config.name_or_path = model_id
@@ -387,31 +384,6 @@ def _on_hub(model_id: str, *, demo: bool = False) -> tuple[str, str, bool]:
         f"{model_id!r} is no folder or file here, not in the local hub cache, and {why}; {near}"
         "give a path, or use 'demo'"
     )
-
-
-def _read_pretrained(folder: str, model_id: str, options: dict[str, Any] | None) -> tuple[Any, Any]:
-    """Return the model (None without options) and its tokenizer."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    try:
-        # said here, or transformers would ask at the terminal
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        if options is None:
-            return None, tokenizer
-        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, **options)
-    except ImportError as error:
-        raise MissingDependencyError(f"{model_id} cannot be loaded: {one_line(error)}") from error
-    except Exception as error:
-        # transformers has no error class of its own: any error is about this model
-        if "trust_remote_code" in str(error):
-            raise UnsupportedModelError(
-                f"{model_id} brings code of its own, which kvalloc does not run; if you trust it, "
-                "load it with transformers and give the loaded model to kvalloc's functions"
-            ) from error
-        raise UnsupportedModelError(
-            f"{model_id} cannot be loaded as a causal language model: {one_line(error)}"
-        ) from error
-    return model, tokenizer
 
 
 def _known_as(model: Any) -> str:

@@ -7,7 +7,7 @@ nothing can be evicted or rounded: its answers would be wrong without a word.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -116,7 +116,7 @@ def probe(
         raise
     except Exception as error:  # models fail in any way
         raised = f"it raises {type(error).__name__}: {one_line(error)}"
-        why = seen.miscount() or seen.fault or raised
+        why = seen.fault() or raised
         raise UnsupportedModelError(
             f"{name} does not run over a few tokens, which shows what its layers store: {why}; try "
             f"a newer transformers, or {WITH_FULL_CACHE}"
@@ -126,9 +126,9 @@ def probe(
         if seen.stored:
             why = "attends without transformers' attention interface, so kvalloc cannot see it"
         raise UnsupportedModelError(f"{name} {why}; {WITH_FULL_CACHE}")
-    if (fault := seen.miscount() or seen.fault) is not None:
+    if (fault := seen.fault()) is not None:
         raise UnsupportedModelError(f"{fault}; {_ONCE}")
-    if (last := max(seen.calls)) >= len(seen.layers):
+    if (last := max(seen.latest)) >= len(seen.layers):
         raise UnsupportedModelError(
             f"layer {last} of {name} attends, and its cache has {len(seen.layers)} layers; try a "
             f"newer transformers, or {WITH_FULL_CACHE}"
@@ -138,10 +138,11 @@ def probe(
         for layer, updates in seen.stored.items()
         for (keys, values), _ in updates
     }
+    latents = {states.layer for states in seen.calls if states.latents is not None}
     return Probe(
         rotations=rotations,
-        layers=layer_shapes(decoder, seen.layers, sizes, seen.reads, seen.latents),
-        n_query_heads=next(reversed(seen.latest.values())).queries.shape[1],
+        layers=layer_shapes(decoder, seen.layers, sizes, seen.reads, latents),
+        n_query_heads=seen.calls[-1].queries.shape[1],
         final=final,
     )
 
@@ -157,29 +158,28 @@ class _Seen:
         Each layer's attention, once it has attended.
     layers : list
         Of the cache.
-    latest : dict of int to AttentionStates
-        Of the latest call of each layer.
+    calls : list of AttentionStates
+        Of all attention calls, in order.
     reads : dict of int to int
         Of each layer that attends to what another one's cache returned, which.
-    latents : set of int
-        Layers that expand what their cache returned.
     stored : dict of int to list
         What the cache returned, and copies of it, by layer.
-    calls : dict of int to int
-        Attention calls of each layer.
-    fault : str or None
-        The first thing that is wrong.
+    others : list of str
+        What attention is computed of, or adds, that no cache returned.
     """
 
     decoder: Any
     modules: Mapping[int, nn.Module]
     layers: list[Any]
-    latest: dict[int, Any] = field(default_factory=dict)
+    calls: list[Any] = field(default_factory=list)
     reads: dict[int, int] = field(default_factory=dict)
-    latents: set[int] = field(default_factory=set)
     stored: dict[int, list[Any]] = field(default_factory=lambda: defaultdict(list))
-    calls: dict[int, int] = field(default_factory=lambda: defaultdict(int))
-    fault: str | None = None
+    others: list[str] = field(default_factory=list)
+
+    @property
+    def latest(self) -> dict[int, Any]:
+        """Return the states of the latest attention call of each layer."""
+        return {states.layer: states for states in self.calls}
 
     def module(self, layer: int) -> nn.Module:
         """Return a layer's attention, or the decoder."""
@@ -211,47 +211,43 @@ class _Seen:
 
         A layer with sinks would compute something that depends on the position, too.
         """
-        layer, attended = states.layer, (states.keys, states.values)
-        self.calls[layer] += 1
-        self.latest[layer] = states
-        mask = states.mask
+        layer, mask = states.layer, states.mask
+        self.calls.append(states)
         floats = getattr(mask, "is_floating_point", None)  # flex attention's has none
         biased = floats is not None and floats() and (mask * (mask > -1e4)).any()
-        if self.fault is None and (states.biased or biased):
-            self.fault = f"layer {layer} of {self.kind(layer)} adds numbers to its logits"
+        name = f"layer {layer} of {self.kind(layer)}"
+        if states.biased or biased:
+            self.others.append(f"{name} adds numbers to its logits")
         source = layer
         if layer not in self.stored:  # it may attend to what another layer stores
             source = next((i for i, one in self.stored.items() if one[-1][0][0] is states.keys), -1)
             if source >= 0:
                 self.reads[layer] = source
+        attended = states.latents or (states.keys, states.values)
         returned, copies = self.stored[source][-1] if source in self.stored else (attended,) * 2
-        if states.latents is not None and layer in self.stored:
-            self.latents.add(layer)
-            attended = states.latents
-        for name, now, was, copied in zip(
-            ("keys", "values"), attended, returned, copies, strict=True
-        ):
-            if self.fault is None and not _is_same(now, was, copied):
+        triples = zip(attended, returned, copies, strict=True)
+        for part, (now, was, copied) in zip(("keys", "values"), triples, strict=True):
+            if not _is_same(now, was, copied):
                 difference = f"{_size(now)}, stored are {_size(was)}"
                 if now.shape == was.shape:
                     difference = "of the same size, changed or copied after they were stored"
-                self.fault = f"layer {layer} of {self.kind(layer)} attends to other {name} than "
-                self.fault += f"its cache returned: {difference}"
+                difference = f"than its cache returned: {difference}"
+                self.others.append(f"{name} attends to other {part} {difference}")
         group = states.queries.shape[1] // states.values.shape[1]
         values = _newest(states.values).repeat_interleave(group, dim=1)
         return values.transpose(1, 2).contiguous(), None
 
-    def miscount(self) -> str | None:
-        """Return which layer has not stored and attended once, if any."""
-        for layer in sorted(self.calls.keys() | self.stored.keys()):
-            calls, updates = self.calls[layer], len(self.stored[layer])
-            expected = 1 - (layer in self.reads)
-            if (calls, updates) != (1, expected):
+    def fault(self) -> str | None:
+        """Return which layer has not stored and attended once, or another fault, if any."""
+        calls = Counter(states.layer for states in self.calls)
+        for layer in sorted(calls.keys() | self.stored.keys()):
+            updates, expected = len(self.stored[layer]), 1 - (layer in self.reads)
+            if (calls[layer], updates) != (1, expected):
                 return (
-                    f"layer {layer} of {self.kind(layer)} makes {calls} attention calls and "
+                    f"layer {layer} of {self.kind(layer)} makes {calls[layer]} attention calls and "
                     f"{updates} updates of the cache in one forward, expected 1 and {expected}"
                 )
-        return None
+        return next(iter(self.others), None)
 
 
 def _rotations(seen: _Seen, positions: Tensor) -> tuple[dict[int, Rotation], bool]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from hashlib import sha256
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,13 +36,15 @@ class _Part(NamedTuple):
     ----------
     stamp : object
         Changes with it, as far as that can be told without reading tensors.
+    values : callable
+        Reads it: returns plain tensors, or texts.
     source : object
         The tensor, the layer that torch has quantized, the config, or of an offloaded tensor its
-        hook and its name there. While it lives, an equal stamp means the same part. None if the
-        stamp is all there is.
+        hook. While it lives, an equal stamp means the same part. None if the stamp is all there is.
     """
 
     stamp: Any
+    values: Callable[[], list[Any]]
     source: Any = None
 
 
@@ -114,8 +117,7 @@ def _remembered(module: nn.Module) -> _Digests:
     stamps = [part.stamp for part in parts]
     known = _KNOWN.get(module)
     if known is None or known[0] != stamps or any(holder() is None for holder in known[1]):
-        sources = [part.source for part in parts if part.source is not None]
-        holders = [weakref.ref(one[0] if isinstance(one, tuple) else one) for one in sources]
+        holders = [weakref.ref(part.source) for part in parts if part.source is not None]
         known = _KNOWN[module] = (stamps, holders, _digests(parts))
     return known[2]
 
@@ -128,7 +130,7 @@ def _parts(module: nn.Module) -> list[_Part]:
     config, rotary = getattr(module, "config", None), ""
     if config is not None:
         fields = {name: value for name, value in vars(config).items() if name[0] != "_"}
-        parts.append(_Part(str(fields), config))
+        parts.append(_Part(str(fields), lambda: [_effective(config)], config))
         rotary = rotary_settings(config) or ""
     # frequencies that depend on the length of the text
     varies = any(kind in rotary for kind in ("dynamic", "longrope"))
@@ -136,7 +138,9 @@ def _parts(module: nn.Module) -> list[_Part]:
     def collect(module: Any, name: str, hooks: Mapping[str, Any]) -> None:
         """Add the parts of a module; ``hooks`` of accelerate belong to modules around it."""
         if is_packed(module):
-            parts.append(_Part(id(packed_numbers(module)), module))
+            numbers = [getattr(module, name, str) for name in ("weight", "bias")]
+            stamp = id(packed_numbers(module))
+            parts.append(_Part(stamp, lambda: [one() for one in numbers], module))
             return
         if (hook := placement(module)) is not None and hook.weights_map is not None:
             hooks = {**hooks, name: hook}
@@ -144,35 +148,24 @@ def _parts(module: nn.Module) -> list[_Part]:
             if isinstance(value, Tensor):
                 if value.is_meta and (around := [one for one in hooks if name.startswith(one)]):
                     hook, name_below = hooks[around[-1]], f"{name}{key}"[len(around[-1]) :]
-                    parts.append(_Part((id(hook), name_below), (hook, name_below)))
+                    read = partial(_offloaded, hook, name_below)
+                    parts.append(_Part((id(hook), name_below), read, hook))
                 elif not (varies and "inv_freq" in key):
-                    parts.append(_Part(_stamp(value), value))
-            elif isinstance(value, float):
-                parts.append(_Part(value))
+                    parts.append(_Part(_stamp(value), partial(_plain_tensors, value), value))
             elif hasattr(value, "named_children"):
                 collect(value, f"{name}{key}.", hooks)
-            else:  # a setting of an adapter
-                parts.append(_Part(json.dumps(value, default=lambda one: type(one).__name__)))
+            else:  # a number, or a setting of an adapter
+                text = json.dumps(value, default=lambda one: type(one).__name__)
+                text = str(value) if isinstance(value, float) else text
+                parts.append(_Part(text, partial(list, [text])))
 
     collect(module, "", {})
     return parts
 
 
-def _values(part: _Part) -> list[Any]:
-    """Return the plain tensors of a part, or its text."""
-    from torch import Tensor
-
-    stamp, source = part
-    if source is None:
-        return [stamp]
-    if isinstance(source, tuple):  # offloaded
-        hook, name = source
-        return _plain_tensors(hook.weights_map[name])
-    if isinstance(source, Tensor):
-        return _plain_tensors(source)
-    if is_packed(source):
-        return [getattr(source, name, str)() for name in ("weight", "bias")]
-    return [_effective(source)]
+def _offloaded(hook: Any, name: str) -> list[Tensor]:
+    """Read a tensor from where accelerate's hook keeps it."""
+    return _plain_tensors(hook.weights_map[name])
 
 
 def _effective(config: Any) -> str:
@@ -214,7 +207,7 @@ def _digests(parts: list[_Part]) -> _Digests:
 
     hashers = {dtype: sha256() for dtype in (None, torch.bfloat16, torch.float16)}
     loaded = plain = True
-    for value in chain.from_iterable(map(_values, parts)):
+    for value in chain.from_iterable(part.values() for part in parts):
         if not isinstance(value, torch.Tensor):
             for hasher in hashers.values():
                 hasher.update(f"{value}\n".encode())

@@ -51,8 +51,9 @@ def named_model(name: str, mapping: Mapping[str, str] = CAUSAL) -> Any:
     model = kind._from_config(config).eval()
     with torch.no_grad():
         for part in model.modules():
-            if "norm" in type(part).__name__.lower() and hasattr(part, "weight"):
-                part.weight += torch.empty_like(part.weight).uniform_(-0.5, 0.5)
+            weight = getattr(part, "weight", None)
+            if "norm" in type(part).__name__.lower() and weight is not None:
+                weight += torch.empty_like(weight).uniform_(-0.5, 0.5)
     model.generation_config.update(pad_token_id=0, decoder_start_token_id=1, eos_token_id=None)
     return model
 

@@ -1,0 +1,85 @@
+"""Models and tokenizers as transformers reads them, without its messages."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from kvalloc.errors import MissingDependencyError, UnsupportedModelError, one_line
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Silence progress bars and warnings of transformers inside the ``with``."""
+    from transformers import logging as transformers_logging
+
+    verbosity = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
+    hub = logging.getLogger("huggingface_hub")
+    hub_level = hub.level
+    transformers_logging.set_verbosity(logging.ERROR)
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    hub.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        hub.setLevel(hub_level)
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def read_pretrained(
+    folder: str, name: str, options: dict[str, Any] | None, **where: Any
+) -> tuple[Any, Any]:
+    """Read a causal language model and its tokenizer.
+
+    Parameters
+    ----------
+    folder : str
+        Transformers' source.
+    name : str
+        The model's, for messages.
+    options : dict, or None
+        Of the model, which is None without them.
+    **where
+        The file in the folder.
+
+    Returns
+    -------
+    (PreTrainedModel or None, PreTrainedTokenizerBase)
+
+    Raises
+    ------
+    MissingDependencyError
+        If a package is missing that reads it.
+    UnsupportedModelError
+        If transformers cannot read it.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    where["trust_remote_code"] = False  # or transformers would ask at the terminal
+    try:
+        with quiet_transformers():
+            tokenizer = AutoTokenizer.from_pretrained(folder, **where)
+            if options is None:
+                return None, tokenizer
+            model = AutoModelForCausalLM.from_pretrained(folder, **where, **options)
+    except ImportError as error:
+        raise MissingDependencyError(f"{name} cannot be loaded: {one_line(error)}") from error
+    except Exception as error:
+        # transformers has no error class of its own: any error is about this model
+        if "trust_remote_code" in str(error):
+            raise UnsupportedModelError(
+                f"{name} brings code of its own, which kvalloc does not run; if you trust it, "
+                "load it with transformers and give the loaded model to kvalloc's functions"
+            ) from error
+        raise UnsupportedModelError(
+            f"{name} cannot be loaded as a causal language model: {one_line(error)}"
+        ) from error
+    return model, tokenizer
