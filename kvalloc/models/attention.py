@@ -285,7 +285,7 @@ class _ConfigView:
     """
 
     def __init__(self, module: Any) -> None:
-        self.__dict__.update(_viewed=module.config, _module_id=id(module))
+        self.__dict__.update(_viewed=module.config, _module_id=id(module), _users=0)
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -326,30 +326,38 @@ _probes = weakref.WeakKeyDictionary()
 # The switch of each decoder, as long as a cache or somebody else holds it.
 _switches: weakref.WeakKeyDictionary[nn.Module, weakref.ref[AttentionSwitch]]
 _switches = weakref.WeakKeyDictionary()
-# How often each decoder is intercepted now: with threads or nesting, the first one to leave must
-# not take away the views that another one still needs.
-_within: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
 def _lend(module: nn.Module) -> None:
-    """Give a module what it has while it is intercepted; its view remembers what was there."""
+    """Give a module what it has while it is intercepted; its view remembers what was there.
+
+    With threads or nesting, the first one to leave must not take away what another still needs.
+    """
     attributes, kind = vars(module), type(module)
-    lent: dict[str, Any] = {"config": _ConfigView(module)}
-    if hasattr(kind, EXPANSION):
-        lent[EXPANSION] = partial(_expand, module)
-    if takes(kind.forward, LAYER):
-        lent["forward"] = partial(_call, module.forward)
-    vars(lent["config"])["_before"] = {name: attributes.get(name) for name in lent}
-    attributes.update(lent)  # a module takes long to be set anything
+    view: Any = module.config
+    if type(view) is not _ConfigView:
+        view = _ConfigView(module)
+        lent: dict[str, Any] = {"config": view}
+        if hasattr(kind, EXPANSION):
+            lent[EXPANSION] = partial(_expand, module)
+        if takes(kind.forward, LAYER):
+            lent["forward"] = partial(_call, module.forward)
+        vars(view)["_before"] = {name: attributes.get(name) for name in lent}
+        attributes.update(lent)  # a module takes long to be set anything
+    vars(view)["_users"] += 1
 
 
 def _take_back(module: nn.Module) -> None:
-    """Undo `_lend`."""
-    for name, before in vars(module)["config"]._before.items():
-        vars(module)[name] = before
+    """Undo one `_lend`."""
+    attributes, view = vars(module), vars(module).get("config")
+    if type(view) is not _ConfigView:  # somebody has set another config meanwhile
+        return
+    vars(view)["_users"] -= 1
+    for name, before in view._before.items() if not view._users else ():
+        attributes[name] = before
         if before is None:
-            del vars(module)[name]
+            del attributes[name]
 
 
 def _call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -439,7 +447,6 @@ class AttentionSwitch:
         check_decoder_only(model)
         modules: list[Any] = list(decoder.modules())
         self.module_ids = frozenset(map(id, modules))
-        self._decoder = weakref.ref(decoder)
         # those that look their attention function up and pass themselves to it
         self._modules = [
             one
@@ -460,8 +467,7 @@ class AttentionSwitch:
     def of(cls, model: nn.Module) -> AttentionSwitch:
         """Return the switch of a model that is held already, or a new one."""
         decoder = decoder_of(model)
-        known = _switches.get(decoder)
-        switch = None if known is None else known()
+        switch = _switches.get(decoder, lambda: None)()
         if switch is None:
             switch = cls(model)
             if switch.probe.final:
@@ -489,12 +495,16 @@ class AttentionSwitch:
 
         If the handler knows the layers, states show it no output projection and no rotation.
         """
-        self._count(1)
+        with _lock:
+            for module in self._modules:
+                _lend(module)
         return _active.set(_Active(handler, self, _active.get(), known))
 
     def leave(self, token: Token[_Active | None]) -> None:
         """Switch interception off again."""
-        self._count(-1)
+        with _lock:
+            for module in self._modules:
+                _take_back(module)
         with suppress(ValueError):
             # An interrupted notebook cell may be tidied up from another context; the one that
             # held the handler is gone then.
@@ -508,20 +518,6 @@ class AttentionSwitch:
             yield
         finally:
             self.leave(token)
-
-    def _count(self, step: int) -> None:
-        """Count users of the switch; lend views to the modules, or take them back."""
-        decoder = self._decoder()
-        if decoder is None:
-            return
-        with _lock:
-            within = _within[decoder] = _within.get(decoder, 0) + step
-            for module in self._modules:
-                lent = type(module.config) is _ConfigView
-                if within and not lent:
-                    _lend(module)
-                elif lent and not within:
-                    _take_back(module)
 
 
 def probe_of(model: nn.Module) -> Probe:
@@ -570,20 +566,8 @@ def _answered(
     """Return what a handler answers in place of an implementation."""
     kind: Any = type(module)
     function = attention_function(kind, base)
-    states = _states(active, base, module, (query, key, value, attention_mask), kwargs)
-    to_values: Tensor | None = None
-    if (noted := _expanded.get()) is not None and noted[0] == id(module):
-        to_keys, to_values = _matrices(module, *noted[1:])
-        _expanded.set(None)
-        keys, values = latent_states(*noted[1:])
-        states = replace(
-            states,
-            queries=query @ to_keys.mT,
-            keys=keys,
-            values=values,
-            latents=noted[1:],
-            output_projection=None,
-        )
+    tensors = query, key, value, attention_mask
+    states, to_values = _states(active, base, module, tensors, kwargs)
     computed: AttentionResult | None = None
 
     def compute(
@@ -610,15 +594,17 @@ def _states(
     active: _Active,
     base: str,
     module: Any,
-    states: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None],
     kwargs: dict[str, Any],
-) -> AttentionStates:
-    """Return a layer's queries, keys, values and mask with what a handler is shown beside them."""
-    query, key, value, mask = states
+) -> tuple[AttentionStates, Tensor | None]:
+    """Return what a handler is shown of a layer's attention, and what expands latents to values."""
+    query, key, value, mask = tensors
     scaling, softcap = kwargs.get("scaling"), kwargs.get("softcap")
+    scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     layer = _called_layer.get()
     layer = int(module.layer_idx) if layer is None else layer
     details: dict[str, Any] = {}
+    to_values: Tensor | None = None
     if not active.known:
         active.switch.attention[layer] = module
         details = {
@@ -626,18 +612,25 @@ def _states(
             "rotation": active.switch.probe.rotations.get(layer, UNKNOWN),
             "biased": any(getattr(one, "ndim", 0) == 4 for one in kwargs.values()),
         }
-    return AttentionStates(
+    if (noted := _expanded.get()) is not None and noted[0] == id(module):
+        latents = noted[1:]
+        to_keys, to_values = _matrices(module, *latents)
+        _expanded.set(None)
+        query, (key, value) = query @ to_keys.mT, latent_states(*latents)
+        details |= {"latents": latents, "output_projection": None}
+    states = AttentionStates(
         layer=layer,
         queries=query,
         keys=key,
         values=value,
-        scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        scaling=scaling,
         mask=mask,
         # sdpa knows neither, and says so: scores leave them out as well
         softcap=None if softcap is None or base == "sdpa" else float(softcap),
         sink_logits=None if base == "sdpa" else _sink_logits(module, kwargs),
         **details,
     )
+    return states, to_values
 
 
 def _sink_logits(module: nn.Module, kwargs: dict[str, Any]) -> Tensor | None:

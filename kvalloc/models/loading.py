@@ -207,20 +207,20 @@ def _shape_of(model: Any, model_id: str | None) -> ModelShape:
     config, probe = text_config(model), probe_of(model)
     layers = probe.layers
     kinds = tuple(layer.kind for layer in layers)
-    if not {*kinds} & {*REDUCIBLE}:
+    reducible = [(index, one) for index, one in enumerate(layers) if one.kind in REDUCIBLE]
+    if not reducible:
         raise UnsupportedModelError(
             f"no layer of {name} stores entries of all tokens ({', '.join(sorted({*kinds}))}): its "
             f"cache has a constant size, so there is no budget to decide; {WITH_FULL_CACHE}"
         )
-    first = next(layer for layer in layers if layer.kind in REDUCIBLE)
-    other = next(
-        (i for i, x in enumerate(layers) if x.kind in REDUCIBLE and x.sizes != first.sizes), None
-    )
-    if other is not None:
-        raise UnsupportedModelError(
-            f"layer {other} of {name} has {layers[other].sizes_text}, and another one "
-            f"{first.sizes_text}; kvalloc gives budgets to layers that are alike: {WITH_FULL_CACHE}"
-        )
+    _, first = reducible[0]
+    for index, layer in reducible:
+        if layer.sizes != first.sizes:
+            raise UnsupportedModelError(
+                f"layer {index} of {name} has {layer.sizes_text}, and another one "
+                f"{first.sizes_text}; kvalloc gives budgets to layers that are alike: "
+                f"{WITH_FULL_CACHE}"
+            )
     plain = all(one.kind in ("full", "sliding") and one.sizes == first.sizes for one in layers)
     window = next((layer.window for layer in layers if layer.window), None)
     return ModelShape(

@@ -74,12 +74,11 @@ def read_pretrained(
         raise MissingDependencyError(f"{name} cannot be loaded: {one_line(error)}") from error
     except Exception as error:
         # transformers has no error class of its own: any error is about this model
+        why = f"cannot be loaded as a causal language model: {one_line(error)}"
         if "trust_remote_code" in str(error):
-            raise UnsupportedModelError(
-                f"{name} brings code of its own, which kvalloc does not run; if you trust it, "
-                "load it with transformers and give the loaded model to kvalloc's functions"
-            ) from error
-        raise UnsupportedModelError(
-            f"{name} cannot be loaded as a causal language model: {one_line(error)}"
-        ) from error
+            why = (
+                "brings code of its own, which kvalloc does not run; if you trust it, load it with "
+                "transformers and give the loaded model to kvalloc's functions"
+            )
+        raise UnsupportedModelError(f"{name} {why}") from error
     return model, tokenizer
