@@ -13,7 +13,7 @@ from kvalloc.interop.kvpress import make_press, read_peer_name, require_kvpress
 from kvalloc.interop.lu_kv import LUKV
 from kvalloc.interop.target import restrict
 from kvalloc.models.attention import AttentionStates
-from kvalloc.models.rope import known_rotation, rotate
+from kvalloc.models.rope import Rotation, known_rotation, rotate
 from kvalloc.scorers.base import Scorer
 from kvalloc.scorers.parameters import Positive
 
@@ -157,7 +157,7 @@ class PressScorer(Scorer):
                 "use a scorer of kvalloc"
             )
         batch, n_heads, n_tokens, head_dim = states.queries.shape
-        order = rotation.order_of_halves(head_dim)  # presses rotate halves of the whole head
+        order = order_of_halves(rotation, head_dim)  # presses rotate halves of the whole head
         rates = rotation.frequencies.float().to(states.keys.device)
         rates = torch.nn.functional.pad(rates, (0, head_dim // 2 - len(rates)))
 
@@ -195,3 +195,12 @@ class PressScorer(Scorer):
             ) from error
         scores = scores.float() - scores.min()
         return self.without_protected(scores, states, sinks=sinks)
+
+
+def order_of_halves(rotation: Rotation, head_dim: int) -> list[int]:
+    """Return all dimensions of a head, so that the pairs are first in each half."""
+    dims = range(head_dim)
+    first, second = dims[rotation.first], dims[rotation.second]
+    others = [dim for dim in dims if dim not in first and dim not in second]
+    middle = len(others) // 2
+    return [*first, *others[:middle], *second, *others[middle:]]

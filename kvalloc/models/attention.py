@@ -542,7 +542,7 @@ def latent_states(latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
 def _wrapper_name(base: str) -> str:
     """Register the wrapper of an implementation, and return its name."""
 
-    def attention(module: nn.Module, *states: Any, **kwargs: Any) -> AttentionResult:
+    def attention(module: Any, *states: Any, **kwargs: Any) -> AttentionResult:
         if (active := _handler_of(id(module))) is not None:
             return _answered(active, base, module, *states, **kwargs)
         kind: Any = type(module)
@@ -555,7 +555,7 @@ def _wrapper_name(base: str) -> str:
 def _answered(
     active: _Active,
     base: str,
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,

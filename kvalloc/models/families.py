@@ -56,7 +56,7 @@ def cached_layers(model: Any, name: str | None = None) -> list[Any]:
 def layer_shapes(
     model: Any,
     cached: Sequence[Any],
-    stored: Mapping[int, tuple[int, int, int]],
+    stored: Mapping[int, Mapping[str, int]],
     reads: Mapping[int, int],
     latents: Collection[int],
 ) -> tuple[LayerShape, ...]:
@@ -67,8 +67,9 @@ def layer_shapes(
     model : transformers.PreTrainedModel
     cached : sequence of transformers' layers
         After the forward.
-    stored : mapping of int to (int, int, int)
-        KV heads, and numbers of a key and of a value, of each layer that stores entries.
+    stored : mapping of int to mapping of str to int
+        KV heads, and numbers of a key and of a value, of each layer that stores entries, as
+        `LayerShape` names them.
     reads : mapping of int to int
         Of each layer that attends to another one's entries, which.
     latents : collection of int
@@ -79,8 +80,7 @@ def layer_shapes(
     for index, layer in enumerate(cached):
         kind: LayerType | None = layer_kind(layer)
         assert kind is not None
-        heads, key_dim, value_dim = stored.get(index, (0, 0, 0))
-        if heads:
+        if index in stored:
             if kind == "full" and index in latents:
                 kind = "latent"
             if kind == "sliding" and "chunked" in str(configured.get(index)):
@@ -95,9 +95,7 @@ def layer_shapes(
         shapes.append(
             LayerShape(
                 kind=kind,
-                kv_heads=heads,
-                key_dim=key_dim,
-                value_dim=value_dim,
+                **stored.get(index, {}),
                 window=getattr(layer, "sliding_window", None),
                 reads=reads.get(index),
                 state_bytes=sum(n_bytes // n_rows for n_bytes, n_rows in rows),

@@ -134,9 +134,9 @@ def probe(
             f"newer transformers, or {WITH_FULL_CACHE}"
         )
     sizes = {
-        layer: (keys.shape[1], keys.shape[-1], values.shape[-1])
+        layer: {"kv_heads": k.shape[1], "key_dim": k.shape[-1], "value_dim": v.shape[-1]}
         for layer, updates in seen.stored.items()
-        for (keys, values), _ in updates
+        for (k, v), _ in updates
     }
     latents = {states.layer for states in seen.calls if states.latents is not None}
     return Probe(

@@ -86,14 +86,6 @@ class Rotation:
         """The angle per position of each pair as it is now, radians, (n_pairs,)."""
         return self.source()
 
-    def order_of_halves(self, head_dim: int) -> list[int]:
-        """Return all dimensions of a head, so that the pairs are first in each half."""
-        dims = range(head_dim)
-        first, second = dims[self.first], dims[self.second]
-        others = [dim for dim in dims if dim not in first and dim not in second]
-        middle = len(others) // 2
-        return [*first, *others[:middle], *second, *others[middle:]]
-
 
 def _no_frequencies() -> Tensor:
     import torch

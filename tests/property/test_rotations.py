@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvalloc.interop.kvpress_budgets import order_of_halves
 from kvalloc.models.rope import NO_ROTATION, rotate, rotation_of
 
 HEAD_DIM = 12
@@ -66,7 +67,7 @@ def test_a_rotation_is_found_and_undone(case, buffered, seed):
     expected = turned(states, positions, pairs, rates)
     torch.testing.assert_close(moved, expected, atol=1e-3, rtol=0)
     torch.testing.assert_close(rotate(moved, -positions, found), states, atol=1e-5, rtol=0)
-    order, dims = found.order_of_halves(HEAD_DIM), range(HEAD_DIM)
+    order, dims = order_of_halves(found, HEAD_DIM), range(HEAD_DIM)
     assert sorted(order) == [*dims]
     for place, pair in enumerate(zip(dims[found.first], dims[found.second], strict=True)):
         assert (order[place], order[place + HEAD_DIM // 2]) == pair

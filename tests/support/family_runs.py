@@ -63,7 +63,7 @@ models and of vision-language models, and checks each:
 A model that is not served is refused before anything runs, in a line that names a way out. What is
 not tried needs a package, an image, or another model beside it. All prompts are texts, those of
 vision-language models too. All rows come from random weights. The last column names the models
-whose trained weights have run, too. Weights of norms are random, between 0.5 and 1.5.
+whose trained weights have run, too. Weights of norms are random, between 0.75 and 1.25.
 
 `kvalloc list models` prints the table.
 """

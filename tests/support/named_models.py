@@ -53,7 +53,7 @@ def named_model(name: str, mapping: Mapping[str, str] = CAUSAL) -> Any:
         for part in model.modules():
             weight = getattr(part, "weight", None)
             if "norm" in type(part).__name__.lower() and weight is not None:
-                weight += torch.empty_like(weight).uniform_(-0.5, 0.5)
+                weight += torch.empty_like(weight).uniform_(-0.25, 0.25)
     model.generation_config.update(pad_token_id=0, decoder_start_token_id=1, eos_token_id=None)
     return model
 
