@@ -16,7 +16,7 @@ from kvalloc.errors import MissingDependencyError
 from kvalloc.models import names
 
 ROOT = Path(kvalloc.__file__).parent
-OURS = {"_cpu", "_cpu_avx512", "_exit", "_inv_freq", "_module_id", "_viewed"}
+OURS = {"_cpu", "_cpu_avx512", "_exit", "_inv_freq", "_module_id", "_users", "_viewed"}
 OURS |= {"_kvalloc_applied", "_kvalloc_installed", "_kvalloc_replaced", "_KVALLOC_COMPLETE"}
 """Not defined by a statement: the kernel's builds, `os._exit`, attributes set through a dict."""
 CHANGED = {"past_key_values", "cache_params", "cache_position", "_global_mapping"}
