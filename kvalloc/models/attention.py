@@ -355,9 +355,10 @@ def _take_back(module: nn.Module) -> None:
         return
     vars(view)["_users"] -= 1
     for name, before in view._before.items() if not view._users else ():
-        attributes[name] = before
         if before is None:
             del attributes[name]
+        else:
+            attributes[name] = before
 
 
 def _call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
