@@ -23,7 +23,6 @@ from kvalloc.runtime.extension import Extension
 from kvalloc.runtime.figures import CacheFigures
 from kvalloc.runtime.forwards import HALF_WAY, Forward, HookedCache
 from kvalloc.runtime.rows import Method, Row
-from kvalloc.runtime.states import select_rows
 from kvalloc.runtime.store import Store
 
 TURN_BROKEN_OFF = (
@@ -341,7 +340,7 @@ class BudgetCache(CacheFigures, HookedCache):
         if (ids := self.read_ids) is not None:
             self.read_ids = ids[rows.to(ids.device)] if len(ids) == self.batch else None
         for layer in self.layers:
-            select_rows(layer, rows)
+            layer.reorder_cache(rows)
         self.door.select(rows)
         self.rows = [self.rows[row] for row in rows.tolist()]
         for one in self.extensions:

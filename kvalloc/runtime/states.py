@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor
 
 from kvalloc.models.names import has_state, state_class, state_tensors
-from kvalloc.runtime.store import Store
 
 
 def with_state(entries: type, other: Any, *args: Any, **kwargs: Any) -> Any:
@@ -57,10 +56,10 @@ def _class_of(entries: Any, state: Any) -> Any:
             state.__init__(self, number_of_states=self.number_of_states)
             entries.reset(self)
 
-        def batch_select_indices(self, indices: Tensor) -> None:
+        def reorder_cache(self, beam_idx: Tensor) -> None:
             """Keep only these rows; one may be kept more than once."""
-            state.reorder_cache(self, indices)
-            entries.batch_select_indices(self, indices)
+            state.reorder_cache(self, beam_idx)
+            entries.reorder_cache(self, beam_idx)
 
     return WithState
 
@@ -75,11 +74,3 @@ def state_of(layer: Any, rows: Tensor) -> Any:
     copied = _copied(layer)
     copied.reorder_cache(rows)
     return copied
-
-
-def select_rows(layer: Any, rows: Tensor) -> None:
-    """Let row i of a cache's layer go on with what row ``rows[i]`` has."""
-    if isinstance(layer, Store):
-        layer.batch_select_indices(rows)
-    else:
-        layer.reorder_cache(rows)

@@ -330,15 +330,15 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
         self.is_initialized = False
         self._forget()
 
-    def batch_select_indices(self, indices: Tensor) -> None:
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Keep only these rows; one may be kept more than once."""
         if self.tail is None or self.kept is None:
-            super().batch_select_indices(indices)
+            super().reorder_cache(beam_idx)
         else:
-            self.kept = self.kept.select(indices.cpu().numpy())
-            self.tail.select(indices)
+            self.kept = self.kept.select(beam_idx.cpu().numpy())
+            self.tail.select(beam_idx)
             self.keys, self.values = self.tail.states
-        self.notes.select(indices)
+        self.notes.select(beam_idx)
 
 
 def _columns_of(states: Tensor, columns: Columns) -> Tensor:
