@@ -396,8 +396,7 @@ class LossProbe:
             entries = None
             if getattr(layer, "keys", None) is not None:
                 empty = (one[:, :, :0] for one in (layer.keys, layer.values))
-                keys, values = (one.expand(n_variants, -1, -1, -1) for one in empty)
-                entries = keys, values
+                entries = [one.expand(n_variants, -1, -1, -1) for one in empty]
             held = Held(source=layer, rows=rows, entries=entries)
             layers.append(held.layer(None, self.n_tokens))
         return cache_keyword(self._model, Cache(layers=layers))

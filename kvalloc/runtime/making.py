@@ -23,7 +23,7 @@ from kvalloc.runtime.policies import policy_of
 from kvalloc.runtime.rows import Method, Within
 from kvalloc.runtime.states import with_state
 from kvalloc.runtime.store import Store
-from kvalloc.shape import HALF_BYTES, ModelShape
+from kvalloc.shape import HALF_BYTES, REDUCIBLE, ModelShape
 
 
 def make_layers(model: nn.Module, shape: ModelShape) -> list[Any]:
@@ -48,13 +48,12 @@ def make_layers(model: nn.Module, shape: ModelShape) -> list[Any]:
         If a layer is of a kind that kvalloc does not know.
     """
     layers = cached_layers(model)
-    for index in shape.full_layers:
-        kind = shape.layer_types[index]
-        layers[index] = (
-            with_state(Store, layers[index]) if kind == "hybrid" else Store(latent=kind == "latent")
-        )
-    for layer in shape.by_layer:
-        if layer.reads is not None and isinstance(store := layers[layer.reads], Store):
+    for index, one in enumerate(shape.by_layer):
+        if one.kind == "hybrid":
+            layers[index] = with_state(Store, layers[index])
+        elif one.kind in REDUCIBLE:
+            layers[index] = Store(latent=one.kind == "latent")
+        if one.reads is not None and isinstance(store := layers[one.reads], Store):
             store.readers += 1
     return layers
 

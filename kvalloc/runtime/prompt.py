@@ -284,12 +284,11 @@ def _read_again(cache: Any, rows: IntArray, scorer: Scorer, layers: Sequence[int
             entries, slides = None, index not in stores
             if not slides:
                 candidates = layer.candidates(group, door.columns)
-                entries = candidates.keys, candidates.values
+                entries = [candidates.keys, candidates.values]
             elif getattr(layer, "keys", None) is not None:
                 slid = torch.arange(seen, device="cpu")[columns] - (seen - int(layer.keys.shape[2]))
                 at = slid[slid >= 0].to(layer.keys.device)
-                keys, values = (rows_of(one, group)[:, :, at] for one in (layer.keys, layer.values))
-                entries = keys, values
+                entries = [rows_of(one, group)[:, :, at] for one in (layer.keys, layer.values)]
             held = Held(source=layer, rows=on_host, entries=entries, slides=slides)
             layers_of_prompt.append(held)
         positions = [read.next_position(row, columns) for row in alike_rows]

@@ -40,7 +40,7 @@ class LaterLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     Parameters
     ----------
-    held : (Tensor, Tensor)
+    prompt : sequence of two Tensor
         Keys and values, (n_rows, n_kv_heads, n, head_dim) each.
     places : Tensor of int64, (n_shown,), or None
         Which of these later tokens see; None for all.
@@ -51,7 +51,7 @@ class LaterLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     """
 
     def __init__(
-        self, prompt: tuple[Tensor, Tensor], places: Tensor | None, tokens: int, *, sliding: bool
+        self, prompt: Sequence[Tensor], places: Tensor | None, tokens: int, *, sliding: bool
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._held, self._places, self._tokens = prompt, places, tokens
@@ -95,7 +95,7 @@ class Held:
 
     Attributes
     ----------
-    entries : (Tensor, Tensor), or None
+    entries : sequence of two Tensor, or None
         Keys and values, (n_rows, n_kv_heads, n_tokens, head_dim), of a sliding layer those of the
         last tokens; None if it stores none.
     slides : bool
@@ -108,7 +108,7 @@ class Held:
 
     source: Any
     rows: Tensor
-    entries: tuple[Tensor, Tensor] | None = None
+    entries: Sequence[Tensor] | None = None
     slides: bool = False
 
     def layer(self, shown: Tensor | None, tokens: int) -> Any:

@@ -216,8 +216,7 @@ def _left(cache: Any, row: Row) -> int | None:
         return None
     own = (layer for layer in cache.layers if not isinstance(layer, Store))
     taken: int = sum(tensor.nbytes for layer in own for tensor in layer_tensors(layer))
-    taken += cache.state_bytes
-    taken = -(-taken // len(cache.rows))
+    taken = -(-(taken + cache.state_bytes) // len(cache.rows))
     if next(iter(cache.stores.values())).keys.is_cuda:  # where a kernel reads by lists
         taken += WORK_BYTES * row.profile.budgets.size
     tokens = plan.interval(row, memory, row.seen)
