@@ -69,3 +69,14 @@ def with_image(name: str, ids: torch.Tensor) -> dict[str, Any]:
     if "types" in image:
         prompt[image["types"]] = (ids == IMAGE).long()
     return prompt
+
+
+class Factor(torch.nn.Module):
+    """Multiplies states by numbers that are no weight of a norm."""
+
+    def __init__(self, numbers):
+        super().__init__()
+        self.numbers = numbers.detach()
+
+    def forward(self, states):
+        return states * self.numbers

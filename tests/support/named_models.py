@@ -33,8 +33,6 @@ class NotAlone(Exception):
 def named_model(name: str, mapping: Mapping[str, str] = CAUSAL) -> Any:
     """Return the random model of a name; always the same.
 
-    The weights of its norms are random, too: a new model's are ones, which hide what they scale.
-
     Raises
     ------
     NotAlone
@@ -49,13 +47,18 @@ def named_model(name: str, mapping: Mapping[str, str] = CAUSAL) -> Any:
         config = text_config
     torch.manual_seed(0)
     model = kind._from_config(config).eval()
+    vary_norms(model)
+    model.generation_config.update(pad_token_id=0, decoder_start_token_id=1, eos_token_id=None)
+    return model
+
+
+def vary_norms(model: torch.nn.Module) -> None:
+    """Make weights of norms random: a new model's are ones, which hide what they scale."""
     with torch.no_grad():
         for part in model.modules():
             weight = getattr(part, "weight", None)
             if "norm" in type(part).__name__.lower() and weight is not None:
                 weight += torch.empty_like(weight).uniform_(-0.25, 0.25)
-    model.generation_config.update(pad_token_id=0, decoder_start_token_id=1, eos_token_id=None)
-    return model
 
 
 def _shrunk(default: PreTrainedConfig, row: Mapping[str, Any]) -> dict[str, Any]:

@@ -141,17 +141,6 @@ def test_angles_that_do_not_grow_with_the_position_are_no_rotation():
     assert probe_of(model).rotations[1].fixed == said
 
 
-class Factor(torch.nn.Module):
-    """Multiplies states by numbers that are no weight of a norm."""
-
-    def __init__(self, numbers):
-        super().__init__()
-        self.numbers = numbers.detach()
-
-    def forward(self, states):
-        return states * self.numbers
-
-
 @pytest.mark.parametrize("norm", ["query_layernorm", "key_layernorm"])
 def test_what_happens_after_the_rotation_counts(norm):
     """HunYuan scales queries, and keys, dimension by dimension after it, each by its factor."""
@@ -163,7 +152,7 @@ def test_what_happens_after_the_rotation_counts(norm):
     for keys, turned in enumerate((states.queries, states.keys)):
         back = rotate(turned, -torch.arange(N_TOKENS), states.rotation, keys=bool(keys))
         torch.testing.assert_close(back, back[:, :, :1].expand_as(back), atol=1e-4, rtol=1e-4)
-    setattr(model.model.layers[1].self_attn, norm, Factor(weight))
+    setattr(model.model.layers[1].self_attn, norm, families.Factor(weight))
     assert "change with the position, and not by one rotation" in probe_of(model).rotations[1].fixed
 
 
