@@ -358,7 +358,7 @@ class Applied:
         chunked = setting_of("prefill_chunk_size") is not None
         if ids is None:
             return PromptSize(chunked=chunked)
-        mask = shown_columns(arguments.get("attention_mask"))
+        mask, _ = shown_columns(arguments)
         if not isinstance(mask, Tensor) or mask.shape != ids.shape[:2]:
             pad, ends = setting_of("pad_token_id"), setting_of("eos_token_id")
             ends = ends if isinstance(ends, list) else [ends]

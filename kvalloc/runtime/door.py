@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from kvalloc.accounting import IntArray
 from kvalloc.errors import UnsupportedRequestError
-from kvalloc.runtime.attention.masks import shown_columns
 from kvalloc.runtime.kept import on_device
 
 Columns: TypeAlias = "slice | Tensor"
@@ -291,10 +289,3 @@ class Door:
     def _keep(self, visible: Tensor) -> None:
         self._visible = self._before = None if bool(visible.all()) else visible
         self._columns = {}
-
-
-def shown(arguments: Mapping[str, Any]) -> tuple[Any, bool]:
-    """Return the 2-D mask of a forward, and whether it came as a ready-made one."""
-    mask = arguments.get("attention_mask")
-    columns = shown_columns(mask)
-    return columns, columns is not mask

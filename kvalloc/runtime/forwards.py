@@ -21,9 +21,9 @@ from kvalloc.models.attention import AttentionStates, AttentionSwitch, Compute, 
 from kvalloc.runtime import prompt, refusals, turns
 from kvalloc.runtime.attention.backends import attend
 from kvalloc.runtime.attention.call import AttentionCall
-from kvalloc.runtime.attention.masks import seen_among_new
+from kvalloc.runtime.attention.masks import seen_among_new, shown_columns
 from kvalloc.runtime.checks import Checks
-from kvalloc.runtime.door import Batch, shown
+from kvalloc.runtime.door import Batch
 from kvalloc.runtime.evict import Running, evict
 from kvalloc.runtime.notes import by_kv_head
 from kvalloc.runtime.pieces import part
@@ -108,7 +108,7 @@ class Forward:
         refusals.check_forward(decoder, arguments, cache.batch)
         seen = cache.get_seq_length()
         refusals.check_turn(decoder, seen, new)
-        columns, ready = shown(arguments)
+        columns, ready = shown_columns(arguments)
         sees = None
         if ready and cache.reduced and columns is not None:
             sees = seen_among_new(arguments["attention_mask"], columns)
@@ -381,7 +381,7 @@ def _read_ahead(
         return outputs, arguments
     columns = {column for one in cache.extensions for column in one.cuts(cache, seen + new)}
     columns.update(turns.cuts(cache, seen, seen + new))
-    if columns and shown(arguments)[1]:
+    if columns and shown_columns(arguments)[1]:
         raise UnsupportedRequestError(
             "a forward with an attention mask that is not causal, given or made by the model "
             f"around its images, cannot be read in pieces; leave out {option('memory')}, or "

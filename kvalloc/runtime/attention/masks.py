@@ -9,20 +9,23 @@ import torch
 from torch import Tensor
 
 
-def shown_columns(mask: Any) -> Any:
-    """Return which columns the ready-made mask of a forward shows, (batch, n_columns).
+def shown_columns(arguments: Mapping[str, Any]) -> tuple[Any, bool]:
+    """Return which columns a forward's mask shows, and whether it is ready-made.
 
-    Parameters
-    ----------
-    mask : object
-        Of queries and keys, (batch, n, n_new_tokens, n_columns): True or 0 if a key is visible. Or
-        such masks by kind of layer, as a model with images makes for its decoder. Any other mask
-        is returned as it is.
+    Returns
+    -------
+    Tensor of bool, (batch, n_columns), or what it is
+        Of a ready-made mask of queries and keys, (batch, n, n_new_tokens, n_columns): True or 0 if
+        a key is visible. Or of such masks by kind of layer, as a model with images makes for its
+        decoder. Any other mask is returned as it is.
+    bool
+        Whether it is ready-made.
     """
-    mask = _of_full_attention(mask)
-    if not isinstance(mask, Tensor) or mask.ndim != 4:
-        return mask
-    return _shown(mask).flatten(1, 2).any(dim=1)
+    given = arguments.get("attention_mask")
+    mask = _of_full_attention(given)
+    if isinstance(mask, Tensor) and mask.ndim == 4:
+        mask = _shown(mask).flatten(1, 2).any(dim=1)
+    return mask, mask is not given
 
 
 def with_columns(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -31,8 +34,8 @@ def with_columns(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
     Masks by kind of layer are replaced together: Gemma 4 has sliding layers alone in which tokens
     of an image see each other.
     """
-    mask = arguments.get("attention_mask")
-    full, columns = _of_full_attention(mask), shown_columns(mask)
+    mask, (columns, ready) = arguments.get("attention_mask"), shown_columns(arguments)
+    full = _of_full_attention(mask)
     for one in mask.values() if isinstance(mask, Mapping) else (mask,):
         if isinstance(one, Tensor) and one.ndim == 4:
             shown = _shown(one)
@@ -40,7 +43,7 @@ def with_columns(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
             expected = causal & (columns[:, None, None] if one is full else shown)
             if (shown != expected).any():
                 return arguments
-    return arguments if columns is mask else {**arguments, "attention_mask": columns}
+    return {**arguments, "attention_mask": columns} if ready else arguments
 
 
 def seen_among_new(mask: Any, columns: Tensor) -> Tensor | None:
@@ -49,7 +52,7 @@ def seen_among_new(mask: Any, columns: Tensor) -> Tensor | None:
     Parameters
     ----------
     mask : object
-        The ready-made mask of a forward, as `shown_columns` takes it.
+        The ready-made mask of a forward, as `shown_columns` reads it.
     columns : Tensor of bool, (batch, n_columns)
         What `shown_columns` returns of it.
 
