@@ -141,7 +141,9 @@ def _turns(model: Any, settings: dict[str, Any]) -> None:
     with _watched(model, settings, "in a second turn") as (applied, _):
         out = _written(model, _prompt(), 4)
         ids = torch.cat([out.sequences, _prompt(1, 20, seed=5)], dim=1)
-        _written(model, ids, 3, **{names.generation_argument(): names.cache_among(out)})
+        more = {names.generation_argument(): names.cache_among(out)}
+        more["attention_mask"] = torch.ones_like(ids)  # a model may write the padding token
+        _written(model, ids, 3, **more)
         seen, expected = applied.last_cache.get_seq_length(), ids.shape[1] + 2
         if seen != expected:
             raise Wrong(f"after a second turn the cache has seen {seen} tokens, not {expected}")

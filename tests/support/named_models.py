@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -53,9 +54,12 @@ def named_model(name: str, mapping: Mapping[str, str] = CAUSAL) -> Any:
 
 
 def vary_norms(model: torch.nn.Module) -> None:
-    """Make weights of norms random: a new model's are ones, which hide what they scale."""
+    """Make weights of norms within attention random: a new model's are ones, which hide a lot."""
     with torch.no_grad():
-        for part in model.modules():
+        attentions = [
+            one for one in model.modules() if re.search("Attention|MLA", type(one).__name__)
+        ]
+        for part in (part for one in attentions for part in one.children()):
             weight = getattr(part, "weight", None)
             if "norm" in type(part).__name__.lower() and weight is not None:
                 weight += torch.empty_like(weight).uniform_(-0.25, 0.25)
