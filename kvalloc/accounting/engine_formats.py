@@ -1,0 +1,261 @@
+"""Formats in which other engines store K and V, and the engines: bits, blocks, allowed choices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from kvalloc.errors import InputError, no_such
+from kvalloc.shape import WINDOWED, ModelShape
+
+WHOLE = "f16"
+"""The format of what is not rounded to fewer bits."""
+
+Grid = Literal["whole", "amax", "signed", "minmax", "iq4_nl", "affine", "zero", "exl3", "e4m3"]
+Grain = Literal["model", "ends", "skip", "layer"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineFormat:
+    """How an engine stores the numbers of keys or values.
+
+    Attributes
+    ----------
+    name : str
+        As the engine calls it, or engine, bits and block.
+    grid : str
+        How the numbers of a block are rounded; see `kvalloc.measure.engine_formats`.
+    code_bits : int
+        Bits of each number.
+    side_bits : int
+        Bits of a block's scale, and of its minimum or zero point.
+    block : int
+        Numbers that share them; 0 for all of a head, or of a tensor if `side_bits` is 0.
+    by_channel : bool
+        Whether a block holds one channel of that many tokens, instead of channels of one token.
+    ggml : bool
+        Whether keys lie in GGUF's order of channels, and heads of a multiple of 64 numbers are
+        turned by a Hadamard matrix first.
+    """
+
+    name: str
+    grid: Grid
+    code_bits: int
+    side_bits: int = 0
+    block: int = 0
+    by_channel: bool = False
+    ggml: bool = False
+
+    def bits(self, dim: int) -> float:
+        """Return the bits of a number of a head of that size, scales included.
+
+        Examples
+        --------
+        >>> FORMATS["q8_0"].bits(64), FORMATS["nvfp4"].bits(64), FORMATS["u8_token"].bits(64)
+        (8.5, 4.5, 9.0)
+        """
+        return self.code_bits + self.side_bits / (self.block or dim)
+
+    def holds(self, dim: int) -> bool:
+        """Return whether heads of that size can be stored: whole blocks of channels alone."""
+        return self.by_channel or not self.block or dim % self.block == 0
+
+    def bytes(self, dim: int, n_tokens: int) -> int:
+        """Return the bytes of the keys, or the values, of a head; blocks of tokens are whole."""
+        if self.by_channel:
+            n_tokens = -(-n_tokens // self.block) * self.block
+        return round(self.bits(dim) * dim * n_tokens) // 8
+
+
+def _ggml(name: str, grid: Grid, code_bits: int, side_bits: int = 16) -> EngineFormat:
+    return EngineFormat(
+        name=name, grid=grid, code_bits=code_bits, side_bits=side_bits, block=32, ggml=True
+    )
+
+
+def _openvino(bits: int, *, by_channel: bool) -> EngineFormat:
+    name = f"u{bits}_{'channel' if by_channel else 'token'}"
+    block = 32 if by_channel else 0
+    return EngineFormat(
+        name=name, grid="minmax", code_bits=bits, side_bits=64, block=block, by_channel=by_channel
+    )
+
+
+_ALL = (
+    EngineFormat(name=WHOLE, grid="whole", code_bits=16),
+    _ggml("q8_0", "amax", 8),
+    _ggml("q5_1", "minmax", 5, 32),
+    _ggml("q5_0", "signed", 5),
+    _ggml("q4_1", "minmax", 4, 32),
+    _ggml("q4_0", "signed", 4),
+    _ggml("iq4_nl", "iq4_nl", 4),
+    *(
+        EngineFormat(name=f"mlx_{b}_{n}", grid="affine", code_bits=b, side_bits=32, block=n)
+        for b, n in ((8, 64), (6, 64), (4, 32), (4, 64), (3, 64), (2, 64))
+    ),
+    *(_openvino(bits, by_channel=by) for bits in (8, 4) for by in (True, False)),
+    EngineFormat(name="fp8", grid="e4m3", code_bits=8),
+    EngineFormat(name="nvfp4", grid="e4m3", code_bits=4, side_bits=8, block=16),
+    *(EngineFormat(name=f"kvt_{b}", grid="zero", code_bits=b, side_bits=32) for b in (8, 4, 2)),
+    *(
+        EngineFormat(name=f"exl3_{bits}", grid="exl3", code_bits=bits, side_bits=16, block=32)
+        for bits in range(8, 1, -1)
+    ),
+)
+
+FORMATS: dict[str, EngineFormat] = {one.name: one for one in _ALL}
+"""All formats by name, unique over engines.
+
+``q*`` and ``iq4_nl``: ggml. ``mlx_BITS_GROUP``: mlx, affine, with a scale and a bias at 16 bits.
+``u*_channel``, ``u*_token``: OpenVINO on a CPU, with a scale and a zero point in float32, of blocks
+of 32 tokens of a channel or of a token. ``fp8``: e4m3 with the scale 1. ``nvfp4``: e2m1 in blocks
+of 16 with a scale in e4m3. ``kvt_BITS``: KVTuner's, by token, with a whole zero point.
+``exl3_BITS``: exllamav3, groups of 32 that are turned by a Hadamard matrix.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """What an engine can be told to store.
+
+    Attributes
+    ----------
+    name : str
+    grain : str
+        What one choice covers. *model*: all layers. *ends*: the first and the last N layers have
+        one pair, all others another. *skip*: some layers stay at 16 bits, all others have one pair.
+        *layer*: each layer has its own.
+    pairs : tuple of (str, str)
+        Formats that keys and values of a layer can have together, the highest bits first.
+    """
+
+    name: str
+    grain: Grain
+    pairs: tuple[tuple[str, str], ...]
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Return the formats that keys can have."""
+        return tuple(dict.fromkeys(key for key, _ in self.pairs))
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        """Return the formats that values can have."""
+        return tuple(dict.fromkeys(value for _, value in self.pairs))
+
+
+def _pairs(
+    keys: Iterable[str], values: Iterable[str] = (), without: Sequence[tuple[str, str]] = ()
+) -> tuple[tuple[str, str], ...]:
+    """Return all pairs of keys and values but some; by default the same format for both."""
+    values = tuple(values)
+    pairs = [(k, v) for k in keys for v in values or (k,)]
+    return tuple(pair for pair in pairs if pair not in without)
+
+
+_GGML = (WHOLE, *(one.name for one in _ALL if one.ggml))
+_MLX = (WHOLE, *(one.name for one in _ALL if one.grid == "affine"))
+_KVT = (WHOLE, *(one.name for one in _ALL if one.grid == "zero"))
+_EXL3 = (WHOLE, *(one.name for one in _ALL if one.grid == "exl3"))
+_BY_TOKEN = (WHOLE, "u8_token", "u4_token")
+
+ENGINES: dict[str, Engine] = {
+    one.name: one
+    for one in (
+        Engine(name="llama.cpp", grain="model", pairs=_pairs(_GGML, _GGML)),
+        # its CPU aborts there
+        Engine(name="ik_llama.cpp", grain="ends", pairs=_pairs(_GGML, _GGML, [("q8_0", "q5_1")])),
+        Engine(name="mlx-lm", grain="layer", pairs=_pairs(_MLX)),
+        Engine(
+            name="openvino",
+            grain="model",
+            pairs=_pairs((*_BY_TOKEN, "u8_channel", "u4_channel"), _BY_TOKEN),
+        ),
+        Engine(name="vllm", grain="skip", pairs=_pairs((WHOLE, "fp8"))),
+        Engine(
+            name="modelopt",
+            grain="layer",
+            pairs=(*_pairs((WHOLE, "fp8")), ("fp8", "nvfp4"), ("nvfp4", "nvfp4")),
+        ),
+        Engine(name="kvtuner", grain="layer", pairs=_pairs(_KVT, _KVT)),
+        Engine(name="exllamav3", grain="model", pairs=_pairs(_EXL3, _EXL3)),
+    )
+}
+"""All engines by name."""
+
+
+def formats_of(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the formats of engines, and formats named by themselves, once each, without ``f16``.
+
+    Parameters
+    ----------
+    names : iterable of str
+        Of `ENGINES` or `FORMATS`.
+
+    Raises
+    ------
+    InputError
+        If there is no such engine or format, or none is named.
+    """
+    chosen: set[str] = set()
+    for name in names:
+        if name in ENGINES:
+            chosen |= {*ENGINES[name].keys, *ENGINES[name].values}
+        elif name in FORMATS:
+            chosen.add(name)
+        else:
+            raise InputError(no_such("engine or format", name, (*ENGINES, *FORMATS)))
+    if not chosen - {WHOLE}:
+        raise InputError(f"there is no format to measure; name some of {', '.join(ENGINES)}")
+    return tuple(name for name in FORMATS if name in chosen and name != WHOLE)
+
+
+def check_holds(names: Iterable[str], shape: ModelShape) -> None:
+    """Refuse a format that cannot store a model's heads.
+
+    Raises
+    ------
+    InputError
+        Names the format, the head size, and the formats that can.
+    """
+    dims = {dim for layer in shape.by_layer for dim in layer.sizes[1:] if layer.kv_heads}
+    names = tuple(names)
+    for name in names:
+        for dim in sorted(dims):
+            if not FORMATS[name].holds(dim):
+                able = [one for one in names if all(map(FORMATS[one].holds, dims))]
+                raise InputError(
+                    f"{name} stores blocks of {FORMATS[name].block} numbers, and heads of "
+                    f"{shape.model_id} have {dim}; take {', '.join(able) or WHOLE}"
+                )
+
+
+def bytes_of(shape: ModelShape, pairs: Sequence[tuple[str, str]], n_tokens: int) -> int:
+    """Return the bytes of K, V and states of one row in an engine.
+
+    Parameters
+    ----------
+    shape : ModelShape
+    pairs : sequence of (str, str), (n_layers,)
+        Formats of each layer's keys and values.
+    n_tokens : int
+        Of a windowed layer no more count than its window.
+
+    Examples
+    --------
+    >>> shape = ModelShape(model_id="m", n_layers=1, n_query_heads=2, n_kv_heads=2, head_dim=64,
+    ...                    dtype_bytes=2, layer_types=("full",))
+    >>> bytes_of(shape, [("f16", "f16")], 100), bytes_of(shape, [("q8_0", "q4_0")], 100)
+    (51200, 20800)
+    """
+    total = 0
+    for layer, names in zip(shape.by_layer, pairs, strict=True):
+        windowed = layer.kind in WINDOWED and layer.window is not None
+        stored = min(n_tokens, layer.window or n_tokens) if windowed else n_tokens
+        of_head = sum(
+            FORMATS[name].bytes(dim, stored)
+            for name, dim in zip(names, layer.sizes[1:], strict=True)
+        )
+        total += layer.kv_heads * of_head + layer.state_bytes
+    return total

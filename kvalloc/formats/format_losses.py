@@ -1,0 +1,178 @@
+"""Measured losses of engine formats: what each layer's K or V loses when it is stored in one."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Annotated, ClassVar, Literal, NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field, model_validator
+
+from kvalloc.accounting import FloatArray, IntArray
+from kvalloc.accounting.engine_formats import FORMATS
+from kvalloc.formats.record import (
+    ArrayOf,
+    ArrayRecord,
+    FileRecord,
+    MeasuredHeader,
+    require,
+    require_shape,
+)
+
+Losses1D = Annotated[FloatArray, ArrayOf(np.float64, 1, low=0)]
+Losses3D = Annotated[FloatArray, ArrayOf(np.float64, 3, low=0)]
+Shares1D = Annotated[FloatArray, ArrayOf(np.float64, 1, low=0, high=1)]
+Choices3D = Annotated[IntArray, ArrayOf(np.int64, 3, low=-1)]
+
+WHOLE = -1
+"""In choices: K or V stay at 16 bits."""
+
+
+_SMALLEST = 1e-9
+"""A smaller loss is rounding; nats, or a share of tokens."""
+
+
+class Predicted(NamedTuple):
+    """Losses of whole caches, arrays shaped ``(...)`` or numbers."""
+
+    mean: FloatArray
+    """KL(16 bits || engine formats) of the next-token distribution, nats per token."""
+
+    p99: FloatArray
+    """The KL that 99% of the tokens stay below, nats."""
+
+    p999: FloatArray
+    """The KL that 99.9% of the tokens stay below, nats."""
+
+    top1: FloatArray
+    """Share of the tokens whose most likely next token stays the same."""
+
+
+class FormatHeader(MeasuredHeader):
+    """All of measured losses of engine formats but the arrays."""
+
+    NAME: ClassVar[str] = "format losses"
+    MADE_BY: ClassVar[str] = "kvalloc profile --formats"
+
+    kind: Literal["kvalloc.format_losses"] = "kvalloc.format_losses"
+    """What the file is."""
+
+    schema_version: Literal[1] = 1
+    """How the file is to be read."""
+
+    formats: tuple[str, ...] = Field(min_length=1)
+    """Names of the measured engine formats, of `FORMATS`, without ``f16``: the last axis of
+    `losses`, and what `choices` count."""
+
+    n_tokens: int = Field(ge=1)
+    """Predictions that each mixture was measured on."""
+
+
+class FormatLosses(ArrayRecord, FormatHeader):
+    """Losses of one model with K or V of single layers, and whole caches, in engine formats.
+
+    A text is read at once. Attention sees keys and values of all its tokens, the newest ones
+    included, as the engine would store them. The loss is the KL of the next-token distribution
+    from that of the unchanged model.
+
+    Raises
+    ------
+    InputError
+        If arrays do not fit each other, are not finite or negative, or a format is not known.
+    """
+
+    HEADER: ClassVar[type[FileRecord]] = FormatHeader
+
+    losses: Losses3D
+    """Mean loss of the whole model with K or V of this layer alone in this format, nats per token,
+    ``(n_layers, 2, n_formats)``; the second axis is keys, values. 0 where a layer stores none."""
+
+    choices: Choices3D
+    """Whole caches (mixtures) that were measured: index of the format of each layer's keys and
+    values, -1 for 16 bits, ``(n_mixtures, n_layers, 2)``."""
+
+    mean: Losses1D
+    """Mean loss of each mixture, nats per token, ``(n_mixtures,)``."""
+
+    p99: Losses1D
+    """Loss of a mixture that 99% of the tokens stay below, nats, ``(n_mixtures,)``."""
+
+    p999: Losses1D
+    """The same for 99.9%, ``(n_mixtures,)``."""
+
+    top1: Shares1D
+    """Share of the tokens whose most likely next token is that of the unchanged model,
+    ``(n_mixtures,)``."""
+
+    def sums(self, choices: npt.ArrayLike) -> FloatArray:
+        """Return the sum of single losses of whole caches, nats per token, ``(...)``.
+
+        Parameters
+        ----------
+        choices : array_like of int, (..., n_layers, 2)
+            As the mixtures' `choices`.
+        """
+        index = np.asarray(choices, dtype=np.int64)[..., None]
+        single = np.concatenate([self.losses, np.zeros_like(self.losses[..., :1])], axis=-1)
+        single = np.broadcast_to(single, (*index.shape[:-1], single.shape[-1]))
+        total: FloatArray = np.take_along_axis(single, index, axis=-1)[..., 0].sum(axis=(-1, -2))
+        return total
+
+    def predict(self, choices: npt.ArrayLike) -> Predicted:
+        """Return what whole caches lose.
+
+        Parameters
+        ----------
+        choices : array_like of int, (..., n_layers, 2)
+            Index into `formats` for each layer's keys and values, -1 for 16 bits.
+
+        Returns
+        -------
+        Predicted
+            The mean is a correction times the sum of single losses. Correction, tail and top-1
+            are power laws of the sum, fitted to the mixtures. All at 16 bits loses nothing.
+        """
+        sums = self.sums(choices)
+        logs = np.log(np.maximum(sums, _SMALLEST))
+        found = [np.exp(self._fitted(name, logs)) * sums for name in Predicted._fields]
+        found[-1] = 1 - np.minimum(found[-1], 1)
+        return Predicted(*found)
+
+    @cached_property
+    def model_error(self) -> float:
+        """Largest factor between measured and predicted mean loss of a mixture, at least 1."""
+        predicted = np.maximum(self.predict(self.choices).mean, _SMALLEST)
+        return float(np.exp(np.abs(np.log(np.maximum(self.mean, _SMALLEST) / predicted)).max()))
+
+    def _fitted(self, name: str, logs: FloatArray) -> FloatArray:
+        """Return the logarithm of a figure over the sum of single losses, by the mixtures' fit."""
+        measured = getattr(self, name)
+        measured = 1 - measured if name == "top1" else measured
+        at = self._mixture_logs
+        ratio = np.log(np.maximum(measured, _SMALLEST)) - at
+        slope, first = np.polyfit(at, ratio, 1) if np.ptp(at) > 0 else (0.0, ratio.mean())
+        fitted: FloatArray = first + slope * np.clip(logs, at.min(), at.max())
+        return fitted
+
+    @cached_property
+    def _mixture_logs(self) -> FloatArray:
+        """Logarithm of the sum of single losses of each mixture."""
+        logs: FloatArray = np.log(np.maximum(self.sums(self.choices), _SMALLEST))
+        return logs
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        known = [name for name in FORMATS if name != "f16"]
+        odd = [name for name in self.formats if name not in known]
+        require(not odd, "formats", ", ".join(odd), f"some of {', '.join(known)}")
+        once = len({*self.formats}) == len(self.formats)
+        require(once, "formats", ", ".join(self.formats), "each name once")
+        sizes, n_mixtures = (self.shape.n_layers, 2), max(1, len(self.choices))
+        require_shape("losses", self.losses, (*sizes, len(self.formats)))
+        require_shape("choices", self.choices, (n_mixtures, *sizes))
+        highest = int(self.choices.max(initial=-1))
+        require(highest < len(self.formats), "choices", highest, f"below {len(self.formats)}")
+        for name in Predicted._fields:
+            require_shape(name, getattr(self, name), (n_mixtures,))
+        return self
