@@ -29,6 +29,20 @@ _OLDEST_READER = "5.23"
 """Older transformers read the tokenizer of GGUF files wrongly (5.2 adds or changes tokens); the
 folder that a newer one wrote is right in all of them, so its name has no version."""
 
+_REORDERED = frozenset(
+    {
+        *("llama", "mistral", "mixtral", "smollm3", "arcee", "granite", "granitemoe"),
+        *("olmo", "minicpm", "baichuan", "internlm2", "internlm3", "xverse"),
+    }
+)
+"""Model types whose queries and keys a GGUF file has in another order of channels: the two of a
+rotated pair are neighbours."""
+
+
+def reorders_keys(config: Any) -> bool:
+    """Return whether a GGUF file of such a model has rotated pairs of channels as neighbours."""
+    return getattr(config, "model_type", "") in _REORDERED
+
 
 def converted_folder(
     file: Path,

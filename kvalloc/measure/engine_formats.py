@@ -1,0 +1,210 @@
+"""Keys and values as they come back from the storage of another engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kvalloc.accounting.engine_formats import FORMATS, EngineFormat
+from kvalloc.models.gguf import reorders_keys
+from kvalloc.runtime.quantization import rotated
+
+if TYPE_CHECKING:
+    from kvalloc.models.rope import Rotation
+
+_TURN = 64
+"""Numbers that ggml turns together; of keys, the largest power of two that divides the head."""
+
+_IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E4M3_LARGEST, _E2M1_LARGEST = 448.0, 6.0
+
+
+def round_trip(numbers: Tensor, name: str, *, keys: bool, order: list[int] | None = None) -> Tensor:
+    """Return keys or values as an engine's attention sees them.
+
+    Parameters
+    ----------
+    numbers : Tensor, (batch, n_kv_heads, n_tokens, dim)
+    name : str
+        Of `FORMATS`; it can hold heads of ``dim`` numbers.
+    keys : bool
+        Whether they are keys, which ggml turns in larger blocks.
+    order : list of int, (dim,), optional
+        Channels of a key in the order in which ggml stores them; see `gguf_order`.
+
+    Returns
+    -------
+    Tensor, as ``numbers``
+        Neither turned nor in another order. Scales are rounded as ggml and exllamav3 store them;
+        those of the model's type (mlx, KVTuner) and of float32 (OpenVINO) are not.
+
+    References
+    ----------
+    ggml (quantize_row_*_ref), mlx (affine quantize), vLLM (fp8_e4m3), NVFP4, OpenVINO (u8, u4),
+    KVTuner (VanillaQuantizer) and exllamav3 (quant_cache, without its option to compand).
+    """
+    format, dim = FORMATS[name], int(numbers.shape[-1])
+    if format.grid == "whole" or not numbers.numel():
+        return numbers
+    stored, turn = numbers.float(), 0
+    if format.ggml:
+        stored = stored if order is None else stored[..., order]
+        turn = 0 if dim % _TURN else dim & -dim if keys else _TURN
+    elif format.grid == "exl3":
+        turn = format.block
+    stored = _turned(stored, turn)
+    if format.by_channel:
+        stored = _in_blocks_of_tokens(stored, format)
+    else:
+        stored = _GRIDS[format.grid](stored.unflatten(-1, (-1, format.block or dim)), format)
+        stored = stored.flatten(-2)
+    stored = _turned(stored, turn)
+    if format.ggml and order is not None:
+        places = torch.tensor(order, device=stored.device)
+        stored = torch.empty_like(stored).index_copy_(-1, places, stored)
+    return stored.to(numbers.dtype)
+
+
+def gguf_order(model: Any, rotation: Rotation | str, dim: int) -> list[int] | None:
+    """Return the channels of a key as a GGUF file of the model has them; None for the same order.
+
+    Pairs that a layer rotates by the position are neighbours there in models of the Llama family.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+    rotation : Rotation or str
+        Of the layer, as `kvalloc.models.attention.AttentionStates` has it.
+    dim : int
+    """
+    if isinstance(rotation, str) or not reorders_keys(model.config):
+        return None
+    dims = range(dim)
+    pairs = zip(dims[rotation.first], dims[rotation.second], strict=True)
+    order = [channel for pair in pairs for channel in pair]
+    return [*order, *(channel for channel in dims if channel not in order)]
+
+
+def _turned(numbers: Tensor, block: int) -> Tensor:
+    """Return numbers times a Hadamard matrix in blocks; twice gives them back."""
+    return rotated(numbers.unflatten(-1, (-1, block))).flatten(-2) if block else numbers
+
+
+def _in_blocks_of_tokens(numbers: Tensor, format: EngineFormat) -> Tensor:
+    """Return numbers rounded in blocks of tokens of a channel; the last token fills a block."""
+    n_tokens = int(numbers.shape[-2])
+    last = numbers[..., -1:, :].expand(*numbers.shape[:-2], -n_tokens % format.block, -1)
+    rows = torch.cat([numbers, last], dim=-2).mT.unflatten(-1, (-1, format.block))
+    return _GRIDS[format.grid](rows, format).flatten(-2).mT[..., :n_tokens, :]
+
+
+def _half(scales: Tensor) -> Tensor:
+    """Return scales as float16 holds them."""
+    return scales.half().float()
+
+
+def _inverse(scales: Tensor) -> Tensor:
+    """Return one over scales, 0 for 0."""
+    return torch.where(scales == 0, 0.0, 1 / scales)
+
+
+def _amax(blocks: Tensor, format: EngineFormat) -> Tensor:
+    levels = 2 ** (format.code_bits - 1) - 1
+    scale = blocks.abs().amax(dim=-1, keepdim=True) / levels
+    return (blocks * _inverse(scale)).round() * _half(scale)
+
+
+def _signed(blocks: Tensor, format: EngineFormat) -> Tensor:
+    half = 2 ** (format.code_bits - 1)
+    scale = _largest(blocks) / -half
+    codes = (blocks * _inverse(scale) + (half + 0.5)).floor().clamp(max=2 * half - 1)
+    return (codes - half) * _half(scale)
+
+
+def _minmax(blocks: Tensor, format: EngineFormat) -> Tensor:
+    levels = 2**format.code_bits - 1
+    low, high = blocks.aminmax(dim=-1, keepdim=True)
+    scale = (high - low) / levels
+    codes = ((blocks - low) * _inverse(scale) + 0.5).floor().clamp(max=levels)
+    if format.ggml:
+        scale, low = _half(scale), _half(low)
+    return codes * scale + low
+
+
+def _iq4_nl(blocks: Tensor, format: EngineFormat) -> Tensor:
+    inverse = _inverse(_largest(blocks) / _IQ4_NL[0])
+    levels = _nearest(blocks * inverse, blocks.new_tensor(_IQ4_NL))
+    weights = blocks.square()  # the scale is fitted where numbers are large
+    fit = (weights * levels * blocks).sum(dim=-1, keepdim=True)
+    size = (weights * levels * levels).sum(dim=-1, keepdim=True)
+    return levels * _half(fit * _inverse(size))
+
+
+def _affine(blocks: Tensor, format: EngineFormat) -> Tensor:
+    levels = 2**format.code_bits - 1
+    low, high = blocks.aminmax(dim=-1, keepdim=True)
+    from_low = low.abs() > high.abs()
+    scale = ((high - low) / levels).clamp(min=1e-7)
+    scale, edge = torch.where(from_low, scale, -scale), torch.where(from_low, low, high)
+    steps = (edge / scale).round()  # 0 is a level
+    scale = torch.where(steps == 0, scale, edge * _inverse(steps))
+    bias = torch.where(steps == 0, 0.0, edge)
+    codes = ((blocks - bias) / scale).round().clamp(0, levels)
+    return codes * scale + bias
+
+
+def _zero(blocks: Tensor, format: EngineFormat) -> Tensor:
+    levels = 2**format.code_bits - 1
+    low, high = blocks.aminmax(dim=-1, keepdim=True)
+    scale = (high - low).clamp(min=1e-5) / levels
+    zero = (low / scale).round()
+    return ((blocks / scale - zero).round().clamp(0, levels) + zero) * scale
+
+
+def _exl3(blocks: Tensor, format: EngineFormat) -> Tensor:
+    half = 2 ** (format.code_bits - 1)
+    scale = blocks.abs().amax(dim=-1, keepdim=True) + 1e-10
+    codes = (blocks / scale * half + half).floor().clamp(0, 2 * half - 1)
+    return (codes - (half - 0.5)) / half * _half(scale)
+
+
+def _e4m3(blocks: Tensor, format: EngineFormat) -> Tensor:
+    if format.code_bits == 8:
+        return _as_e4m3(blocks)
+    whole = blocks.abs().max().clamp(min=1e-30) / (_E4M3_LARGEST * _E2M1_LARGEST)
+    scale = blocks.abs().amax(dim=-1, keepdim=True) / (_E2M1_LARGEST * whole)
+    scale = _as_e4m3(scale) * whole
+    sizes = _nearest((blocks * _inverse(scale)).abs(), blocks.new_tensor(_E2M1))
+    return sizes.copysign(blocks) * scale
+
+
+def _as_e4m3(numbers: Tensor) -> Tensor:
+    clipped = numbers.clamp(-_E4M3_LARGEST, _E4M3_LARGEST)
+    return clipped.to(torch.float8_e4m3fn).float()
+
+
+def _largest(blocks: Tensor) -> Tensor:
+    """Return the number of each block with the largest size, with its sign."""
+    return blocks.gather(-1, blocks.abs().argmax(dim=-1, keepdim=True))
+
+
+def _nearest(numbers: Tensor, levels: Tensor) -> Tensor:
+    """Return the nearest of some rising levels for each number."""
+    return levels[torch.bucketize(numbers, (levels[1:] + levels[:-1]) / 2)]
+
+
+_GRIDS: dict[str, Callable[[Tensor, EngineFormat], Tensor]] = {
+    "amax": _amax,
+    "signed": _signed,
+    "minmax": _minmax,
+    "iq4_nl": _iq4_nl,
+    "affine": _affine,
+    "zero": _zero,
+    "exl3": _exl3,
+    "e4m3": _e4m3,
+}
+"""Rounding of blocks, ``(..., block)``, by the grid of a format."""
