@@ -12,7 +12,9 @@ from kvalloc.shape import WINDOWED, ModelShape
 WHOLE = "f16"
 """The format of what is not rounded to fewer bits."""
 
-Grid = Literal["whole", "amax", "signed", "minmax", "iq4_nl", "affine", "zero", "exl3", "e4m3"]
+Grid = Literal[
+    "whole", "amax", "signed", "minmax", "iq4_nl", "affine", "zero", "exl3", "e4m3", "e5m2"
+]
 Grain = Literal["model", "ends", "skip", "layer"]
 
 
@@ -92,10 +94,11 @@ _ALL = (
     _ggml("iq4_nl", "iq4_nl", 4),
     *(
         EngineFormat(name=f"mlx_{b}_{n}", grid="affine", code_bits=b, side_bits=32, block=n)
-        for b, n in ((8, 64), (6, 64), (4, 32), (4, 64), (3, 64), (2, 64))
+        for b, n in ((8, 64), (6, 64), (4, 32), (4, 64), (3, 64))
     ),
     *(_openvino(bits, by_channel=by) for bits in (8, 4) for by in (True, False)),
     EngineFormat(name="fp8", grid="e4m3", code_bits=8),
+    EngineFormat(name="fp8_e5m2", grid="e5m2", code_bits=8),
     EngineFormat(name="nvfp4", grid="e4m3", code_bits=4, side_bits=8, block=16),
     *(EngineFormat(name=f"kvt_{b}", grid="zero", code_bits=b, side_bits=32) for b in (8, 4, 2)),
     *(
@@ -109,8 +112,9 @@ FORMATS: dict[str, EngineFormat] = {one.name: one for one in _ALL}
 
 ``q*`` and ``iq4_nl``: ggml. ``mlx_BITS_GROUP``: mlx, affine, with a scale and a bias at 16 bits.
 ``u*_channel``, ``u*_token``: OpenVINO on a CPU, with a scale and a zero point in float32, of blocks
-of 32 tokens of a channel or of a token. ``fp8``: e4m3 with the scale 1. ``nvfp4``: e2m1 in blocks
-of 16 with a scale in e4m3. ``kvt_BITS``: KVTuner's, by token, with a whole zero point.
+of 32 tokens of a channel or of a token. ``fp8``, ``fp8_e5m2``: with the scale 1, the first e4m3.
+``nvfp4``: e2m1 in blocks of 16 with a scale in e4m3. ``kvt_BITS``: KVTuner's, by token, with a
+whole zero point.
 ``exl3_BITS``: exllamav3, groups of 32 that are turned by a Hadamard matrix.
 """
 
@@ -172,7 +176,7 @@ ENGINES: dict[str, Engine] = {
             grain="model",
             pairs=_pairs((*_BY_TOKEN, "u8_channel", "u4_channel"), _BY_TOKEN),
         ),
-        Engine(name="vllm", grain="skip", pairs=_pairs((WHOLE, "fp8"))),
+        Engine(name="vllm", grain="skip", pairs=_pairs((WHOLE, "fp8", "fp8_e5m2"))),
         Engine(
             name="modelopt",
             grain="layer",

@@ -11,6 +11,7 @@ from kvalloc.cli.options import takes
 from kvalloc.cli.output import is_verbose, print_result
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.fitted import FittedModel
+from kvalloc.formats.format_losses import FormatLosses
 from kvalloc.formats.hub import local_file
 from kvalloc.formats.record import kind_of
 from kvalloc.formats.saved_cache import SavedCacheHeader
@@ -34,8 +35,8 @@ class InspectOptions:
     """The file to show."""
 
     file: Annotated[str, Option()]
-    """A score profile, a budget profile, the name of a shipped one, what 'kvalloc fit' or 'kvalloc
-    eval -o' wrote, or a saved cache; also hf://owner/repo/FILE."""
+    """A score profile, format losses, a budget profile, the name of a shipped one, what 'kvalloc
+    fit' or 'kvalloc eval -o' wrote, or a saved cache; also hf://owner/repo/FILE."""
 
 
 @takes()
@@ -56,11 +57,15 @@ def inspect(options: InspectOptions) -> None:
         if kind_of(path) == "saved cache":
             _show_saved(file, path, SavedCacheHeader.read(path)[0])
             return
-        record = load_file(path, (*KINDS, FittedModel, SavedCacheHeader))
+        record = load_file(path, (*KINDS, FittedModel, FormatLosses, SavedCacheHeader))
     if record.NAME == "budget profile":
         _show_budgets(file, record)
     elif record.NAME == "score profile":
         _show_scores(file, record)
+    elif record.NAME == "format losses":
+        lines = ["", table_text(*wording.format_table(record))]
+        shown = {"format losses": file, **wording.format_fields(record)}
+        print_result({"file": file, **format_facts(record)}, shown, lines=lines, always=True)
     elif record.NAME == "fitted file":
         facts = {"file": file, **record.header(), "digest": record.digest}
         shown = {"fitted file": file, **wording.fitted_fields(record)}
@@ -111,6 +116,13 @@ def score_facts(profile: ScoreProfile) -> dict[str, Any]:
         "losses_per": wording.losses_per(profile),
         "loss_method": profile.loss_method or None,
     }
+
+
+def format_facts(losses: FormatLosses) -> dict[str, Any]:
+    """Return what measured losses of engine formats state, as plain values."""
+    facts = {"model": losses.shape.model_id, "model_error": losses.model_error}
+    facts["by_format"] = wording.format_rows(losses)
+    return {**losses.header(), **facts, "digest": losses.digest}
 
 
 def _show_saved(file: str, path: Path, header: SavedCacheHeader) -> None:

@@ -51,8 +51,8 @@ class MeasuringOptions(EngineOptions, ModelArgument):
     lengths: Annotated[str | None, Option("N,N", PROMPTS)] = None
     """With `tasks`: prompts of each of these lengths, tokens; `context` by default."""
 
-    context: Annotated[int, Option("N", PROMPTS, least=1)] = 1024
-    """Longest prompt, tokens."""
+    context: Annotated[int | None, Option("N", PROMPTS, least=1)] = None
+    """Longest prompt, tokens; 1024 by default, with --formats 600."""
 
     seed: Annotated[int, Option("N", PROMPTS, least=0)] = 0
     """Seed of the choice of samples or prompts."""
@@ -67,6 +67,7 @@ def measure(
     makes_prompts: bool = False,
     default: Callable[[], list[Document]] = list,
     unit: str = "layers",
+    context: int = 1024,
 ) -> tuple[Any, dict[str, Any], dict[str, str]]:
     """Measure a model on the texts or prompts that the user names.
 
@@ -85,6 +86,8 @@ def measure(
         Gives the texts if neither are named or made; by default the function has its own.
     unit : str
         What `function` counts.
+    context : int
+        Tokens of the longest prompt, unless the user says it.
 
     Returns
     -------
@@ -99,14 +102,15 @@ def measure(
     """
     if options.output is not None:
         check_output(options.output, resume=options.resume)
-    arguments = {**keywords, "context": options.context, "seed": options.seed}
+    context = options.context or context
+    arguments = {**keywords, "context": context, "seed": options.seed}
     tasks, texts = options.tasks, _read(options)
     if texts and tasks is not None:
         raise InputError("--tasks makes prompts, and text or prompts are given; give one of them")
     if makes_prompts and not texts:
         tasks = tasks or ",".join(KINDS)
     if tasks is not None:
-        make = _maker(options, tasks, per_kind, keywords.get("samples"))
+        make = _maker(options, tasks, context, per_kind, keywords.get("samples"))
     elif about := {"question_at", "lengths"} & given_names(vars(options)):
         raise InputError(f"{option(max(about))} is about prompts that --tasks makes; add --tasks")
     start = time.perf_counter()
@@ -144,7 +148,7 @@ def _read(options: MeasuringOptions) -> list[Document | Prompt]:
 
 
 def _maker(
-    options: MeasuringOptions, tasks: str, per_kind: int, samples: int | None
+    options: MeasuringOptions, tasks: str, context: int, per_kind: int, samples: int | None
 ) -> Callable[[Any], list[Document | Prompt]]:
     """Return what makes prompts by tasks for a tokenizer; by default ``per_kind`` of each form.
 
@@ -155,13 +159,13 @@ def _maker(
     """
     kinds = tuple(task.name for task in find_tasks([name.strip() for name in tasks.split(",")]))
     question = options.question_at or "inside"
-    lengths: tuple[int, ...] = (options.context,)
+    lengths: tuple[int, ...] = (context,)
     if options.lengths is not None:
         lengths = tuple(dict.fromkeys(parse_numbers(options.lengths, "lengths")))
-    if wrong := [length for length in lengths if not 0 < length <= options.context]:
+    if wrong := [length for length in lengths if not 0 < length <= context]:
         raise InputError(
-            f"--lengths {wrong[0]}: a prompt has at least one token and at most the "
-            f"{options.context} of --context"
+            f"--lengths {wrong[0]}: a prompt has at least one token and at most the {context} of "
+            "--context"
         )
     count = per_kind * len(kinds) * len(lengths) * len(STANDINGS[question])
 

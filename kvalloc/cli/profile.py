@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Unpack
+from typing import Annotated, Any, Unpack
 
-from kvalloc.cli.inspect import score_facts
+from kvalloc.accounting.engine_formats import formats_of
+from kvalloc.cli.inspect import format_facts, score_facts
 from kvalloc.cli.measuring import MeasuringOptions, measure
 from kvalloc.cli.options import takes
 from kvalloc.cli.output import print_result
-from kvalloc.measure.profiling import ProfileOptions, read_options
-from kvalloc.report.wording import score_fields
+from kvalloc.errors import InputError, option
+from kvalloc.measure.profiling import MORE, ProfileOptions, read_options
+from kvalloc.report.terminal import table_text
+from kvalloc.report.wording import format_fields, format_table, score_fields
 from kvalloc.units import Option
 
 EACH_TASK = 2
@@ -23,7 +28,11 @@ class ProfilingOptions(MeasuringOptions):
     """Texts to measure, and the file to write."""
 
     output: Annotated[Path, Option("OUT.safetensors")]
-    """The score profile to write."""
+    """The score profile to write, or with --formats the format losses."""
+
+    formats: Annotated[Sequence[str] | None, Option("ENGINE", MORE)] = None
+    """Instead of scores, measure what is lost if K or V of a layer are stored as another engine
+    does it, such as llama.cpp, mlx-lm, openvino, vllm, modelopt; or in one format, such as q4_0."""
 
 
 @takes()
@@ -41,7 +50,11 @@ def profile(options: ProfilingOptions, **keywords: Unpack[ProfileOptions]) -> No
     kvalloc profile ./my-model --text docs/ --context 8192 --resume -o s.safetensors
     kvalloc profile Qwen/Qwen3-0.6B --prompts prompts.jsonl --scorer snapkv -o s.safetensors
     kvalloc profile demo --samples 8 --loss fast --loss-level head -o s.safetensors
+    kvalloc profile demo --formats llama.cpp --formats mlx-lm -o demo.formats.safetensors
     """
+    if options.formats:
+        _profile_formats(options, options.formats, keywords)
+        return
     from kvalloc.measure import default_texts
     from kvalloc.measure import profile as measured_profile
 
@@ -56,3 +69,27 @@ def profile(options: ProfilingOptions, **keywords: Unpack[ProfileOptions]) -> No
     )
     fields = {**score_fields(measured), **shown}
     print_result({**score_facts(measured), **facts}, fields)
+
+
+def _profile_formats(
+    options: ProfilingOptions, engines: Sequence[str], keywords: Mapping[str, Any]
+) -> None:
+    formats_of(engines)
+    if about := sorted({*keywords} - {"samples"}):
+        raise InputError(f"{option(about[0])} is about scores, which --formats does not measure")
+    from kvalloc.measure import default_texts
+    from kvalloc.measure.format_profile import CONTEXT_TOKENS, SAMPLES, profile_formats
+
+    losses, facts, shown = measure(
+        partial(profile_formats, formats=engines),
+        options,
+        keywords,
+        per_kind=SAMPLES,
+        default=default_texts,
+        context=CONTEXT_TOKENS,
+    )
+    print_result(
+        {**format_facts(losses), **facts},
+        {**format_fields(losses), **shown},
+        lines=["", table_text(*format_table(losses))],
+    )

@@ -60,7 +60,7 @@ def round_trip(numbers: Tensor, name: str, *, keys: bool, order: list[int] | Non
     if format.by_channel:
         stored = _in_blocks_of_tokens(stored, format)
     else:
-        stored = _GRIDS[format.grid](stored.unflatten(-1, (-1, format.block or dim)), format)
+        stored = _GRIDS[format.grid](_blocks(stored, format.block or dim), format)
         stored = stored.flatten(-2)
     stored = _turned(stored, turn)
     if format.ggml and order is not None:
@@ -89,16 +89,21 @@ def gguf_order(model: Any, rotation: Rotation | str, dim: int) -> list[int] | No
     return [*order, *(channel for channel in dims if channel not in order)]
 
 
+def _blocks(numbers: Tensor, block: int) -> Tensor:
+    """Return numbers with the last axis in blocks, (..., n_blocks, block)."""
+    return numbers.reshape(*numbers.shape[:-1], -1, block)
+
+
 def _turned(numbers: Tensor, block: int) -> Tensor:
     """Return numbers times a Hadamard matrix in blocks; twice gives them back."""
-    return rotated(numbers.unflatten(-1, (-1, block))).flatten(-2) if block else numbers
+    return rotated(_blocks(numbers, block)).flatten(-2) if block else numbers
 
 
 def _in_blocks_of_tokens(numbers: Tensor, format: EngineFormat) -> Tensor:
     """Return numbers rounded in blocks of tokens of a channel; the last token fills a block."""
     n_tokens = int(numbers.shape[-2])
     last = numbers[..., -1:, :].expand(*numbers.shape[:-2], -n_tokens % format.block, -1)
-    rows = torch.cat([numbers, last], dim=-2).mT.unflatten(-1, (-1, format.block))
+    rows = _blocks(torch.cat([numbers, last], dim=-2).mT, format.block)
     return _GRIDS[format.grid](rows, format).flatten(-2).mT[..., :n_tokens, :]
 
 
@@ -109,24 +114,24 @@ def _half(scales: Tensor) -> Tensor:
 
 def _inverse(scales: Tensor) -> Tensor:
     """Return one over scales, 0 for 0."""
-    return torch.where(scales == 0, 0.0, 1 / scales)
+    return (1 / scales).masked_fill(scales == 0, 0.0)
 
 
 def _amax(blocks: Tensor, format: EngineFormat) -> Tensor:
-    levels = 2 ** (format.code_bits - 1) - 1
+    levels = (1 << format.code_bits - 1) - 1
     scale = blocks.abs().amax(dim=-1, keepdim=True) / levels
     return (blocks * _inverse(scale)).round() * _half(scale)
 
 
 def _signed(blocks: Tensor, format: EngineFormat) -> Tensor:
-    half = 2 ** (format.code_bits - 1)
+    half = 1 << format.code_bits - 1
     scale = _largest(blocks) / -half
     codes = (blocks * _inverse(scale) + (half + 0.5)).floor().clamp(max=2 * half - 1)
     return (codes - half) * _half(scale)
 
 
 def _minmax(blocks: Tensor, format: EngineFormat) -> Tensor:
-    levels = 2**format.code_bits - 1
+    levels = (1 << format.code_bits) - 1
     low, high = blocks.aminmax(dim=-1, keepdim=True)
     scale = (high - low) / levels
     codes = ((blocks - low) * _inverse(scale) + 0.5).floor().clamp(max=levels)
@@ -145,7 +150,7 @@ def _iq4_nl(blocks: Tensor, format: EngineFormat) -> Tensor:
 
 
 def _affine(blocks: Tensor, format: EngineFormat) -> Tensor:
-    levels = 2**format.code_bits - 1
+    levels = (1 << format.code_bits) - 1
     low, high = blocks.aminmax(dim=-1, keepdim=True)
     from_low = low.abs() > high.abs()
     scale = ((high - low) / levels).clamp(min=1e-7)
@@ -158,7 +163,7 @@ def _affine(blocks: Tensor, format: EngineFormat) -> Tensor:
 
 
 def _zero(blocks: Tensor, format: EngineFormat) -> Tensor:
-    levels = 2**format.code_bits - 1
+    levels = (1 << format.code_bits) - 1
     low, high = blocks.aminmax(dim=-1, keepdim=True)
     scale = (high - low).clamp(min=1e-5) / levels
     zero = (low / scale).round()
@@ -166,7 +171,7 @@ def _zero(blocks: Tensor, format: EngineFormat) -> Tensor:
 
 
 def _exl3(blocks: Tensor, format: EngineFormat) -> Tensor:
-    half = 2 ** (format.code_bits - 1)
+    half = 1 << format.code_bits - 1
     scale = blocks.abs().amax(dim=-1, keepdim=True) + 1e-10
     codes = (blocks / scale * half + half).floor().clamp(0, 2 * half - 1)
     return (codes - (half - 0.5)) / half * _half(scale)
@@ -180,6 +185,11 @@ def _e4m3(blocks: Tensor, format: EngineFormat) -> Tensor:
     scale = _as_e4m3(scale) * whole
     sizes = _nearest((blocks * _inverse(scale)).abs(), blocks.new_tensor(_E2M1))
     return sizes.copysign(blocks) * scale
+
+
+def _e5m2(blocks: Tensor, format: EngineFormat) -> Tensor:
+    largest = torch.finfo(torch.float8_e5m2).max
+    return blocks.clamp(-largest, largest).to(torch.float8_e5m2).float()
 
 
 def _as_e4m3(numbers: Tensor) -> Tensor:
@@ -206,5 +216,6 @@ _GRIDS: dict[str, Callable[[Tensor, EngineFormat], Tensor]] = {
     "zero": _zero,
     "exl3": _exl3,
     "e4m3": _e4m3,
+    "e5m2": _e5m2,
 }
 """Rounding of blocks, ``(..., block)``, by the grid of a format."""

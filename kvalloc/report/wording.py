@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvalloc.accounting.costs import BIT_WIDTHS
+from kvalloc.accounting.engine_formats import FORMATS
 from kvalloc.allocation.outlook import loss_outlook
 from kvalloc.allocation.request import Request
 from kvalloc.errors import SolverError
 from kvalloc.formats.fitted import FittedModel
+from kvalloc.formats.format_losses import FormatLosses, Predicted
 from kvalloc.problem import GroupCap, cap_tree
 from kvalloc.prompts.cases import POSITIONS
 from kvalloc.report.terminal import number_text
@@ -443,6 +445,54 @@ PAIRED = (
     *(("score difference", "score_difference", "+.0%"), ("95%", "score_difference_ci95", "+.0%")),
 )
 """Columns of the two tables: heading, what stands there, and how a number is shown."""
+
+
+FORMAT_COLUMNS = (
+    *(("format", "format", ""), ("bits", "bits", ".2f")),
+    *(("K alone", "keys", ".5f"), ("V alone", "values", ".5f")),
+    *(("K and V", "mean", ".5f"), ("99%", "p99", ".4f"), ("99.9%", "p999", ".3f")),
+    ("agree", "top1", ".1%"),
+)
+"""Columns of measured losses of engine formats."""
+
+
+def format_rows(losses: FormatLosses) -> list[dict[str, Any]]:
+    """Return what each engine format loses in all layers, nats per token.
+
+    Returns
+    -------
+    list of dict
+        ``keys`` and ``values`` are sums of single losses; ``mean``, ``p99``, ``p999`` and ``top1``
+        are of the whole cache, and missing if that was not measured.
+    """
+    rows = []
+    for index, name in enumerate(losses.formats):
+        keys, values = losses.losses[..., index].sum(axis=0).tolist()
+        bits = FORMATS[name].bits(losses.shape.head_dim)
+        row = {"format": name, "bits": bits, "keys": keys, "values": values}
+        (whole,) = np.nonzero((losses.choices == index).all(axis=(1, 2)))
+        for place in whole[:1]:
+            row |= {one: float(getattr(losses, one)[place]) for one in Predicted._fields}
+        rows.append(row)
+    return rows
+
+
+def format_table(losses: FormatLosses) -> tuple[list[str], list[list[str]]]:
+    """Return headings and cells of `format_rows`."""
+    return _table(FORMAT_COLUMNS, format_rows(losses))
+
+
+def format_fields(losses: FormatLosses) -> dict[str, str]:
+    """Return the fields of measured losses of engine formats, for people."""
+    versions = ", ".join(f"{name} {version}" for name, version in losses.versions.items())
+    return {
+        "model": model_text(losses.shape),
+        "losses": f"KL in nats a token, of {losses.n_tokens:,} predictions",
+        "mixtures": f"{len(losses.choices)} whole caches, {losses.model_error:.2f} times the "
+        "prediction or less",
+        "text": losses.text_description or "not recorded",
+        "made": f"{losses.created} with {versions}",
+    }
 
 
 def evaluation_tables(

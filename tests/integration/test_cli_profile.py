@@ -4,6 +4,7 @@ import json
 
 from cli_tools import CLI_CONTEXT, files_in, profile_arguments, prose, run, succeed
 
+from kvalloc.formats.format_losses import FormatLosses
 from kvalloc.formats.score_profile import ScoreProfile
 
 
@@ -48,3 +49,39 @@ def test_profile_passes_every_option_on(models, folder):
     assert saved.scorer_parameters["group_reduce"] == "max"
     assert (saved.sinks, saved.window, saved.shape.dtype_bytes) == (0, 16, 2)
     assert saved.sample_tokens.tolist() == [60, 50]
+
+
+def test_profile_measures_engine_formats(models, folder):
+    file = folder / "s.formats.safetensors"
+    command = ("profile", models / "tiny", "--text", folder / "text.txt", "-o", file)
+    options = ("--formats", "kvtuner", "--formats", "fp8", "--samples", 2, "--context", 40)
+    ran = run(*command, *options, "--json")
+    assert (ran.code, ran.err) == (0, "")
+    saved = FormatLosses.load(file)
+    assert saved.formats == ("fp8", "kvt_8", "kvt_4", "kvt_2")
+    assert (saved.n_tokens, saved.context_tokens) == (80, 40)
+    by_format = {one["format"]: one for one in ran.json["by_format"]}
+    assert [*by_format] == [*saved.formats]
+    assert by_format["kvt_2"]["mean"] == saved.mean[3] > by_format["kvt_8"]["mean"]
+    file.unlink()
+    shown = succeed(*command, *options).out
+    assert [
+        word for word in ("K alone", "kvt_2", "99.9%", "12 whole caches") if word not in shown
+    ] == []
+    inspected = run("inspect", file)
+    assert "80 predictions" in inspected.out
+    assert run("inspect", file, "--json").json["by_format"] == ran.json["by_format"]
+
+
+def test_what_formats_cannot_do_is_refused_before_a_model_is_loaded(models, folder):
+    command = ("profile", "no-such-model", "-o", folder / "s.safetensors", "--formats")
+    for options, words in (
+        (("lama.cpp",), "there is no engine or format 'lama.cpp'; the nearest is 'llama.cpp'"),
+        (("vllm", "--scorer", "knorm"), "--scorer is about scores, which --formats does not"),
+    ):
+        ran = run(*command, *options)
+        assert ran.code == 2
+        assert words in ran.err
+    ran = run("profile", models / "tiny", *command[2:], "llama.cpp")
+    assert (ran.code, ran.out) == (2, "")
+    assert "q8_0 stores blocks of 32 numbers, and heads of tiny have 8; take f16" in ran.err

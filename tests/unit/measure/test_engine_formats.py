@@ -85,11 +85,11 @@ def exl3(block, bits):
     return hadamard(32) @ (((2 * codes + 1) / levels - 1) * half(scale))
 
 
-def e4m3(number):
-    """Round to 3 bits of mantissa; the smallest exponent is -6, the largest number 448."""
-    number = np.clip(np.asarray(number, dtype=np.float64), -448, 448)
-    exponent = np.maximum(np.floor(np.log2(np.maximum(np.abs(number), 1e-30))), -6)
-    step = 2.0 ** (exponent - 3)
+def e4m3(number, bits=3, least=-6, largest=448):
+    """Round to some bits of mantissa; with a smallest exponent, and a largest number."""
+    number = np.clip(np.asarray(number, dtype=np.float64), -largest, largest)
+    exponent = np.maximum(np.floor(np.log2(np.maximum(np.abs(number), 1e-30))), least)
+    step = 2.0 ** (exponent - bits)
     return np.rint(number / step) * step
 
 
@@ -111,12 +111,13 @@ ORACLES = {
     "iq4_nl": (iq4_nl, 32),
     **{
         f"mlx_{bits}_{group}": (lambda block, bits=bits: mlx(block, bits), group)
-        for bits, group in ((8, 64), (6, 64), (4, 32), (4, 64), (3, 64), (2, 64))
+        for bits, group in ((8, 64), (6, 64), (4, 32), (4, 64), (3, 64))
     },
     **{f"u{b}_token": (lambda one, b=b: minimum(one, b, np.float32), 64) for b in (8, 4)},
     **{f"kvt_{b}": (lambda one, b=b: kvtuner(one, b), 64) for b in (8, 4, 2)},
     **{f"exl3_{b}": (lambda one, b=b: exl3(one, b), 32) for b in range(2, 9)},
     "fp8": (e4m3, 64),
+    "fp8_e5m2": (lambda block: e4m3(block, 2, -14, 57344), 64),
 }
 
 
@@ -151,7 +152,7 @@ def test_a_format_rounds_as_its_definition_says(name):
         assert (found.shape, found.dtype) == (made.shape, made.dtype)
         compared(found.numpy(), expected, made.std().item())
     error = (round_trip(made, name, keys=True) - made).square().mean().sqrt() / made.std()
-    assert 0 < error < 4 * 2.0 ** -FORMATS[name].code_bits or name == "fp8"
+    assert 0 < error < 4 * 2.0 ** -FORMATS[name].code_bits or FORMATS[name].block == 0
 
 
 def test_nvfp4_has_a_scale_of_the_tensor_and_one_of_each_block():

@@ -16,8 +16,8 @@ BITS = {
     "f16": 16,
     **{"q8_0": 8.5, "q5_1": 6, "q5_0": 5.5, "q4_1": 5, "q4_0": 4.5, "iq4_nl": 4.5},
     **{"mlx_8_64": 8.5, "mlx_6_64": 6.5, "mlx_4_32": 5, "mlx_4_64": 4.5, "mlx_3_64": 3.5},
-    **{"mlx_2_64": 2.5, "u8_channel": 10, "u8_token": 9, "u4_channel": 6, "u4_token": 5},
-    **{"fp8": 8, "nvfp4": 4.5, "kvt_8": 8.5, "kvt_4": 4.5, "kvt_2": 2.5},
+    **{"u8_channel": 10, "u8_token": 9, "u4_channel": 6, "u4_token": 5},
+    **{"fp8": 8, "fp8_e5m2": 8, "nvfp4": 4.5, "kvt_8": 8.5, "kvt_4": 4.5, "kvt_2": 2.5},
     **{f"exl3_{bits}": bits + 0.5 for bits in range(2, 9)},
 }
 """Of an element of a head of 64 numbers, scales included."""
