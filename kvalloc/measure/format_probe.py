@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from kvalloc.measure.engine_formats import gguf_order, round_trip
-from kvalloc.measure.kl import row_divergences
 from kvalloc.measure.mini_prefill import begun_at, check_seen, layers_of, run_apart
 from kvalloc.models.attention import AttentionStates, intercept_attention
 from kvalloc.models.structure import evaluating, input_device
@@ -22,6 +21,8 @@ if TYPE_CHECKING:
     from kvalloc.shape import ModelShape
 
 _WHOLE = -1
+_SMALLEST = -1e30
+"""In place of the log of 0, which no product with 0 bears."""
 
 
 class FormatProbe:
@@ -60,8 +61,8 @@ class FormatProbe:
             logits = self._logits(None, {"input_ids": self._ids})
         storing = [index for index, one in enumerate(shape.by_layer) if one.kv_heads]
         check_seen(model, storing, self._seen)
-        self._full = logits.float().log_softmax(dim=-1)
-        self._best = logits.argmax(dim=-1)
+        self._full = _log_probabilities(logits)
+        self._weights, self._best = self._full.exp(), logits.argmax(dim=-1)
 
     @torch.no_grad()
     def single(self, layer: int) -> dict[str, FloatArray]:
@@ -87,7 +88,7 @@ class FormatProbe:
             for side, index in np.ndindex(2, count):
                 choices = np.full((self._shape.n_layers, 2), _WHOLE)
                 choices[layer, side] = index
-                kls[side, index], _ = self._losses(choices, inputs)
+                kls[side, index] = self._divergences(self._logits(choices, inputs))
         return {"kls": kls}
 
     @torch.no_grad()
@@ -105,16 +106,21 @@ class FormatProbe:
             ``kls``: nats, (n_mixtures, n_tokens). ``agrees``: 1 where the most likely next token is
             the same.
         """
-        losses = [self._losses(choices, {"input_ids": self._ids}) for choices in mixtures]
-        return dict(zip(("kls", "agrees"), map(np.stack, zip(*losses, strict=True)), strict=True))
+        kls, agrees = [], []
+        for choices in mixtures:
+            logits = self._logits(choices, {"input_ids": self._ids})
+            kls.append(self._divergences(logits))
+            agrees.append((logits.argmax(dim=-1) == self._best).double().cpu().numpy())
+        return {"kls": np.stack(kls), "agrees": np.stack(agrees)}
 
-    def _losses(
-        self, choices: IntArray, inputs: dict[str, Tensor]
-    ) -> tuple[FloatArray, FloatArray]:
-        logits = self._logits(choices, inputs)
-        kls = row_divergences(self._full, logits)
-        agrees = (logits.argmax(dim=-1) == self._best).double()
-        return kls.cpu().numpy(), agrees.cpu().numpy()
+    def _divergences(self, logits: Tensor) -> FloatArray:
+        """Return the KL of each prediction.
+
+        As `kvalloc.measure.kl.row_divergences` does, at a quarter of its time: a short text costs
+        as much there as in the model.
+        """
+        terms = (self._full - _log_probabilities(logits)).mul_(self._weights)
+        return terms.sum(dim=-1).double().cpu().numpy()
 
     def _logits(self, choices: IntArray | None, inputs: dict[str, Tensor]) -> Tensor:
         """Return the logits of a forward in which attention sees K and V in chosen formats."""
@@ -142,3 +148,7 @@ class FormatProbe:
             self._entering[index] = args[0] if args else kwargs["hidden_states"]
 
         return hook
+
+
+def _log_probabilities(logits: Tensor) -> Tensor:
+    return logits.float().log_softmax(dim=-1).clamp_(min=_SMALLEST)

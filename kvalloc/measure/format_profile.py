@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 SAMPLES, CONTEXT_TOKENS = 3, 600
 """Texts, and tokens of each, by default."""
 
-SINGLE_SHARE = 4
+SINGLE_SHARE = 5
 """Single losses are measured on one part in so many of each text, its first tokens."""
 
 RANDOM_MIXTURES = 6
