@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from itertools import product
+from typing import Any, Literal
 
 from kvalloc.errors import InputError, no_such
 from kvalloc.shape import WINDOWED, ModelShape
@@ -12,13 +13,10 @@ from kvalloc.shape import WINDOWED, ModelShape
 WHOLE = "f16"
 """The format of what is not rounded to fewer bits."""
 
-Grid = Literal[
-    "whole", "amax", "signed", "minmax", "iq4_nl", "affine", "zero", "exl3", "e4m3", "e5m2"
-]
 Grain = Literal["model", "ends", "skip", "layer"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class EngineFormat:
     """How an engine stores the numbers of keys or values.
 
@@ -42,7 +40,7 @@ class EngineFormat:
     """
 
     name: str
-    grid: Grid
+    grid: str
     code_bits: int
     side_bits: int = 0
     block: int = 0
@@ -70,44 +68,25 @@ class EngineFormat:
         return round(self.bits(dim) * dim * n_tokens) // 8
 
 
-def _ggml(name: str, grid: Grid, code_bits: int, side_bits: int = 16) -> EngineFormat:
-    return EngineFormat(
-        name=name, grid=grid, code_bits=code_bits, side_bits=side_bits, block=32, ggml=True
-    )
-
-
-def _openvino(bits: int, *, by_channel: bool) -> EngineFormat:
-    name = f"u{bits}_{'channel' if by_channel else 'token'}"
-    block = 32 if by_channel else 0
-    return EngineFormat(
-        name=name, grid="minmax", code_bits=bits, side_bits=64, block=block, by_channel=by_channel
-    )
-
-
-_ALL = (
-    EngineFormat(name=WHOLE, grid="whole", code_bits=16),
-    _ggml("q8_0", "amax", 8),
-    _ggml("q5_1", "minmax", 5, 32),
-    _ggml("q5_0", "signed", 5),
-    _ggml("q4_1", "minmax", 4, 32),
-    _ggml("q4_0", "signed", 4),
-    _ggml("iq4_nl", "iq4_nl", 4),
+_GGML = (
+    *(("q8_0", "amax", 8, 16), ("q5_1", "minmax", 5, 32), ("q5_0", "signed", 5, 16)),
+    *(("q4_1", "minmax", 4, 32), ("q4_0", "signed", 4, 16), ("iq4_nl", "iq4_nl", 4, 16)),
+)
+_ROWS: tuple[tuple[Any, ...], ...] = (
+    (WHOLE, "whole", 16),
+    *((*row, 32, False, True) for row in _GGML),
     *(
-        EngineFormat(name=f"mlx_{b}_{n}", grid="affine", code_bits=b, side_bits=32, block=n)
+        (f"mlx_{b}_{n}", "affine", b, 32, n)
         for b, n in ((8, 64), (6, 64), (4, 32), (4, 64), (3, 64))
     ),
-    *(_openvino(bits, by_channel=by) for bits in (8, 4) for by in (True, False)),
-    EngineFormat(name="fp8", grid="e4m3", code_bits=8),
-    EngineFormat(name="fp8_e5m2", grid="e5m2", code_bits=8),
-    EngineFormat(name="nvfp4", grid="e4m3", code_bits=4, side_bits=8, block=16),
-    *(EngineFormat(name=f"kvt_{b}", grid="zero", code_bits=b, side_bits=32) for b in (8, 4, 2)),
-    *(
-        EngineFormat(name=f"exl3_{bits}", grid="exl3", code_bits=bits, side_bits=16, block=32)
-        for bits in range(8, 1, -1)
-    ),
+    *((f"u{bits}_channel", "minmax", bits, 64, 32, True) for bits in (8, 4)),
+    *((f"u{bits}_token", "minmax", bits, 64) for bits in (8, 4)),
+    *(("fp8", "e4m3", 8), ("fp8_e5m2", "e5m2", 8), ("nvfp4", "e2m1", 4, 8, 16)),
+    *((f"kvt_{bits}", "zero", bits, 32) for bits in (8, 4, 2)),
+    *((f"exl3_{bits}", "exl3", bits, 16, 32) for bits in range(8, 1, -1)),
 )
 
-FORMATS: dict[str, EngineFormat] = {one.name: one for one in _ALL}
+FORMATS: dict[str, EngineFormat] = {row[0]: EngineFormat(*row) for row in _ROWS}
 """All formats by name, unique over engines.
 
 ``q*`` and ``iq4_nl``: ggml. ``mlx_BITS_GROUP``: mlx, affine, with a scale and a bias at 16 bits.
@@ -119,7 +98,7 @@ whole zero point.
 """
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Engine:
     """What an engine can be told to store.
 
@@ -131,7 +110,7 @@ class Engine:
         one pair, all others another. *skip*: some layers stay at 16 bits, all others have one pair.
         *layer*: each layer has its own.
     pairs : tuple of (str, str)
-        Formats that keys and values of a layer can have together, the highest bits first.
+        Formats that keys and values of a layer can have together, 16 bits first.
     """
 
     name: str
@@ -149,41 +128,31 @@ class Engine:
         return tuple(dict.fromkeys(value for _, value in self.pairs))
 
 
-def _pairs(
-    keys: Iterable[str], values: Iterable[str] = (), without: Sequence[tuple[str, str]] = ()
-) -> tuple[tuple[str, str], ...]:
-    """Return all pairs of keys and values but some; by default the same format for both."""
-    values = tuple(values)
-    pairs = [(k, v) for k in keys for v in values or (k,)]
-    return tuple(pair for pair in pairs if pair not in without)
+def _alike(*names: str) -> tuple[tuple[str, str], ...]:
+    """Return pairs of keys and values in the same format."""
+    return tuple((name, name) for name in (WHOLE, *names))
 
 
-_GGML = (WHOLE, *(one.name for one in _ALL if one.ggml))
-_MLX = (WHOLE, *(one.name for one in _ALL if one.grid == "affine"))
-_KVT = (WHOLE, *(one.name for one in _ALL if one.grid == "zero"))
-_EXL3 = (WHOLE, *(one.name for one in _ALL if one.grid == "exl3"))
-_BY_TOKEN = (WHOLE, "u8_token", "u4_token")
+def _any(beginning: str | tuple[str, ...], *, keys: Iterable[str] = ()) -> Any:
+    """Return all pairs of formats with that beginning, and of more formats for keys alone."""
+    names = (WHOLE, *(name for name in FORMATS if name.startswith(beginning)))
+    return tuple(product((*names, *keys), names))
+
+
+_ALL_GGML = _any(("q", "iq"))
 
 ENGINES: dict[str, Engine] = {
     one.name: one
     for one in (
-        Engine(name="llama.cpp", grain="model", pairs=_pairs(_GGML, _GGML)),
-        # its CPU aborts there
-        Engine(name="ik_llama.cpp", grain="ends", pairs=_pairs(_GGML, _GGML, [("q8_0", "q5_1")])),
-        Engine(name="mlx-lm", grain="layer", pairs=_pairs(_MLX)),
-        Engine(
-            name="openvino",
-            grain="model",
-            pairs=_pairs((*_BY_TOKEN, "u8_channel", "u4_channel"), _BY_TOKEN),
-        ),
-        Engine(name="vllm", grain="skip", pairs=_pairs((WHOLE, "fp8", "fp8_e5m2"))),
-        Engine(
-            name="modelopt",
-            grain="layer",
-            pairs=(*_pairs((WHOLE, "fp8")), ("fp8", "nvfp4"), ("nvfp4", "nvfp4")),
-        ),
-        Engine(name="kvtuner", grain="layer", pairs=_pairs(_KVT, _KVT)),
-        Engine(name="exllamav3", grain="model", pairs=_pairs(_EXL3, _EXL3)),
+        Engine("llama.cpp", "model", _ALL_GGML),
+        # its CPU aborts at that pair
+        Engine("ik_llama.cpp", "ends", tuple(p for p in _ALL_GGML if p != ("q8_0", "q5_1"))),
+        Engine("mlx-lm", "layer", _alike(*(name for name in FORMATS if name.startswith("mlx_")))),
+        Engine("openvino", "model", _any(("u8_t", "u4_t"), keys=("u8_channel", "u4_channel"))),
+        Engine("vllm", "skip", _alike("fp8", "fp8_e5m2")),
+        Engine("modelopt", "layer", (*_alike("fp8"), ("fp8", "nvfp4"), ("nvfp4", "nvfp4"))),
+        Engine("kvtuner", "layer", _any("kvt_")),
+        Engine("exllamav3", "model", _any("exl3_")),
     )
 }
 """All engines by name."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +19,7 @@ _TURN = 64
 
 _IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_E4M3_LARGEST, _E2M1_LARGEST = 448.0, 6.0
+_E4M3 = torch.float8_e4m3fn
 
 
 def round_trip(numbers: Tensor, name: str, *, keys: bool, order: list[int] | None = None) -> Tensor:
@@ -177,24 +176,25 @@ def _exl3(blocks: Tensor, format: EngineFormat) -> Tensor:
     return (codes - (half - 0.5)) / half * _half(scale)
 
 
-def _e4m3(blocks: Tensor, format: EngineFormat) -> Tensor:
-    if format.code_bits == 8:
-        return _as_e4m3(blocks)
-    whole = blocks.abs().max().clamp(min=1e-30) / (_E4M3_LARGEST * _E2M1_LARGEST)
-    scale = blocks.abs().amax(dim=-1, keepdim=True) / (_E2M1_LARGEST * whole)
-    scale = _as_e4m3(scale) * whole
+def _e2m1(blocks: Tensor, format: EngineFormat) -> Tensor:
+    whole = blocks.abs().max().clamp(min=1e-30) / (_E2M1[-1] * torch.finfo(_E4M3).max)
+    scale = blocks.abs().amax(dim=-1, keepdim=True) / (_E2M1[-1] * whole)
+    scale = _as_float8(scale, _E4M3) * whole
     sizes = _nearest((blocks * _inverse(scale)).abs(), blocks.new_tensor(_E2M1))
     return sizes.copysign(blocks) * scale
 
 
+def _e4m3(blocks: Tensor, format: EngineFormat) -> Tensor:
+    return _as_float8(blocks, _E4M3)
+
+
 def _e5m2(blocks: Tensor, format: EngineFormat) -> Tensor:
-    largest = torch.finfo(torch.float8_e5m2).max
-    return blocks.clamp(-largest, largest).to(torch.float8_e5m2).float()
+    return _as_float8(blocks, torch.float8_e5m2)
 
 
-def _as_e4m3(numbers: Tensor) -> Tensor:
-    clipped = numbers.clamp(-_E4M3_LARGEST, _E4M3_LARGEST)
-    return clipped.to(torch.float8_e4m3fn).float()
+def _as_float8(numbers: Tensor, kind: torch.dtype) -> Tensor:
+    largest = torch.finfo(kind).max
+    return numbers.clamp(-largest, largest).to(kind).float()
 
 
 def _largest(blocks: Tensor) -> Tensor:
@@ -207,15 +207,6 @@ def _nearest(numbers: Tensor, levels: Tensor) -> Tensor:
     return levels[torch.bucketize(numbers, (levels[1:] + levels[:-1]) / 2)]
 
 
-_GRIDS: dict[str, Callable[[Tensor, EngineFormat], Tensor]] = {
-    "amax": _amax,
-    "signed": _signed,
-    "minmax": _minmax,
-    "iq4_nl": _iq4_nl,
-    "affine": _affine,
-    "zero": _zero,
-    "exl3": _exl3,
-    "e4m3": _e4m3,
-    "e5m2": _e5m2,
-}
+_BY_BLOCK = (_amax, _signed, _minmax, _iq4_nl, _affine, _zero, _exl3, _e2m1, _e4m3, _e5m2)
+_GRIDS = {one.__name__[1:]: one for one in _BY_BLOCK}
 """Rounding of blocks, ``(..., block)``, by the grid of a format."""

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from kvalloc.accounting import IntArray
+from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.accounting.engine_formats import FORMATS, check_holds, formats_of
-from kvalloc.engine.contract import MEASURED_WITH, Advance, ModelFacts, engine_of
+from kvalloc.engine.contract import MEASURED_WITH, Advance, engine_of
 from kvalloc.errors import UnsupportedModelError
 from kvalloc.files import provenance
-from kvalloc.formats.format_losses import FormatLosses
+from kvalloc.formats.format_losses import WHOLE, FormatLosses
 from kvalloc.measure.checkpoint import kept_work
 from kvalloc.measure.curves import check_finite
+from kvalloc.measure.engine_formats import gguf_order, round_trip
 from kvalloc.measure.job import Measured, Steps, measured_samples
+from kvalloc.measure.mini_prefill import begun_at, check_seen, layers_of, run_apart
 from kvalloc.measure.sampling import SampleSet, choose_samples
-from kvalloc.models.loading import require_run_packages
+from kvalloc.models.attention import AttentionStates, Compute, intercept_attention
+from kvalloc.models.structure import evaluating, input_device
 from kvalloc.prompts.texts import Document, Prompt
 from kvalloc.shape import ModelShape
-
-if TYPE_CHECKING:
-    pass
 
 SAMPLES, CONTEXT_TOKENS = 3, 600
 """Texts, and tokens of each, by default."""
@@ -35,6 +37,9 @@ SINGLE_SHARE = 5
 RANDOM_MIXTURES = 6
 """Whole caches with a random pair of formats in each layer; in half of them some stay at 16
 bits."""
+
+_SMALLEST = -1e30
+"""In place of the log of 0, which no product with 0 bears."""
 
 
 def profile_formats(
@@ -93,7 +98,6 @@ def profile_formats(
     UnsupportedModelError
         If the model's attention cannot be seen, or it stores latents.
     """
-    require_run_packages()
     names, engine = formats_of(formats), engine_of(model)
     facts = engine.facts(model_id)
     shape = facts.shape
@@ -111,17 +115,16 @@ def profile_formats(
         samples=samples or SAMPLES,
         seed=seed,
     )
-    mixtures = mixtures_of(names, shape.n_layers)
-    with kept_work(output, partial(_record, facts, chosen, names), resume=resume) as kept:
-        n_pieces = len(chosen.samples) * (shape.n_layers + 1)
-        work = _Work(shape=shape, samples=chosen, names=names, mixtures=mixtures)
-        steps = Steps(n_pieces, progress)
+    n_pieces = len(chosen.samples) * (shape.n_layers + 1)
+    work, steps = _Work(shape, chosen, names), Steps(n_pieces, progress)
+    decided = {"text_digest": chosen.digest(), "formats": names}
+    with kept_work(output, lambda: facts.record() | decided, resume=resume) as kept:
         pieces, failed = measured_samples(
             engine, work, range(n_pieces), kept, steps, sample_steps=1
         )
         if failed:
             raise failed[min(failed)].of_every_sample(shape.model_id)
-        result = _assemble(pieces, work, context)
+        result = work.joined([*pieces.values()])
         if kept is not None:
             result.save(kept.output)
             kept.finish()
@@ -154,70 +157,181 @@ def mixtures_of(names: Sequence[str], n_layers: int) -> IntArray:
     return np.concatenate([even, *drawn]).astype(np.int64)
 
 
-def _record(facts: ModelFacts, samples: SampleSet, names: Sequence[str]) -> dict[str, Any]:
-    """Return everything that decides the numbers, for the manifest of a checkpoint."""
-    return {**facts.record(), "text_digest": samples.digest(), "formats": names}
-
-
 class _Work:
     """Measures a piece: single losses of one layer on one text, or all mixtures on it.
 
     A worker keeps what the unchanged model makes of a text for the pieces that follow.
     """
 
-    def __init__(
-        self,
-        *,
-        shape: ModelShape,
-        samples: SampleSet,
-        names: tuple[str, ...],
-        mixtures: IntArray,
-    ) -> None:
-        self.shape, self.samples, self.names, self.mixtures = shape, samples, names, mixtures
-        self._probe: tuple[tuple[int, bool], Any] | None = None
+    def __init__(self, shape: ModelShape, samples: SampleSet, names: tuple[str, ...]) -> None:
+        self.shape, self.samples, self.names = shape, samples, names
+        self.mixtures = mixtures_of(names, shape.n_layers)
+        self._known: tuple[tuple[int, bool], FormatProbe] | None = None
 
     def __call__(self, model: Any, place: int, advance: Advance) -> Mapping[str, Any]:
         """Return the arrays of a piece."""
         index, layer = divmod(place, self.shape.n_layers + 1)
-        whole = layer == self.shape.n_layers
-        if self._probe is None or self._probe[0] != (index, whole):
-            from kvalloc.measure.format_probe import FormatProbe  # loads torch
-
+        key = index, layer == self.shape.n_layers
+        if self._known is None or self._known[0] != key:
             ids = self.samples.samples[index].token_ids
-            ids = ids if whole else ids[: -(-ids.size // SINGLE_SHARE)]
-            self._probe = (index, whole), FormatProbe(model, ids, self.names, self.shape)
-        probe = self._probe[1]
-        arrays: Measured = probe.mixed(self.mixtures) if whole else probe.single(layer)
+            ids = ids if key[1] else ids[: -(-ids.size // SINGLE_SHARE)]
+            self._known = key, FormatProbe(model, ids, self.names, self.shape)
+        probe = self._known[1]
+        arrays = probe.mixed(self.mixtures) if key[1] else probe.single(layer)
         what = f"the losses of {self.shape.model_id} in sample {index}"
-        for array in arrays.values():
-            check_finite(what, array)
+        check_finite(what, arrays["kls"])
         advance(1)
         return arrays
 
+    def joined(self, pieces: Sequence[Measured]) -> FormatLosses:
+        """Return the losses of all pieces, as means over the tokens of all texts."""
 
-def _assemble(pieces: Mapping[int, Measured], work: _Work, context: int) -> FormatLosses:
-    """Return the losses of all pieces, as means over the tokens of all texts."""
-    shape, samples = work.shape, work.samples
-    by_text = np.array_split(list(pieces.values()), len(samples.samples))
-    *layers, _ = zip(*by_text, strict=True)
-    singles = [np.concatenate([one["kls"] for one in texts], axis=-1) for texts in layers]
-    kls, agree = (
-        np.concatenate([pieces_of_text[-1][name] for pieces_of_text in by_text], axis=-1)
-        for name in ("kls", "agrees")
-    )
-    p99, p999 = np.quantile(kls, (0.99, 0.999), axis=-1)
-    return FormatLosses(
-        shape=shape,
-        context_tokens=max(one.token_ids.size for one in samples.samples),
-        formats=work.names,
-        n_tokens=kls.shape[-1],
-        losses=np.maximum(np.stack(singles).mean(axis=-1), 0),
-        choices=work.mixtures,
-        mean=kls.mean(axis=-1),
-        p99=p99,
-        p999=p999,
-        top1=agree.mean(axis=-1),
-        text_digest=samples.digest(),
-        text_description=samples.description,
-        **provenance(*MEASURED_WITH),
-    )
+        def joined(places: IntArray, name: str = "kls") -> FloatArray:
+            return np.concatenate([pieces[place][name] for place in places], axis=-1)
+
+        *layers, whole = np.arange(len(pieces)).reshape(-1, self.shape.n_layers + 1).T
+        kls = np.maximum(joined(whole), 0)  # rounding may take a loss of nothing below 0
+        p99, p999 = np.quantile(kls, (0.99, 0.999), axis=-1)
+        return FormatLosses(
+            shape=self.shape,
+            context_tokens=max(one.token_ids.size for one in self.samples.samples),
+            formats=self.names,
+            n_tokens=kls.shape[-1],
+            losses=np.maximum([joined(places).mean(axis=-1) for places in layers], 0),
+            choices=self.mixtures,
+            mean=kls.mean(axis=-1),
+            p99=p99,
+            p999=p999,
+            top1=joined(whole, "agrees").mean(axis=-1),
+            text_digest=self.samples.digest(),
+            text_description=self.samples.description,
+            **provenance(*MEASURED_WITH),
+        )
+
+
+class FormatProbe:
+    """The unchanged predictions of one text, and the harm of formats.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        The same afterwards.
+    token_ids : ndarray of int64, (n_tokens,)
+        The text.
+    names : sequence of str
+        Formats.
+    shape : ModelShape
+        Of the model.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If the model's decoder layers or their attention cannot be seen.
+    """
+
+    @torch.no_grad()
+    def __init__(
+        self, model: Any, token_ids: IntArray, names: Sequence[str], shape: ModelShape
+    ) -> None:
+        self._model, self._names, self._shape = model, names, shape
+        self._ids = torch.from_numpy(token_ids)[None].to(input_device(model))
+        self._layers, self._apart = layers_of(model), run_apart(model, states=True)
+        self._entering: dict[int, Tensor] = {}
+        self._seen: set[int] = set()
+        with ExitStack() as stack:
+            for index, layer in enumerate(self._layers if self._apart else ()):
+                hook = layer.register_forward_pre_hook(self._watch(index), with_kwargs=True)
+                stack.callback(hook.remove)
+            logits = self._logits(None, {"input_ids": self._ids})
+        storing = [index for index, one in enumerate(shape.by_layer) if one.kv_heads]
+        check_seen(model, storing, self._seen)
+        self._full = _log_probabilities(logits)
+        self._weights, self._best = self._full.exp(), logits.argmax(dim=-1)
+
+    @torch.no_grad()
+    def single(self, layer: int) -> dict[str, FloatArray]:
+        """Return the losses of each prediction with K or V of one layer in each format.
+
+        Returns
+        -------
+        dict
+            ``kls``: KL(unchanged || formats), nats, (2, n_formats, n_tokens); 0 if the layer stores
+            no K and V.
+        """
+        count = len(self._names)
+        kls = np.zeros((2, count, self._ids.shape[1]))
+        if not self._shape.by_layer[layer].kv_heads:
+            return {"kls": kls}
+        begun: AbstractContextManager[None] = nullcontext()
+        inputs = {"input_ids": self._ids}
+        if self._apart:
+            entering = self._entering[layer]
+            begun = begun_at(self._layers, layer, entering)
+            inputs = {"inputs_embeds": entering}
+        with begun:
+            for side, index in np.ndindex(2, count):
+                choices = np.full((self._shape.n_layers, 2), WHOLE)
+                choices[layer, side] = index
+                kls[side, index] = self._divergences(self._logits(choices, inputs))
+        return {"kls": kls}
+
+    @torch.no_grad()
+    def mixed(self, mixtures: IntArray) -> dict[str, FloatArray]:
+        """Return the losses of each prediction with each mixture of formats in the whole cache.
+
+        Parameters
+        ----------
+        mixtures : ndarray of int64, (n_mixtures, n_layers, 2)
+            Index of the format of each layer's keys and values, -1 for 16 bits.
+
+        Returns
+        -------
+        dict
+            ``kls``: nats, (n_mixtures, n_tokens). ``agrees``: 1 where the most likely next token is
+            the same.
+        """
+        kls, agrees = [], []
+        for choices in mixtures:
+            logits = self._logits(choices, {"input_ids": self._ids})
+            kls.append(self._divergences(logits))
+            agrees.append((logits.argmax(dim=-1) == self._best).double().cpu().numpy())
+        return {"kls": np.stack(kls), "agrees": np.stack(agrees)}
+
+    def _divergences(self, logits: Tensor) -> FloatArray:
+        """Return the KL of each prediction.
+
+        As `kvalloc.measure.kl.row_divergences` does, at a quarter of its time: a short text costs
+        as much there as in the model.
+        """
+        terms = (self._full - _log_probabilities(logits)).mul_(self._weights)
+        return terms.sum(dim=-1).double().cpu().numpy()
+
+    def _logits(self, choices: IntArray | None, inputs: dict[str, Tensor]) -> Tensor:
+        """Return the logits of a forward in which attention sees K and V in chosen formats."""
+
+        def handler(states: AttentionStates, compute: Compute) -> tuple[Tensor, Tensor | None]:
+            self._seen.add(states.layer)
+            reads = self._shape.by_layer[states.layer].reads
+            layer = states.layer if reads is None else reads
+            key, value = (WHOLE, WHOLE) if choices is None else choices[layer].tolist()
+            keys, values = states.keys, states.values
+            if key != WHOLE:
+                order = gguf_order(self._model, states.rotation, int(keys.shape[-1]))
+                keys = round_trip(keys, self._names[key], keys=True, order=order)
+            if value != WHOLE:
+                values = round_trip(values, self._names[value], keys=False)
+            return compute(states.mask, keys, values)
+
+        with evaluating(self._model), intercept_attention(self._model, handler):
+            logits: Tensor = self._model(**inputs, use_cache=False).logits[0]
+        return logits
+
+    def _watch(self, index: int) -> Any:
+        def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._entering[index] = args[0] if args else kwargs["hidden_states"]
+
+        return hook
+
+
+def _log_probabilities(logits: Tensor) -> Tensor:
+    return logits.float().log_softmax(dim=-1).clamp_(min=_SMALLEST)

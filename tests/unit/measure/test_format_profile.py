@@ -10,8 +10,7 @@ from kvalloc.accounting.engine_formats import formats_of
 from kvalloc.errors import InputError, UnsupportedModelError
 from kvalloc.formats.format_losses import FormatLosses
 from kvalloc.measure.engine_formats import gguf_order, round_trip
-from kvalloc.measure.format_probe import FormatProbe
-from kvalloc.measure.format_profile import mixtures_of, profile_formats
+from kvalloc.measure.format_profile import FormatProbe, mixtures_of, profile_formats
 from kvalloc.models.attention import rotations_of
 from kvalloc.models.loading import shape_of
 from kvalloc.models.names import cache_keyword
