@@ -35,7 +35,7 @@ class InspectOptions:
     """The file to show."""
 
     file: Annotated[str, Option()]
-    """A score profile, format losses, a budget profile, the name of a shipped one, what 'kvalloc
+    """A score profile, a format profile, a budget profile, the name of a shipped one, what 'kvalloc
     fit' or 'kvalloc eval -o' wrote, or a saved cache; also hf://owner/repo/FILE."""
 
 
@@ -62,9 +62,9 @@ def inspect(options: InspectOptions) -> None:
         _show_budgets(file, record)
     elif record.NAME == "score profile":
         _show_scores(file, record)
-    elif record.NAME == "format losses":
+    elif record.NAME == "format profile":
         lines = ["", table_text(*wording.format_table(record))]
-        shown = {"format losses": file, **wording.format_fields(record)}
+        shown = {"format profile": file, **wording.format_fields(record)}
         print_result({"file": file, **format_facts(record)}, shown, lines=lines, always=True)
     elif record.NAME == "fitted file":
         facts = {"file": file, **record.header(), "digest": record.digest}

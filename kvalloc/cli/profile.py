@@ -28,7 +28,7 @@ class ProfilingOptions(MeasuringOptions):
     """Texts to measure, and the file to write."""
 
     output: Annotated[Path, Option("OUT.safetensors")]
-    """The score profile to write, or with --formats the format losses."""
+    """The score profile to write, or with --formats the format profile."""
 
     formats: Annotated[Sequence[str] | None, Option("ENGINE", MORE)] = None
     """Instead of scores, measure what is lost if K or V of a layer are stored as another engine

@@ -52,10 +52,10 @@ class Predicted(NamedTuple):
 class FormatHeader(MeasuredHeader):
     """All of measured losses of engine formats but the arrays."""
 
-    NAME: ClassVar[str] = "format losses"
+    NAME: ClassVar[str] = "format profile"
     MADE_BY: ClassVar[str] = "kvalloc profile --formats"
 
-    kind: Literal["kvalloc.format_losses"] = "kvalloc.format_losses"
+    kind: Literal["kvalloc.format_profile"] = "kvalloc.format_profile"
     """What the file is."""
 
     schema_version: Literal[1] = 1

@@ -53,7 +53,7 @@ def test_a_file_comes_back_as_it_was_and_says_what_it_is(tmp_path):
     path = tmp_path / "m.formats.safetensors"
     one.save(path)
     assert FormatLosses.load(path) == one
-    assert kind_of(path) == "format losses"
+    assert kind_of(path) == "format profile"
     path.write_bytes(path.read_bytes().replace(b": 1800", b": 1801"))
     with pytest.raises(ProfileFileError, match="digest"):
         FormatLosses.load(path)
