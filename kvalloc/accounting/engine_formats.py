@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any, Literal
 
 from kvalloc.errors import InputError, no_such
-from kvalloc.shape import WINDOWED, ModelShape
+from kvalloc.shape import WINDOWED, LayerShape, ModelShape
 
 WHOLE = "f16"
 """The format of what is not rounded to fewer bits."""
@@ -110,12 +110,15 @@ class Engine:
         one pair, all others another. *skip*: some layers stay at 16 bits, all others have one pair.
         *layer*: each layer has its own.
     pairs : tuple of (str, str)
-        Formats that keys and values of a layer can have together, 16 bits first.
+        Formats that keys and values of a layer can have together, the highest bits first.
+    rounds_windows : bool
+        Whether layers with a window can have other formats than ``f16``.
     """
 
     name: str
     grain: Grain
     pairs: tuple[tuple[str, str], ...]
+    rounds_windows: bool = True
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -133,26 +136,34 @@ def _alike(*names: str) -> tuple[tuple[str, str], ...]:
     return tuple((name, name) for name in (WHOLE, *names))
 
 
-def _any(beginning: str | tuple[str, ...], *, keys: Iterable[str] = ()) -> Any:
-    """Return all pairs of formats with that beginning, and of more formats for keys alone."""
-    names = (WHOLE, *(name for name in FORMATS if name.startswith(beginning)))
-    return tuple(product((*names, *keys), names))
+def _formats(*beginnings: str) -> tuple[str, ...]:
+    return tuple(name for name in FORMATS if name.startswith(beginnings))
 
 
-_ALL_GGML = _any(("q", "iq"))
+def _any(names: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """Return all pairs of keys and values in some formats."""
+    return tuple(product(names, names))
+
+
+_GGML_PAIRS = _any((WHOLE, *_formats("q", "iq")))
+_BY_TOKEN = (WHOLE, "u8_token", "u4_token")
 
 ENGINES: dict[str, Engine] = {
     one.name: one
     for one in (
-        Engine("llama.cpp", "model", _ALL_GGML),
+        Engine("llama.cpp", "model", _GGML_PAIRS),
         # its CPU aborts at that pair
-        Engine("ik_llama.cpp", "ends", tuple(p for p in _ALL_GGML if p != ("q8_0", "q5_1"))),
-        Engine("mlx-lm", "layer", _alike(*(name for name in FORMATS if name.startswith("mlx_")))),
-        Engine("openvino", "model", _any(("u8_t", "u4_t"), keys=("u8_channel", "u4_channel"))),
+        Engine("ik_llama.cpp", "ends", tuple(p for p in _GGML_PAIRS if p != ("q8_0", "q5_1"))),
+        Engine("mlx-lm", "layer", _alike(*_formats("mlx_")), rounds_windows=False),
+        Engine(
+            "openvino", "model", tuple(product((*_BY_TOKEN, *_formats("u8_c", "u4_c")), _BY_TOKEN))
+        ),
         Engine("vllm", "skip", _alike("fp8", "fp8_e5m2")),
         Engine("modelopt", "layer", (*_alike("fp8"), ("fp8", "nvfp4"), ("nvfp4", "nvfp4"))),
-        Engine("kvtuner", "layer", _any("kvt_")),
-        Engine("exllamav3", "model", _any("exl3_")),
+        # its codes have at most 8 bits
+        Engine("kvtuner", "layer", _any(_formats("kvt_"))),
+        # keys and values are both rounded, or neither
+        Engine("exllamav3", "model", (*_alike(), *_any(_formats("exl3_")))),
     )
 }
 """All engines by name."""
@@ -222,13 +233,16 @@ def bytes_of(shape: ModelShape, pairs: Sequence[tuple[str, str]], n_tokens: int)
     >>> bytes_of(shape, [("f16", "f16")], 100), bytes_of(shape, [("q8_0", "q4_0")], 100)
     (51200, 20800)
     """
-    total = 0
-    for layer, names in zip(shape.by_layer, pairs, strict=True):
-        windowed = layer.kind in WINDOWED and layer.window is not None
-        stored = min(n_tokens, layer.window or n_tokens) if windowed else n_tokens
-        of_head = sum(
-            FORMATS[name].bytes(dim, stored)
-            for name, dim in zip(names, layer.sizes[1:], strict=True)
-        )
-        total += layer.kv_heads * of_head + layer.state_bytes
-    return total
+    return sum(
+        layer.state_bytes + sum(part_bytes(layer, part, pair[part], n_tokens) for part in (0, 1))
+        for layer, pair in zip(shape.by_layer, pairs, strict=True)
+    )
+
+
+def part_bytes(layer: LayerShape, part: int, name: str, n_tokens: int) -> int:
+    """Return the bytes of a layer's keys (0) or values (1) in a format; see `bytes_of`."""
+    if not layer.kv_heads:
+        return 0
+    if layer.kind in WINDOWED and layer.window is not None:
+        n_tokens = min(n_tokens, layer.window)
+    return layer.kv_heads * FORMATS[name].bytes(layer.sizes[1 + part], n_tokens)

@@ -133,7 +133,10 @@ class FormatLosses(ArrayRecord, FormatHeader):
             The mean is a correction times the sum of single losses. Correction, tail and top-1
             are power laws of the sum, fitted to the mixtures. All at 16 bits loses nothing.
         """
-        sums = self.sums(choices)
+        return self.predict_sums(self.sums(choices))
+
+    def predict_sums(self, sums: FloatArray) -> Predicted:
+        """Return the same for sums of single losses, nats per token, ``(...)``."""
         logs = np.log(np.maximum(sums, _SMALLEST))
         found = [np.exp(self._fitted(name, logs)) * sums for name in Predicted._fields]
         found[-1] = 1 - np.minimum(found[-1], 1)
