@@ -44,13 +44,14 @@ def log_likely(model, ids, choices):
 
 
 def made(kind="llama", n_tokens=30):
-    model = tiny_model(kind, **SIZES)
+    layers = {"num_hidden_layers": 4} if kind in ("gemma3n", "qwen3_5") else {}
+    model = tiny_model(kind, **SIZES, **layers)
     random = np.random.default_rng(0)
     ids = random.integers(2, VOCABULARY, n_tokens)
     return model, ids, FormatProbe(model, ids, NAMES, shape_of(model))
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "gemma3n", "qwen3_5"])
 def test_losses_are_those_of_a_cache_that_rounds(kind):
     model, ids, probe = made(kind)
     n_layers = model.config.num_hidden_layers
