@@ -31,7 +31,7 @@ from kvalloc.shape import ModelShape
 SAMPLES, CONTEXT_TOKENS = 3, 600
 """Texts, and tokens of each, by default."""
 
-SINGLE_SHARE = 5
+SINGLE_SHARE = 6
 """Single losses are measured on one part in so many of each text, its first tokens."""
 
 RANDOM_MIXTURES = 6
