@@ -488,8 +488,8 @@ def format_fields(losses: FormatLosses) -> dict[str, str]:
     return {
         "model": model_text(losses.shape),
         "losses": f"KL in nats a token, of {losses.n_tokens:,} predictions",
-        "mixtures": f"{len(losses.choices)} whole caches, {losses.model_error:.2f} times the "
-        "prediction or less",
+        "mixtures": f"{len(losses.choices)} whole caches, each within a factor of "
+        f"{losses.model_error:.2f} of its prediction",
         "text": losses.text_description or "not recorded",
         "made": f"{losses.created} with {versions}",
     }
