@@ -28,11 +28,10 @@ class ProfilingOptions(MeasuringOptions):
     """Texts to measure, and the file to write."""
 
     output: Annotated[Path, Option("OUT.safetensors")]
-    """The score profile to write, or with --formats the format profile."""
+    """The profile to write."""
 
     formats: Annotated[Sequence[str] | None, Option("ENGINE", MORE)] = None
-    """Instead of scores, measure what is lost if K or V of a layer are stored as another engine
-    does it, such as llama.cpp, mlx-lm, openvino, vllm, modelopt; or in one format, such as q4_0."""
+    """Instead, measure what K and V lose in an engine's formats: llama.cpp, mlx-lm, q4_0, ..."""
 
 
 @takes()
@@ -50,7 +49,7 @@ def profile(options: ProfilingOptions, **keywords: Unpack[ProfileOptions]) -> No
     kvalloc profile ./my-model --text docs/ --context 8192 --resume -o s.safetensors
     kvalloc profile Qwen/Qwen3-0.6B --prompts prompts.jsonl --scorer snapkv -o s.safetensors
     kvalloc profile demo --samples 8 --loss fast --loss-level head -o s.safetensors
-    kvalloc profile demo --formats llama.cpp --formats mlx-lm -o demo.formats.safetensors
+    kvalloc profile demo --formats llama.cpp -o demo.formats.safetensors
     """
     if options.formats:
         _profile_formats(options, options.formats, keywords)
