@@ -179,6 +179,25 @@ def parse_bytes(value: str | int) -> int:
     return int(size)
 
 
+def parse_tokens(value: str | int) -> int:
+    """Read a number of tokens from ``4096`` or ``"32k"``, of which a k is 1,024.
+
+    Raises
+    ------
+    InputError
+        If it is no whole number.
+
+    Examples
+    --------
+    >>> parse_tokens("32k"), parse_tokens("4096"), parse_tokens(8)
+    (32768, 4096, 8)
+    """
+    match = re.fullmatch(r"\s*([0-9]{1,15})(k?)\s*", str(value), re.IGNORECASE)
+    if match is None:
+        raise InputError(f"{value!r} is no number of tokens; write 4096 or 32k")
+    return int(match[1]) * (1024 if match[2] else 1)
+
+
 def bytes_text(size: int) -> str:
     """Return a size that `parse_bytes` reads back exactly, in the largest unit that goes.
 

@@ -23,6 +23,7 @@ from kvalloc.units import (
     parse_indices,
     parse_numbers,
     parse_share,
+    parse_tokens,
 )
 
 if TYPE_CHECKING:
@@ -231,8 +232,9 @@ class RequestOptions(TypedDict, total=False):
     memory: Annotated[str | int | None, Option("SIZE", "Target")]
     """What the cache may take at its peak, such as 512MiB: what is kept and one layer in full."""
 
-    context: Annotated[int | None, Option("N", "Prompts")]
-    """Prompt length that the target holds for, tokens; that of the score profile by default."""
+    context: Annotated[int | str | None, Option("N", "Prompts")]
+    """Prompt length that the target holds for, tokens, such as 4096 or 32k; that of the score
+    profile by default."""
 
     batch: Annotated[int | None, Option("N", "Prompts")]
     """Prompts that share the memory; 1 by default."""
@@ -250,8 +252,8 @@ class RequestOptions(TypedDict, total=False):
     """Budgets are whole pages of N tokens; 1 by default."""
 
     bits: Annotated[str | Sequence[int] | None, Option("16,8,4", "Budgets")]
-    """Bit widths to choose from beside the budgets; 16 is half precision. The score profile must
-    hold losses that were measured at each."""
+    """Bit widths to choose from beside the budgets, at which losses were measured; 16 is half
+    precision. For another engine: mean bits, such as 5.5."""
 
     max_distinct: Annotated[int | None, Option("N", "Limits")]
     """At most N different budgets in the whole model."""
@@ -504,6 +506,11 @@ def _tokens(typed: object) -> int:
     return tokens
 
 
+def _context(typed: object) -> object:
+    """Read a text such as ``"32k"``; what is none is checked with the other numbers."""
+    return parse_tokens(typed) if isinstance(typed, str) else typed
+
+
 def _caps(typed: str | Sequence[str]) -> tuple[LayerCap, ...]:
     """Read capacities of some layers."""
     return tuple(LayerCap.parse(one) for one in ([typed] if isinstance(typed, str) else typed))
@@ -540,6 +547,7 @@ _READ: dict[str, Callable[[Any], Any]] = {
     "budget": parse_share,
     "budget_tokens": _tokens,
     "memory": parse_bytes,
+    "context": _context,
     "bits": parse_numbers,
     "cap": _caps,
 }

@@ -438,6 +438,7 @@ WHAT_TO_DO = {
     "saved cache": "ask about it with 'kvalloc chat MODEL --cache {0}'",
     "fitted file": "use it with 'kvalloc generate MODEL --budget 20% --fitted {0}'",
     "format profile": "decide from it with 'kvalloc solve {0} --engine llama.cpp --bits 5.5'",
+    "engine choice": "write what its engine reads with 'kvalloc export {0} -o FILE'",
     "surrogate": "it is a part of a fitted file: 'kvalloc fit' makes the whole",
     "evaluation": "show it with 'kvalloc report {0} -o report.html'",
     "model": "measure it with 'kvalloc profile {0} -o s.safetensors'",

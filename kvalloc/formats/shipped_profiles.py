@@ -215,8 +215,18 @@ def fitted_folder() -> Path:
 
 def fitted_file(shape: ModelShape) -> Path:
     """Return where `kvalloc.fit` leaves the file of a model: under the digests of its weights."""
+    return fitted_folder() / f"{_name_of(shape)}.safetensors"
+
+
+def formats_file(shape: ModelShape) -> Path:
+    """Return where 'kvalloc advise' leaves the format losses of a model."""
+    return cache_folder() / "formats" / f"{_name_of(shape)}.formats.safetensors"
+
+
+def _name_of(shape: ModelShape) -> str:
+    """Return the name of a model's files in the cache folder, with the digests of its weights."""
     name = re.sub(r"[^\w.-]", "_", shape.model_id.rstrip("/").rsplit("/", 1)[-1])
-    return fitted_folder() / f"{'-'.join([name, *_weights_keys(shape)])}.safetensors"
+    return "-".join([name, *_weights_keys(shape)])
 
 
 def fitted_files() -> list[Path]:

@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvalloc.accounting.engine_formats import FORMATS
 from kvalloc.allocation.formulation import PosedRequest
 from kvalloc.allocation.request import Request
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.formats.evaluation import Evaluation
+from kvalloc.formats.format_losses import FormatLosses
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.problem import AllocationProblem, GroupCap
 from kvalloc.shape import ModelShape
@@ -25,6 +27,32 @@ def make_shape(
     sizes = {"n_layers": n_layers, "n_kv_heads": n_kv_heads, "n_query_heads": n_kv_heads * group}
     values = {"model_id": "tests/tiny", "head_dim": 4, "dtype_bytes": 2, **sizes, **changes}
     return ModelShape(**{"layer_types": ("full",) * n_layers, **values})
+
+
+def make_format_losses(
+    shape: ModelShape, formats: tuple[str, ...], *, seed: int = 0, **changes: Any
+) -> FormatLosses:
+    """Losses that fall with the bits of a format, and mixtures that lose a little less together."""
+    rng = np.random.default_rng(seed)
+    rows, n_formats = (shape.n_layers, 2), len(formats)
+    bits = np.array([FORMATS[name].bits(shape.head_dim) for name in formats])
+    stored = np.array([layer.kv_heads > 0 for layer in shape.by_layer])[:, None, None]
+    single = (
+        rng.random((*rows, n_formats)) * np.array([[[5.0], [1.0]]]) * np.exp2(-2 * bits) * stored
+    )
+    choices = np.repeat(np.arange(n_formats), 2 * shape.n_layers).reshape(n_formats, *rows)
+    sums = single.sum(axis=(0, 1))
+    values = {
+        "context_tokens": 64,
+        "n_tokens": 60,
+        "losses": single,
+        "choices": choices,
+        "mean": 0.9 * sums,
+        "p99": 7 * sums,
+        "p999": 20 * sums,
+        "top1": 1 - np.minimum(sums, 1),
+    }
+    return FormatLosses(shape=shape, formats=formats, **values | changes)
 
 
 def curves_of(scores: Array) -> Array:

@@ -1,0 +1,415 @@
+"""Which engine format each layer's keys and values get, as far as an engine can be told.
+
+What an engine takes is one multiple-choice problem, or several of which the best answer counts. An
+option of a unit is a *setting*: the formats that it gives to keys and values of some layers.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from kvalloc.accounting import FloatArray, IntArray
+from kvalloc.accounting.costs import MOST_BYTES, bytes_in_share
+from kvalloc.accounting.engine_formats import ENGINES, WHOLE, Engine, part_bytes
+from kvalloc.allocation.request import MOST_TOKENS, Target
+from kvalloc.allocation.verification import CheckedSolution, solve_problem
+from kvalloc.errors import InfeasibleError, InputError, command, one_of, option
+from kvalloc.formats.engine_choice import EngineChoice, EngineSetting
+from kvalloc.formats.format_losses import FormatLosses, Predicted
+from kvalloc.problem import AllocationProblem, Solver
+from kvalloc.problem.dominance import undominated
+from kvalloc.problem.registry import get_solver
+from kvalloc.shape import WINDOWED
+from kvalloc.units import bytes_text, parse_fraction, size
+
+SIXTEEN, LEFT = -1, -2
+"""In a setting, beside indices of formats: 16 bits; another unit says it."""
+
+ROWS = 8
+"""Most settings of a frontier."""
+
+_PARTS = 2**52
+"""Steps to the largest sum of losses, among which that of a target is searched."""
+
+TARGETS = ("memory", "budget", "bits", "target_loss")
+"""Keywords of targets that an engine's formats can meet."""
+
+Units = list[IntArray]
+"""Settings of each unit of a problem, ``(n_settings, n_layers, 2)`` each."""
+
+
+def _one_pair(pairs: IntArray, tables: FloatArray) -> list[Units]:
+    """Return one problem of one unit: a pair for all layers."""
+    return [[np.repeat(pairs[:, None], tables.shape[1], axis=1)]]
+
+
+def _by_layer(pairs: IntArray, tables: FloatArray) -> list[Units]:
+    """Return one problem with a unit a layer: any pair."""
+    layers = np.arange(tables.shape[1])
+    settings = np.full((layers.size, len(pairs), layers.size, 2), LEFT)
+    settings[layers, :, layers] = pairs
+    return [[*settings]]
+
+
+def _with_skipped(pairs: IntArray, tables: FloatArray) -> list[Units]:
+    """Return a problem for each pair, with a unit a layer: this pair or 16 bits."""
+    whole = np.full(2, SIXTEEN)
+    return [_by_layer(np.stack([whole, pair]), tables)[0] for pair in pairs if pair.max() > SIXTEEN]
+
+
+def _with_ends(pairs: IntArray, tables: FloatArray) -> list[Units]:
+    """Return problems of two units, keys and values: formats of first, middle and last layers.
+
+    Keys and values choose apart, so that each problem has formats which all go together.
+    """
+    allowed = {
+        key: frozenset(pairs[pairs[:, 0] == key, 1].tolist()) for key in pairs[:, 0].tolist()
+    }
+    together = {*allowed.values()}
+    while more := {one & other for one in together for other in together} - together:
+        together |= more
+    return [
+        [
+            _ends_of(0, [key for key, others in allowed.items() if others >= values], tables),
+            _ends_of(1, sorted(values), tables),
+        ]
+        for values in together - {frozenset()}
+    ]
+
+
+def _ends_of(part: int, formats: Sequence[int], tables: FloatArray) -> IntArray:
+    """Return the settings of keys (0) or values (1) that are worth their bytes.
+
+    Of all splits into first, middle and last layers, and all formats of these.
+    """
+    n_layers, codes = tables.shape[1], np.array(formats)
+    before = np.zeros((2, n_layers + 1, codes.size))  # loss and bytes of the layers before one
+    before[:, 1:] = tables[:, :, part, codes].cumsum(axis=1)
+    first, last = np.triu_indices(n_layers + 1)
+    parts = (before[:, first], before[:, last] - before[:, first], before[:, -1:] - before[:, last])
+    totals = np.zeros((2, first.size, 1, 1, 1))
+    for axis, total in enumerate(parts, start=2):
+        totals = totals + np.expand_dims(total, tuple({2, 3, 4} - {axis}))
+    loss, cost = totals.reshape(2, -1)
+    kept = undominated(-loss[None], np.rint(cost).astype(np.int64))[0][0]
+    place, *ends = np.unravel_index(kept, totals.shape[1:])
+    which = np.add(
+        *(np.arange(n_layers) >= one[place][:, None] for one in (first, last)), dtype=int
+    )
+    settings = np.full((kept.size, n_layers, 2), LEFT)
+    settings[..., part] = np.take_along_axis(codes[np.stack(ends, axis=1)], which, axis=1)
+    return settings
+
+
+_GRAINS: dict[str, Callable[[IntArray, FloatArray], list[Units]]] = {
+    "model": _one_pair,
+    "ends": _with_ends,
+    "skip": _with_skipped,
+    "layer": _by_layer,
+}
+"""What makes the problems of an engine, by its grain, of pairs and `PosedEngine.tables`."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Answer:
+    """A setting ``(n_layers, 2)``, and its solution, with the bound of all problems."""
+
+    solved: CheckedSolution
+    setting: IntArray
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PosedEngine:
+    """What an engine can be told of a model at a context, as problems.
+
+    Attributes
+    ----------
+    losses : FormatLosses
+    engine : Engine
+    context_tokens, batch : int
+        Tokens of a row, and rows.
+    solver : Solver
+    time_limit : float or None
+        Of the solver, seconds.
+    """
+
+    losses: FormatLosses
+    engine: Engine
+    context_tokens: int
+    batch: int
+    solver: Solver
+    time_limit: float | None = None
+
+    @cached_property
+    def tables(self) -> FloatArray:
+        """Loss and bytes of keys and values of each layer, ``(2, n_layers, 2, n_formats + 2)``.
+
+        The last axis has all formats, `LEFT`, which takes nothing, and `SIXTEEN`.
+        """
+        names = dict(enumerate(self.losses.formats)) | {SIXTEEN: WHOLE}
+        tables = np.zeros((2, *self.losses.losses.shape[:2], len(names) + 1))
+        tables[0, ..., :LEFT] = self.losses.losses
+        for index, name in names.items():
+            tables[1, ..., index] = [
+                [self.batch * part_bytes(layer, part, name, self.context_tokens) for part in (0, 1)]
+                for layer in self.losses.shape.by_layer
+            ]
+        return tables
+
+    def totals(self, settings: IntArray) -> FloatArray:
+        """Return loss and bytes of settings ``(n_settings, n_layers, 2)``, ``(2, n_settings)``."""
+        rows, parts = np.ogrid[: settings.shape[1], :2]
+        sums: FloatArray = self.tables[:, rows, parts, settings].sum(axis=(-1, -2))
+        return sums
+
+    @cached_property
+    def problems(self) -> list[tuple[AllocationProblem, Units]]:
+        """Return the problems, and the settings of the options of each unit.
+
+        Raises
+        ------
+        InputError
+            If no format of the engine was measured.
+        """
+        losses, engine = self.losses, self.engine
+        known = {name: index for index, name in enumerate(losses.formats)} | {WHOLE: SIXTEEN}
+        pairs = [(known[k], known[v]) for k, v in engine.pairs if {k, v} <= known.keys()]
+        if {*pairs} <= {(SIXTEEN, SIXTEEN)}:
+            raise InputError(
+                f"no format of {engine.name} was measured on {losses.shape.model_id}, only "
+                f"{', '.join(losses.formats)}; measure them with "
+                f"{command('profile', formats=engine.name)}"
+            )
+        return [*map(self._problem, _GRAINS[engine.grain](np.array(pairs), self.tables))]
+
+    def _problem(self, units: Units) -> tuple[AllocationProblem, Units]:
+        """Return a problem of the settings that are worth their bytes, and these."""
+        windowed = np.isin(self.losses.shape.layer_types, WINDOWED) & (
+            not self.engine.rounds_windows
+        )
+        kept, options = [], []
+        for settings in units:
+            settings = settings[(settings[:, windowed] <= SIXTEEN).all(axis=(1, 2))]
+            loss, cost = self.totals(settings)
+            worth = undominated(-loss[None], cost.astype(np.int64))[0][0]
+            kept.append(settings[worth])
+            options.append(np.stack([-loss, cost])[:, worth])
+        counts = np.array([len(one) for one in kept])
+        pads = [((0, 0), (0, missing)) for missing in counts.max() - counts]
+        padded = [np.pad(one, pad, mode="edge") for one, pad in zip(options, pads, strict=True)]
+        values, costs = np.stack(padded, axis=1)
+        problem = AllocationProblem(
+            tokens=np.full(values.shape, self.context_tokens),
+            values=values,
+            costs=costs.astype(np.int64),
+            bits=np.indices(values.shape)[1],  # says that options differ in more than tokens
+            option_counts=counts,
+            weights=np.ones(counts.size),
+            layers=np.arange(counts.size),
+            heads=np.full(counts.size, -1),
+            capacity_bytes=MOST_BYTES,
+            context_tokens=self.context_tokens,
+            protected_tokens=0,
+        )
+        return problem, kept
+
+    def best(self, *, room: int | None = None, max_sum: float = 0.0) -> Answer:
+        """Return the least sum of losses in some bytes of K and V, or the fewest bytes for a sum.
+
+        Raises
+        ------
+        InfeasibleError
+            If none of the problems can meet it.
+        """
+        answers = []
+        for problem, units in self.problems:
+            posed = problem.with_target(-max_sum) if room is None else problem.with_capacity(room)
+            try:
+                solved = solve_problem(posed, self.solver, time_limit_seconds=self.time_limit)
+            except InfeasibleError:
+                continue
+            rows = [rows[at] for rows, at in zip(units, solved.choice, strict=True)]
+            answers.append(Answer(solved=solved, setting=np.max(rows, axis=0)))  # `LEFT` is least
+        if not answers:
+            raise InfeasibleError(f"{self.engine.name} has no such setting")
+        sign = -1 if room is None else 1
+        first = max(answers, key=lambda one: sign * one.solved.objective)
+        proof = max(answers, key=lambda one: sign * one.solved.bound).solved
+        solved = replace(first.solved, bound=proof.bound, bound_source=proof.bound_source)
+        return replace(first, solved=solved)
+
+    def largest_sum(self, loss: float) -> float:
+        """Return the largest sum of single losses that is predicted to lose no more than this."""
+        most = float(self.tables[0].max(axis=-1).sum())
+
+        def is_more(part: int) -> bool:
+            return bool(self.losses.predict_sums(np.array(most * part / _PARTS)).mean > loss)
+
+        return most * (bisect_left(range(_PARTS + 1), True, key=is_more) - 1) / _PARTS
+
+    def frontier(self) -> list[EngineSetting]:
+        """Return settings by rising bytes.
+
+        All that are worth their bytes where one pair is for all layers; else the best one of some
+        sizes that are equally far apart.
+        """
+        problems = [problem for problem, _ in self.problems]
+        if problems[0].n_units == 1:
+            return self.stated(self.problems[0][1][0])
+        smallest = min(problem.min_cost_bytes for problem in problems)
+        largest = max(problem.max_cost_bytes for problem in problems)
+        rooms = np.linspace(smallest, largest, ROWS - 1).astype(np.int64).tolist()
+        return self.stated([self.best(room=room).setting for room in rooms])
+
+    def stated(self, settings: Sequence[IntArray] | IntArray) -> list[EngineSetting]:
+        """Return settings ``(n_layers, 2)`` with their names, bytes and predicted losses."""
+        names = np.array([*self.losses.formats, WHOLE], dtype=object)
+        costs = self.totals(np.array(settings))[1] + self.batch * self.losses.shape.state_bytes
+        predicted = np.transpose(self.losses.predict(settings)).tolist()
+        return [
+            EngineSetting(
+                pairs=tuple(map(tuple, names[setting].tolist())),
+                cache_bytes=int(cost),
+                **dict(zip(Predicted._fields, row, strict=True)),
+            )
+            for setting, cost, row in zip(settings, costs, predicted, strict=True)
+        ]
+
+
+def choose(
+    losses: FormatLosses,
+    engine: str,
+    *,
+    context: int | None = None,
+    batch: int = 1,
+    solver: str | Solver = "auto",
+    time_limit: float | None = None,
+    **target: Any,
+) -> EngineChoice:
+    """Decide what an engine is told: the formats with the least predicted loss.
+
+    Parameters
+    ----------
+    losses : FormatLosses
+        Measured losses of single layers in the engine's formats.
+    engine : str
+        A name of `ENGINES`.
+    context : int, optional
+        Tokens of a row; by default as many as were measured.
+    batch : int
+        Rows.
+    solver, time_limit
+        As of `kvalloc.solve`.
+    **target
+        One of ``memory`` (bytes of the cache), ``budget`` (share of its bytes at 16 bits), ``bits``
+        (an element of K and V, in the mean) and ``target_loss`` (predicted KL, nats per token: the
+        fewest bytes).
+
+    Returns
+    -------
+    EngineChoice
+
+    Raises
+    ------
+    InputError
+        If there is no such engine, the target is none or several, the context is beyond the
+        model's limit, or no format of the engine was measured.
+    InfeasibleError
+        If no setting of the engine meets the target; says which one is nearest.
+    SolverError
+        As `kvalloc.solve`.
+    """
+    shape, chosen = losses.shape, one_of("engine", engine, ENGINES)
+    goal, requested = read_target(target)
+    context = losses.context_tokens if context is None else context
+    for name, value, limit in (
+        ("context", context, shape.max_context_tokens),
+        ("batch", batch, None),
+    ):
+        if not 1 <= value <= (limit or MOST_TOKENS):
+            raise InputError(
+                f"{option(name, value)} is not possible with {shape.model_id}; give "
+                f"{option(name, 1 if value < 1 else limit)} or {'more' if value < 1 else 'less'}"
+            )
+    posed = PosedEngine(
+        losses=losses,
+        engine=chosen,
+        context_tokens=context,
+        batch=batch,
+        solver=get_solver(solver),
+        time_limit=time_limit,
+    )
+    [full] = posed.stated([np.full((shape.n_layers, 2), SIXTEEN)])
+    is_loss, states = goal.max_loss is not None, batch * shape.state_bytes
+    share = goal.kind == "budget"
+    granted = bytes_in_share(goal.value, full.cache_bytes) if share else int(goal.value)
+    rows = posed.frontier()
+    try:
+        if is_loss:
+            answer = posed.best(max_sum=posed.largest_sum(goal.value))
+        else:
+            answer = posed.best(room=granted - states)
+    except InfeasibleError:
+        least = rows[-1].mean if is_loss else rows[0].cache_bytes
+        fault = f"is {size(granted)}, but {engine} takes at least {size(least)}"
+        way_out = f"{option('memory', bytes_text(int(least)))}, or a shorter context"
+        if is_loss:
+            fault = f"cannot be met: {engine} is predicted to lose at least {least:.3g}"
+            way_out = option("target_loss", math.ceil(least * 1e6) / 1e6)
+        where = f"for {context:,} tokens of {shape.model_id}"
+        message = f"{requested} {fault} {where}; give {way_out}"
+        raise InfeasibleError(message, nearest=least) from None
+    [decided] = posed.stated([answer.setting])
+    by_size = {one.cache_bytes: one for one in [*rows, decided]}
+    rows = [by_size[key] for key in sorted(by_size)]
+    start = max(0, min(rows.index(decided) - ROWS // 2, len(rows) - ROWS))
+    solved = answer.solved
+    return EngineChoice(
+        **dict(decided),
+        engine=engine,
+        shape=shape,
+        context_tokens=context,
+        batch=batch,
+        requested=requested,
+        full_bytes=full.cache_bytes,
+        model_error=losses.model_error,
+        summed_loss=float(losses.sums(answer.setting)),
+        bound=solved.bound + states if is_loss else max(0.0, -solved.bound),
+        bound_source=solved.bound_source,
+        gap=solved.gap,
+        decided_by=solved.decided_by,
+        frontier=tuple(rows[start : start + ROWS]),
+        losses_digest=losses.digest,
+    )
+
+
+def read_target(keywords: Mapping[str, Any]) -> tuple[Target, str]:
+    """Return the one target among keywords, bits as the share that they are; and what was typed.
+
+    Raises
+    ------
+    InputError
+        If there is none or several, or one that is not about engine formats.
+    """
+    typed = {name: value for name, value in keywords.items() if value is not None}
+    known = f"give one of {', '.join(map(option, TARGETS))}"
+    if odd := sorted(typed.keys() - {*TARGETS}):
+        raise InputError(
+            f"{option(odd[0])} is not about engine formats, which keep all entries; {known}"
+        )
+    if len(typed) != 1:
+        raise InputError(f"{len(typed)} targets are given; {known}")
+    [(name, value)] = typed.items()
+    if name == "bits":
+        bits = parse_fraction(value)
+        if not 0 < bits <= 16:
+            raise InputError(f"{option(name, value)} is not possible; give 16 or less, above 0")
+        typed = {"budget": bits / 16}
+    return Target.of(typed), option(name, value)

@@ -1,0 +1,162 @@
+"""``kvalloc advise``: what each engine is told within a memory, and what that loses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, Unpack
+
+from kvalloc.accounting.engine_formats import FORMATS
+from kvalloc.allocation.engine_choice import TARGETS, choose, read_target
+from kvalloc.allocation.request import RequestOptions, Target
+from kvalloc.cli.options import LoadOptions, SolverOptions, takes
+from kvalloc.cli.output import note, print_result
+from kvalloc.cli.progress import ProgressBar, load
+from kvalloc.errors import KVAllocError
+from kvalloc.files import make_folder
+from kvalloc.formats.format_losses import FormatLosses
+from kvalloc.formats.record import kind_of
+from kvalloc.formats.shipped_profiles import find_fitted, formats_file, load_file
+from kvalloc.interop.engines import SYNTAX, by_format, write_choice
+from kvalloc.online.solved import grid_length, share_for_loss, solve_share
+from kvalloc.report.engines import HEADINGS, KL_NOTE, cells, choice_facts, size_cells
+from kvalloc.report.terminal import hanging, table_text
+from kvalloc.shape import ModelShape
+from kvalloc.units import Option, parse_tokens
+
+
+@dataclass(frozen=True)
+class AdviseOptions(LoadOptions):
+    """The model, and where files go."""
+
+    model: Annotated[str, Option()]
+    """A hub id, a local folder, a .gguf file, 'demo', or a file of 'kvalloc profile --formats'."""
+
+    _: KW_ONLY
+
+    output: Annotated[Path | None, Option("FOLDER")] = None
+    """Where to write what each engine reads: flags, JSON or YAML."""
+
+
+class Row(NamedTuple):
+    """An engine, its predicted mean loss, the cells of the table, and what to type, or why not."""
+
+    name: str
+    mean: float
+    cells: list[str]
+    line: str
+    facts: dict[str, Any]
+
+
+@takes(
+    only={RequestOptions: (*TARGETS, "context", "batch"), SolverOptions: ["solver", "time_limit"]}
+)
+def advise(
+    options: AdviseOptions, solving: SolverOptions, **request_options: Unpack[RequestOptions]
+) -> None:
+    """Show in which formats llama.cpp, mlx-lm, vLLM and other engines lose least.
+
+    One row an engine: what to type, bytes at the context, and predicted losses; and kvalloc's own
+    cache beside them if the model has a fitted file. Losses are measured once for a model, which
+    takes minutes, and left in kvalloc's cache folder.
+
+    Examples
+    --------
+    kvalloc advise demo --memory 64MiB --context 8k
+    kvalloc advise demo --bits 5.5 -o advice
+    kvalloc advise m.formats.safetensors --target-loss 0.01 --context 32k
+    """
+    target: dict[str, Any] = dict(request_options)
+    context, batch = target.pop("context", None), target.pop("batch", 1)
+    goal, requested = read_target(target)  # refuses before anything is measured
+    losses = _losses(options)
+    context = losses.context_tokens if context is None else parse_tokens(context)
+    how = {**target, "solver": solving.solver, "time_limit": solving.time_limit}
+    rows, refused, full = list[Row](), dict[str, KVAllocError](), 1
+    for name, syntax in SYNTAX.items():
+        try:
+            choice = choose(losses, name, context=context, batch=batch, **how)
+        except KVAllocError as error:
+            refused[name] = error
+            continue
+        full, line = choice.full_bytes, syntax.line(choice)
+        if syntax.line is by_format:
+            line = f"{syntax.suffix[1:].upper()} file: {by_format(choice, brief=True)}"
+        if options.output is not None:
+            make_folder(options.output)
+            write_choice(choice, options.output / f"{name}{syntax.suffix}")
+        rows.append(Row(name, choice.mean, cells(choice, full), line, choice_facts(choice)))
+    if not rows:
+        raise min(refused.values(), key=lambda error: getattr(error, "nearest", None) or 0)
+    rows += _own(options, losses.shape, goal, full, (context, batch))
+    rows.sort(key=lambda row: row.mean)
+    rows += [
+        Row(name, 0, ["-"] * 5, str(why), {"refused": str(why)}) for name, why in refused.items()
+    ]
+    notes = [KL_NOTE, *(f"{name}: {one.note}" for name, one in SYNTAX.items() if one.note)]
+    if options.output is None:
+        notes.append("-o FOLDER writes the files that engines read")
+    facts = {row.name: {"run": row.line, **row.facts} for row in rows}
+    heading = f"{losses.shape.model_id}, {requested}, {context:,} tokens"
+    print_result(facts, lines=_lines(heading, rows), notes=notes, always=True)
+
+
+def _losses(options: AdviseOptions) -> FormatLosses:
+    """Return the format profile of a file, or of a model: it is measured if there is none."""
+    if kind_of(options.model) not in ("", "model"):
+        losses: FormatLosses = load_file(options.model, [FormatLosses])
+        return losses
+    from kvalloc.measure import default_texts
+    from kvalloc.measure.format_profile import profile_formats
+    from kvalloc.models.loading import shape_of
+
+    loaded = load(options.model, options)
+    shape = shape_of(loaded.model)
+    file = formats_file(shape)
+    if file.exists():
+        note(f"measured before: {file}")
+        return FormatLosses.load(file)
+    note(f"engine formats were not measured on {shape.model_id} yet; measuring them into {file}")
+    make_folder(file.parent)
+    dims = {dim for layer in shape.by_layer for dim in layer.sizes[1:] if layer.kv_heads}
+    names = [name for name, one in FORMATS.items() if all(map(one.holds, dims))]
+    with ProgressBar("measuring", unit="layers") as progress:
+        return profile_formats(
+            loaded.model,
+            loaded.tokenizer,
+            default_texts(),
+            formats=names,
+            output=file,
+            resume=True,
+            progress=progress,
+            model_id=loaded.model_id,
+        )
+
+
+def _own(
+    options: AdviseOptions, shape: ModelShape, goal: Target, full: int, size: tuple[int, int]
+) -> Iterator[Row]:
+    """Yield the row of kvalloc's own cache, if the model has a fitted file that covers it."""
+    if (file := find_fitted(shape)) is None:
+        return
+    tokens, share = grid_length(size[0]), goal.value / (full if goal.kind == "memory" else 1)
+    if goal.kind == "loss":
+        share = share_for_loss(file, goal.value, tokens)
+    decided = solve_share(file, share, tokens) if share < 1 else None
+    if decided is not None and (loss := decided.expected_loss) is not None:
+        stored = decided.retained_bytes_at(*size)
+        line = f"kvalloc generate {options.model} --budget {share:.1%}"
+        facts = {"cache_bytes": stored, "mean": loss, "fitted": file}
+        yield Row(
+            "kvalloc", loss, [*size_cells(stored, full), f"{loss:.2g}", "-", "-"], line, facts
+        )
+
+
+def _lines(heading: str, rows: list[Row]) -> Iterator[str]:
+    """Yield a table with two lines a row: the cells, and below them what to type."""
+    table = table_text(["engine", *HEADINGS], [[row.name, *row.cells] for row in rows])
+    first, *others = table.splitlines()
+    yield from (heading, "", first)
+    for line, row in zip(others, rows, strict=True):
+        yield from (line, f"  {hanging(row.line, 2)}")

@@ -1,0 +1,119 @@
+"""A choice of engine formats: those of each layer's keys and values, and what they lose."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import Field, computed_field, model_validator
+
+from kvalloc.accounting.engine_formats import ENGINES
+from kvalloc.formats.record import JsonRecord, Record, require
+from kvalloc.shape import ModelShape
+
+Pair = tuple[str, str]
+"""Formats of a layer's keys and of its values, of `kvalloc.accounting.engine_formats.FORMATS`."""
+
+
+class EngineSetting(Record):
+    """What an engine is told, its bytes, and the losses that are predicted for it."""
+
+    NAME: ClassVar[str] = "engine setting"
+
+    pairs: tuple[Pair, ...]
+    """Formats of each layer's keys and values, ``(n_layers,)``."""
+
+    cache_bytes: int = Field(ge=0)
+    """Of K, V and states of all rows at the context."""
+
+    mean: float = Field(ge=0)
+    """Predicted KL of the next-token distribution, nats per token."""
+
+    p99: float = Field(ge=0)
+    """Predicted KL that 99% of the tokens stay below, nats."""
+
+    p999: float = Field(ge=0)
+    """The same for 99.9%."""
+
+    top1: float = Field(ge=0, le=1)
+    """Predicted share of the tokens whose most likely next token stays the same."""
+
+
+class EngineChoice(EngineSetting, JsonRecord):
+    """The setting of an engine that was decided, with a bound and what else it could be told.
+
+    Raises
+    ------
+    InputError
+        If a layer has no pair, or one that the engine cannot have.
+    """
+
+    NAME: ClassVar[str] = "engine choice"
+    MADE_BY: ClassVar[str] = "kvalloc solve --engine"
+    PROVENANCE: ClassVar[tuple[str, ...]] = ("losses_digest",)
+
+    kind: Literal["kvalloc.engine_choice"] = "kvalloc.engine_choice"
+    """What the file is."""
+
+    schema_version: Literal[1] = 1
+    """How the file is to be read."""
+
+    engine: str
+    """Name of the engine, of `ENGINES`."""
+
+    shape: ModelShape
+    """The model."""
+
+    context_tokens: int = Field(ge=1)
+    """Tokens of each row."""
+
+    batch: int = Field(default=1, ge=1)
+    """Rows."""
+
+    requested: str = ""
+    """What was asked for, as an option."""
+
+    full_bytes: int = Field(ge=0)
+    """Of the same cache at 16 bits."""
+
+    model_error: float = Field(default=1.0, ge=1)
+    """Largest factor between measured and predicted losses of whole caches."""
+
+    summed_loss: float = Field(ge=0)
+    """Losses of single layers, summed, nats per token."""
+
+    bound: float
+    """No setting of the engine has a smaller sum in the bytes that were asked for, or for a loss
+    fewer bytes."""
+
+    bound_source: str = ""
+    """Whose word the bound is: kvalloc proves a dual one itself."""
+
+    gap: float | None = None
+    """Relative distance to the bound."""
+
+    decided_by: str = ""
+    """The solver."""
+
+    frontier: tuple[EngineSetting, ...] = ()
+    """Settings by rising bytes, each with a smaller loss than those before it; the chosen one is
+    among them."""
+
+    losses_digest: str = ""
+    """Digest of the measured losses."""
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def bits(self) -> float:
+        """Bits an element of K and V, in the mean."""
+        return 16 * self.cache_bytes / max(self.full_bytes, 1)
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        require(self.engine in ENGINES, "engine", self.engine, f"one of {', '.join(ENGINES)}")
+        settings: tuple[EngineSetting, ...] = (self, *self.frontier)
+        for setting in settings:
+            n_pairs, n_layers = len(setting.pairs), self.shape.n_layers
+            require(n_pairs == n_layers, "pairs", f"{n_pairs} pairs", f"{n_layers}, one a layer")
+            odd: Any = {*setting.pairs} - {*ENGINES[self.engine].pairs}
+            require(not odd, "pairs", odd, f"pairs that {self.engine} can have")
+        return self
