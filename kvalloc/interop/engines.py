@@ -16,10 +16,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvalloc import __version__
 from kvalloc.accounting.engine_formats import ENGINES, FORMATS, WHOLE
 from kvalloc.errors import one_of, require
-from kvalloc.files import write_text
+from kvalloc.files import provenance, write_text
 from kvalloc.formats.engine_choice import EngineChoice, EngineSetting, Pair
 from kvalloc.interop.target import reading
 from kvalloc.shape import ModelShape
@@ -166,7 +165,7 @@ def _modelopt(choice: EngineChoice) -> dict[str, Any]:
         if name is not None
     }
     return {
-        "producer": {"name": "kvalloc", "version": __version__},
+        "producer": {"name": "kvalloc", "version": provenance()["versions"]["kvalloc"]},
         "quantization": {
             "quant_algo": None,
             "kv_cache_quant_algo": "MIXED_PRECISION" if len({*algorithms}) > 1 else algorithms[0],
