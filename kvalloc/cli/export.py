@@ -6,15 +6,19 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated
 
+from kvalloc.accounting.engine_formats import ENGINES
 from kvalloc.cli.options import takes
 from kvalloc.cli.output import note, print_result
 from kvalloc.errors import InputError, one_of
 from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.formats.engine_choice import EngineChoice
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.formats.shipped_profiles import load_file
 from kvalloc.interop import exporting
+from kvalloc.interop.engines import SYNTAX, write_choice
 from kvalloc.interop.tables import CSV, curve_table
 from kvalloc.interop.target import lost
+from kvalloc.report.engines import choice_facts, choice_fields
 from kvalloc.units import Option, size
 
 
@@ -23,7 +27,8 @@ class ExportOptions:
     """The profile to write, its target, and the accepted losses."""
 
     profile: Annotated[str, Option()]
-    """A budget profile, or a shipped one's name; for csv and parquet a score profile, too."""
+    """A budget profile, or a shipped one's name; what 'kvalloc solve --engine' wrote; for csv and
+    parquet a score profile, too."""
 
     _: KW_ONLY
 
@@ -45,10 +50,11 @@ class ExportOptions:
 
 @takes()
 def export(options: ExportOptions) -> None:
-    r"""Write budgets for OpenVINO, TensorRT-LLM, vLLM, kvpress and others, or a table.
+    r"""Write budgets, or formats of keys and values, for another engine or tool, or a table.
 
     Without --to, the targets are listed, with what each would lose of this profile. What a target
-    cannot say is never dropped silently: it has a name, which --accept takes.
+    cannot say is never dropped silently: it has a name, which --accept takes. An engine choice is
+    written for its engine: flags, JSON or YAML.
 
     Examples
     --------
@@ -57,9 +63,18 @@ def export(options: ExportOptions) -> None:
     kvalloc export p.json --to tensorrt-llm --context 4096 --accept engine-policy,heads-to-layers \
         -o config.yaml --restricted r.json
     kvalloc eval demo --profile p.json --profile r.json   what the loss costs
+    kvalloc export choice.json -o mlx-lm.json
     """
     profile, to, output = options.profile, options.to, options.output
-    record = load_file(profile, (BudgetProfile, ScoreProfile))
+    record = load_file(profile, (BudgetProfile, ScoreProfile, EngineChoice))
+    if isinstance(record, EngineChoice):
+        _export_choice(profile, record, to, output)
+        return
+    if to in ENGINES and to not in exporting.TARGETS:
+        raise InputError(
+            f"{to} evicts nothing, so no budgets are for it; 'kvalloc advise MODEL' says in which "
+            "formats it stores keys and values best"
+        )
     if isinstance(record, ScoreProfile):
         _export_curves(profile, record, to, output)
         return
@@ -86,6 +101,23 @@ def export(options: ExportOptions) -> None:
         note(f"what the loss costs: kvalloc eval MODEL {pair}")
 
 
+def _export_choice(name: str, choice: EngineChoice, to: str | None, output: Path | None) -> None:
+    engine = choice.engine
+    if to not in (None, engine):
+        raise InputError(
+            f"{name} is for {engine}; decide for {to} with 'kvalloc solve FILE --engine {to}'"
+        )
+    if output is not None:
+        write_choice(choice, output)
+    file = output or f"FILE{SYNTAX[engine].suffix}"
+    use = SYNTAX[engine].use.format(file=file, model=choice.shape.model_id)
+    shown = {**choice_fields(choice), "written": str(output or "")}
+    notes = [] if output else [f"write it: kvalloc export {name} -o {file}"]
+    lines = ["", use] if use else []
+    facts = {**choice_facts(choice), "use": use, "output": output}
+    print_result(facts, shown, lines=lines, notes=notes)
+
+
 def _export_curves(name: str, scores: ScoreProfile, to: str | None, output: Path | None) -> None:
     target = exporting.TARGETS.get(to or "")
     if not isinstance(target, CSV) or output is None:
@@ -107,4 +139,8 @@ def _list(name: str, profile: BudgetProfile) -> None:
         rows.append({"name": target.name, "summary": summary, "says": says, "lost": losses})
         listed = "; ".join(f"{key} ({words})" for key, words in losses.items()) or "nothing"
         shown[target.name] = f"{summary}; says {says}; would lose {listed}"
-    print_result(rows, shown, notes=[f"write one: kvalloc export {name} --to TARGET -o FILE"])
+    notes = [
+        f"write one: kvalloc export {name} --to TARGET -o FILE",
+        f"formats of keys and values for {', '.join(ENGINES)}: kvalloc advise MODEL",
+    ]
+    print_result(rows, shown, notes=notes)

@@ -25,7 +25,7 @@ from kvalloc.errors import KVAllocError, in_our_words, naming_flags, nearest, no
 GROUPS = {
     "Begin here": ("demo", "doctor"),
     "Measure": ("profile", "fit", "merge"),
-    "Decide": ("solve", "compare", "frontier", "plan"),
+    "Decide": ("solve", "compare", "frontier", "plan", "advise"),
     "Look at files": ("report", "inspect", "verify"),
     "Run a model": ("generate", "chat", "eval"),
     "Share": ("export",),

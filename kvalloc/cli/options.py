@@ -116,13 +116,13 @@ RARE = frozenset(
         *("min_tokens", "max_tokens", "page", "max_distinct"),
         *("cap", "measure_prompts", "average"),
         *("shard", "fairness"),
-        *("chunk", "lengths", "engine", "address", "workers", "threads"),
+        *("chunk", "lengths", "time_limit"),
         *("peer", "plain_bits", "metric", "turns", "answer_tokens"),
         *("decode_every", "seed", "recompute"),
         *("fitted", "allow_other_model"),
     }
 )
-"""Options that few need, by name: only ``--help-all`` shows them."""
+"""Options that few need, by name; see `is_rare`."""
 
 _ALSO = {"output": ("-o",), "quiet": ("-q",), "verbose": ("-v",)}
 """Other names of flags."""
@@ -252,6 +252,11 @@ def _names(name: str) -> Callable[[str], list[str]] | None:
     return complete
 
 
+def is_rare(parameter: Any) -> bool:
+    """Return whether only ``--help-all`` shows an option: one of `RARE`, or of where it runs."""
+    return parameter.name in RARE or getattr(parameter, "rich_help_panel", None) == ENGINE
+
+
 class GroupedCommand(TyperCommand):
     """A command whose help lists its options under headings, and what few need on request."""
 
@@ -274,7 +279,7 @@ class GroupedCommand(TyperCommand):
         for one in self.get_params(ctx):
             heading = "Arguments" if one.param_type_name == "argument" else "Options"
             heading = getattr(one, "rich_help_panel", None) or heading
-            if one.name in RARE and not ctx.meta.get(HELP_ALL):
+            if is_rare(one) and not ctx.meta.get(HELP_ALL):
                 hidden = True
             elif (record := one.get_help_record(ctx)) is not None:
                 name, text = record

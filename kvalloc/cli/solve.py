@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Unpack
 
 from kvalloc.allocation.decision import solve as decide
+from kvalloc.allocation.engine_choice import choose
 from kvalloc.allocation.formulation import PosedRequest
 from kvalloc.allocation.pool import solve_pool
 from kvalloc.allocation.request import Request, RequestOptions
@@ -18,14 +19,16 @@ from kvalloc.cli.progress import ProgressBar, load
 from kvalloc.errors import InputError, option
 from kvalloc.files import check_writable, make_folder
 from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.formats.format_losses import FormatLosses
 from kvalloc.formats.score_profile import ScoreProfile
-from kvalloc.formats.shipped_profiles import load_scores
+from kvalloc.formats.shipped_profiles import load_file, load_scores
 from kvalloc.online.conflicts import given_names
 from kvalloc.problem.registry import get_solver
 from kvalloc.prompts.texts import read_prompts
 from kvalloc.report import wording
+from kvalloc.report.engines import KL_NOTE, choice_facts, choice_fields, frontier_lines
 from kvalloc.report.terminal import table_text
-from kvalloc.units import Option, duration, gap_text
+from kvalloc.units import Option, duration, gap_text, parse_tokens
 
 MEASURING = "Measuring"
 
@@ -57,8 +60,11 @@ class SolveOptions:
     fairness: Annotated[Literal["sum", "worst"], Option()] = "sum"
     """Of several that share a memory, whether their sum counts, or the worst."""
 
+    engine: Annotated[str | None, Option("NAME")] = None
+    """Decide for llama.cpp or another engine, from a file of 'kvalloc profile --formats'."""
+
     output: Annotated[Path | None, Option("OUT.json")] = None
-    """The budget profile to write, or the folder of several; may be left out with --json."""
+    """File, or folder of several; not needed with --json."""
 
 
 @takes()
@@ -78,10 +84,12 @@ def solve(
     --------
     kvalloc solve s.safetensors --target-retention 0.9 -o p.json
     kvalloc solve s.safetensors --memory 64MiB --context 8192 --batch 4 -o p.json
-    kvalloc solve s.safetensors --budget 20% --solver pyramid:beta=10 --json
     kvalloc solve a.safetensors b.safetensors --memory 2GiB --fairness worst -o folder
     kvalloc solve s.safetensors --target-loss 0.02 --level head --measure demo -o p.json
+    kvalloc solve m.formats.safetensors --engine llama.cpp --memory 3GiB --context 32k
     """
+    if options.engine is not None:
+        return _solve_engine(options, options.engine, measuring, solving, request_options)
     if options.scores[1:]:
         return _solve_pool(options, measuring, solving, request_options)
     scores, output, fairness = options.scores[0], options.output, options.fairness
@@ -113,6 +121,34 @@ def solve(
     facts = {**decision_facts(decided, seconds), "predicted_loss_interval": interval}
     summary = {**_summary(decided, seconds, interval), "written": str(output or "")}
     print_result({**facts, "output": output}, summary, lines=wording.cap_lines(decided))
+
+
+def _solve_engine(
+    options: SolveOptions,
+    engine: str,
+    measuring: MeasureOptions,
+    solving: SolverOptions,
+    request: Mapping[str, Any],
+) -> None:
+    """Decide what another engine is told."""
+    names = given_names(vars(measuring)) | ({"average"} if solving.average != "curves" else set())
+    if names or options.scores[1:]:
+        more = option(min(names)) if names else "a second file"
+        raise InputError(f"{more} does not go with {option('engine')}; leave it out")
+    output = options.output
+    if output is not None:
+        check_writable(output, stream=True)
+    losses = load_file(options.scores[0], [FormatLosses])
+    how: dict[str, Any] = {**request, "solver": solving.solver, "time_limit": solving.time_limit}
+    if "context" in how:
+        how["context"] = parse_tokens(how["context"])
+    with ProgressBar(f"solving with {solving.solver}"):
+        choice = choose(losses, engine, **how)
+    if output is not None:
+        choice.save(output)
+    fields = {**choice_fields(choice), "written": str(output or "")}
+    facts = {**choice_facts(choice), "output": output}
+    print_result(facts, fields, lines=frontier_lines(choice), notes=[KL_NOTE])
 
 
 def _solve_pool(
