@@ -108,7 +108,7 @@ def _losses(options: AdviseOptions) -> FormatLosses:
         losses: FormatLosses = load_file(options.model, [FormatLosses])
         return losses
     from kvalloc.measure import default_texts
-    from kvalloc.measure.format_profile import profile_formats
+    from kvalloc.measure.format_profile import CONTEXT_TOKENS, profile_formats
     from kvalloc.models.loading import shape_of
 
     loaded = load(options.model, options)
@@ -131,6 +131,7 @@ def _losses(options: AdviseOptions) -> FormatLosses:
             resume=True,
             progress=progress,
             model_id=loaded.model_id,
+            context=min(CONTEXT_TOKENS, shape.max_context_tokens or CONTEXT_TOKENS),
         )
 
 

@@ -10,6 +10,7 @@ from kvalloc.accounting.costs import full_bytes
 from kvalloc.cli.options import takes
 from kvalloc.cli.output import is_verbose, print_result
 from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.formats.engine_choice import EngineChoice
 from kvalloc.formats.fitted import FittedModel
 from kvalloc.formats.format_losses import FormatLosses
 from kvalloc.formats.hub import local_file
@@ -18,6 +19,7 @@ from kvalloc.formats.saved_cache import SavedCacheHeader
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.formats.shipped_profiles import KINDS, load_file
 from kvalloc.report import wording
+from kvalloc.report.engines import choice_facts, choice_fields, frontier_lines
 from kvalloc.report.terminal import budget_picture, layer_bars, table_text
 from kvalloc.units import Option
 
@@ -35,8 +37,9 @@ class InspectOptions:
     """The file to show."""
 
     file: Annotated[str, Option()]
-    """A score profile, a format profile, a budget profile, the name of a shipped one, what 'kvalloc
-    fit' or 'kvalloc eval -o' wrote, or a saved cache; also hf://owner/repo/FILE."""
+    """A score profile, a format profile, a budget profile, the name of a shipped one, an engine
+    choice, what 'kvalloc fit' or 'kvalloc eval -o' wrote, or a saved cache; also
+    hf://owner/repo/FILE."""
 
 
 @takes()
@@ -57,7 +60,8 @@ def inspect(options: InspectOptions) -> None:
         if kind_of(path) == "saved cache":
             _show_saved(file, path, SavedCacheHeader.read(path)[0])
             return
-        record = load_file(path, (*KINDS, FittedModel, FormatLosses, SavedCacheHeader))
+        others = (FittedModel, FormatLosses, EngineChoice, SavedCacheHeader)
+        record = load_file(path, (*KINDS, *others))
     if record.NAME == "budget profile":
         _show_budgets(file, record)
     elif record.NAME == "score profile":
@@ -66,6 +70,10 @@ def inspect(options: InspectOptions) -> None:
         lines = ["", table_text(*wording.format_table(record))]
         shown = {"format profile": file, **wording.format_fields(record)}
         print_result({"file": file, **format_facts(record)}, shown, lines=lines, always=True)
+    elif record.NAME == "engine choice":
+        shown = {"engine choice": file, **choice_fields(record)}
+        facts = {"file": file, **choice_facts(record)}
+        print_result(facts, shown, lines=frontier_lines(record), always=True)
     elif record.NAME == "fitted file":
         facts = {"file": file, **record.header(), "digest": record.digest}
         shown = {"fitted file": file, **wording.fitted_fields(record)}
