@@ -204,7 +204,7 @@ def _largest(blocks: Tensor) -> Tensor:
 
 def _nearest(numbers: Tensor, levels: Tensor) -> Tensor:
     """Return the nearest of some rising levels for each number."""
-    return levels[torch.bucketize(numbers, (levels[1:] + levels[:-1]) / 2)]
+    return levels[torch.bucketize(numbers.contiguous(), (levels[1:] + levels[:-1]) / 2)]
 
 
 _BY_BLOCK = (_amax, _signed, _minmax, _iq4_nl, _affine, _zero, _exl3, _e2m1, _e4m3, _e5m2)
