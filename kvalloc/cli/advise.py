@@ -25,6 +25,13 @@ from kvalloc.report.terminal import hanging, table_text
 from kvalloc.shape import ModelShape
 from kvalloc.units import Option, parse_tokens
 
+NO_FILE = ("", "model")
+"""Kinds of what is no file of kvalloc."""
+
+OWN_NOTE = (
+    "its loss is that of prompts made by 'kvalloc fit', and the engines' that of running text"
+)
+
 
 @dataclass(frozen=True)
 class AdviseOptions(LoadOptions):
@@ -80,12 +87,13 @@ def advise(
         except KVAllocError as error:
             refused[name] = error
             continue
-        full, line = choice.full_bytes, syntax.line(choice)
-        if syntax.line is by_format:
-            line = f"{syntax.suffix[1:].upper()} file: {by_format(choice, brief=True)}"
+        full, line, where = choice.full_bytes, syntax.line(choice), syntax.suffix[1:].upper()
         if options.output is not None:
             make_folder(options.output)
-            write_choice(choice, options.output / f"{name}{syntax.suffix}")
+            where = str(options.output / f"{name}{syntax.suffix}")
+            write_choice(choice, where)
+        if syntax.line is by_format:
+            line = f"{where}: {by_format(choice, brief=True)}"
         rows.append(Row(name, choice.mean, cells(choice, full), line, choice_facts(choice)))
     if not rows:
         raise min(refused.values(), key=lambda error: getattr(error, "nearest", None) or 0)
@@ -94,7 +102,8 @@ def advise(
     rows += [
         Row(name, 0, ["-"] * 5, str(why), {"refused": str(why)}) for name, why in refused.items()
     ]
-    notes = [KL_NOTE, *(f"{name}: {one.note}" for name, one in SYNTAX.items() if one.note)]
+    said = {"kvalloc": OWN_NOTE, **{name: one.note for name, one in SYNTAX.items()}}
+    notes = [KL_NOTE, *(f"{row.name}: {said[row.name]}" for row in rows if said[row.name])]
     if options.output is None:
         notes.append("-o FOLDER writes the files that engines read")
     facts = {row.name: {"run": row.line, **row.facts} for row in rows}
@@ -104,7 +113,7 @@ def advise(
 
 def _losses(options: AdviseOptions) -> FormatLosses:
     """Return the format profile of a file, or of a model: it is measured if there is none."""
-    if kind_of(options.model) not in ("", "model"):
+    if kind_of(options.model) not in NO_FILE:
         losses: FormatLosses = load_file(options.model, [FormatLosses])
         return losses
     from kvalloc.measure import default_texts
@@ -147,7 +156,8 @@ def _own(
     decided = solve_share(file, share, tokens) if share < 1 else None
     if decided is not None and (loss := decided.expected_loss) is not None:
         stored = decided.retained_bytes_at(*size)
-        line = f"kvalloc generate {options.model} --budget {share:.1%}"
+        model = options.model if kind_of(options.model) in NO_FILE else shape.model_id
+        line = f"kvalloc generate {model} --budget {share:.1%}"
         facts = {"cache_bytes": stored, "mean": loss, "fitted": file}
         yield Row(
             "kvalloc", loss, [*size_cells(stored, full), f"{loss:.2g}", "-", "-"], line, facts

@@ -57,7 +57,7 @@ def by_format(setting: EngineSetting, *, brief: bool = False) -> str:
         text = " + ".join(dict.fromkeys(pair))
         if len(layers) > 1:
             where = f"{text} in layer{'s' * (len(places) > 1)} {_ranges(places)}"
-            text = f"{len(places)} {text}" if brief else where
+            text = f"{text} x {len(places)}" if brief else where
         texts.append(text)
     return "; ".join(texts)
 
