@@ -18,7 +18,7 @@ import numpy as np
 from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.accounting.costs import MOST_BYTES, bytes_in_share
 from kvalloc.accounting.engine_formats import ENGINES, WHOLE, Engine, part_bytes
-from kvalloc.allocation.request import MOST_TOKENS, Target
+from kvalloc.allocation.request import Request, Target
 from kvalloc.allocation.verification import CheckedSolution, solve_problem
 from kvalloc.errors import InfeasibleError, InputError, command, one_of, option
 from kvalloc.formats.engine_choice import EngineChoice, EngineSetting
@@ -118,14 +118,6 @@ _GRAINS: dict[str, Callable[[IntArray, FloatArray], list[Units]]] = {
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Answer:
-    """A setting ``(n_layers, 2)``, and its solution, with the bound of all problems."""
-
-    solved: CheckedSolution
-    setting: IntArray
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
 class PosedEngine:
     """What an engine can be told of a model at a context, as problems.
 
@@ -220,8 +212,16 @@ class PosedEngine:
         )
         return problem, kept
 
-    def best(self, *, room: int | None = None, max_sum: float = 0.0) -> Answer:
+    def best(
+        self, *, room: int | None = None, max_sum: float = 0.0
+    ) -> tuple[IntArray, CheckedSolution]:
         """Return the least sum of losses in some bytes of K and V, or the fewest bytes for a sum.
+
+        Returns
+        -------
+        setting : ndarray of int64, (n_layers, 2)
+        solution : CheckedSolution
+            With the bound of all problems.
 
         Raises
         ------
@@ -235,15 +235,14 @@ class PosedEngine:
                 solved = solve_problem(posed, self.solver, time_limit_seconds=self.time_limit)
             except InfeasibleError:
                 continue
-            rows = [rows[at] for rows, at in zip(units, solved.choice, strict=True)]
-            answers.append(Answer(solved=solved, setting=np.max(rows, axis=0)))  # `LEFT` is least
+            rows = [settings[at] for settings, at in zip(units, solved.choice, strict=True)]
+            answers.append((np.max(rows, axis=0), solved))  # `LEFT` is the smallest
         if not answers:
             raise InfeasibleError(f"{self.engine.name} has no such setting")
         sign = -1 if room is None else 1
-        first = max(answers, key=lambda one: sign * one.solved.objective)
-        proof = max(answers, key=lambda one: sign * one.solved.bound).solved
-        solved = replace(first.solved, bound=proof.bound, bound_source=proof.bound_source)
-        return replace(first, solved=solved)
+        setting, solved = max(answers, key=lambda one: sign * one[1].objective)
+        _, proof = max(answers, key=lambda one: sign * one[1].bound)
+        return setting, replace(solved, bound=proof.bound, bound_source=proof.bound_source)
 
     def largest_sum(self, loss: float) -> float:
         """Return the largest sum of single losses that is predicted to lose no more than this."""
@@ -266,7 +265,7 @@ class PosedEngine:
         smallest = min(problem.min_cost_bytes for problem in problems)
         largest = max(problem.max_cost_bytes for problem in problems)
         rooms = np.linspace(smallest, largest, ROWS - 1).astype(np.int64).tolist()
-        return self.stated([self.best(room=room).setting for room in rooms])
+        return self.stated([self.best(room=room)[0] for room in rooms])
 
     def stated(self, settings: Sequence[IntArray] | IntArray) -> list[EngineSetting]:
         """Return settings ``(n_layers, 2)`` with their names, bytes and predicted losses."""
@@ -329,15 +328,12 @@ def choose(
     shape, chosen = losses.shape, one_of("engine", engine, ENGINES)
     goal, requested = read_target(target)
     context = losses.context_tokens if context is None else context
-    for name, value, limit in (
-        ("context", context, shape.max_context_tokens),
-        ("batch", batch, None),
-    ):
-        if not 1 <= value <= (limit or MOST_TOKENS):
-            raise InputError(
-                f"{option(name, value)} is not possible with {shape.model_id}; give "
-                f"{option(name, 1 if value < 1 else limit)} or {'more' if value < 1 else 'less'}"
-            )
+    Request.parse(memory=1, context=context, batch=batch)  # whether these can be
+    if (limit := shape.max_context_tokens) is not None and context > limit:
+        raise InputError(
+            f"a context of {context} tokens is beyond the {limit} tokens of {shape.model_id}; ask "
+            "for a shorter one"
+        )
     posed = PosedEngine(
         losses=losses,
         engine=chosen,
@@ -353,24 +349,26 @@ def choose(
     rows = posed.frontier()
     try:
         if is_loss:
-            answer = posed.best(max_sum=posed.largest_sum(goal.value))
+            setting, solved = posed.best(max_sum=posed.largest_sum(goal.value))
         else:
-            answer = posed.best(room=granted - states)
+            setting, solved = posed.best(room=granted - states)
     except InfeasibleError:
         least = rows[-1].mean if is_loss else rows[0].cache_bytes
-        fault = f"is {size(granted)}, but {engine} takes at least {size(least)}"
-        way_out = f"{option('memory', bytes_text(int(least)))}, or a shorter context"
+        shown, way_out = size(least), option("memory", bytes_text(int(least)))
         if is_loss:
-            fault = f"cannot be met: {engine} is predicted to lose at least {least:.3g}"
-            way_out = option("target_loss", math.ceil(least * 1e6) / 1e6)
-        where = f"for {context:,} tokens of {shape.model_id}"
-        message = f"{requested} {fault} {where}; give {way_out}"
-        raise InfeasibleError(message, nearest=least) from None
-    [decided] = posed.stated([answer.setting])
+            shown, way_out = (
+                f"{least:.3g} nats",
+                option("target_loss", math.ceil(least * 1e6) / 1e6),
+            )
+        raise InfeasibleError(
+            f"{requested} is less than {engine} can be told: its least for {context:,} tokens of "
+            f"{shape.model_id} is {shown}; give {way_out}",
+            nearest=least,
+        ) from None
+    [decided] = posed.stated([setting])
     by_size = {one.cache_bytes: one for one in [*rows, decided]}
     rows = [by_size[key] for key in sorted(by_size)]
     start = max(0, min(rows.index(decided) - ROWS // 2, len(rows) - ROWS))
-    solved = answer.solved
     return EngineChoice(
         **dict(decided),
         engine=engine,
@@ -380,7 +378,7 @@ def choose(
         requested=requested,
         full_bytes=full.cache_bytes,
         model_error=losses.model_error,
-        summed_loss=float(losses.sums(answer.setting)),
+        summed_loss=float(losses.sums(setting)),
         bound=solved.bound + states if is_loss else max(0.0, -solved.bound),
         bound_source=solved.bound_source,
         gap=solved.gap,

@@ -99,7 +99,7 @@ def test_windows_and_states_cost_what_they_store_and_stay_where_an_engine_cannot
         chosen = choose(losses, name, context=TOKENS, batch=3, memory=least)
         assert chosen.cache_bytes == least
         assert chosen.full_bytes == 3 * bytes_of(shape, [("f16", "f16")] * 3, TOKENS)
-        with pytest.raises(InfeasibleError, match="at least .* give memory=") as refused:
+        with pytest.raises(InfeasibleError, match="its least .* give memory=") as refused:
             choose(losses, name, context=TOKENS, batch=3, memory=least - 1)
         assert refused.value.nearest == least
 
@@ -110,13 +110,15 @@ REFUSED = {
     "2 targets are given": {"bits": 5, "memory": "1MiB"},
     "target_retention is not about engine formats": {"target_retention": 0.9},
     "bits=17 is not possible; give 16 or less": {"bits": 17},
-    "context=101 is not possible with tests/tiny; give context=100 or less": {
+    "a context of 101 tokens is beyond the 100 tokens of tests/tiny": {
         "bits": 5,
         "context": 101,
     },
     "no format of vllm was measured on tests/tiny, only kvt_4": {"engine": "vllm", "bits": 9},
-    "target_loss=1e-09 cannot be met: kvtuner is predicted": {"target_loss": 1e-9},
-    "batch=0 is not possible with tests/tiny; give batch=1 or more": {"bits": 5, "batch": 0},
+    "target_loss=1e-09 is less than kvtuner can be told: .* nats; give target_loss=": {
+        "target_loss": 1e-9
+    },
+    "batch=0 is not possible; give batch=1 or more": {"bits": 5, "batch": 0},
 }
 
 
