@@ -9,7 +9,7 @@ from typing import Annotated
 from kvalloc.accounting.engine_formats import ENGINES
 from kvalloc.cli.options import takes
 from kvalloc.cli.output import note, print_result
-from kvalloc.errors import InputError, one_of
+from kvalloc.errors import InputError, one_of, option
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.engine_choice import EngineChoice
 from kvalloc.formats.score_profile import ScoreProfile
@@ -68,6 +68,8 @@ def export(options: ExportOptions) -> None:
     profile, to, output = options.profile, options.to, options.output
     record = load_file(profile, (BudgetProfile, ScoreProfile, EngineChoice))
     if isinstance(record, EngineChoice):
+        if about := [n for n in ("accept", "context", "restricted") if getattr(options, n)]:
+            raise InputError(f"{option(about[0])} is about budgets, and {profile} has none")
         _export_choice(profile, record, to, output)
         return
     if to in ENGINES and to not in exporting.TARGETS:

@@ -131,7 +131,9 @@ def _solve_engine(
     request: Mapping[str, Any],
 ) -> None:
     """Decide what another engine is told."""
-    names = given_names(vars(measuring)) | ({"average"} if solving.average != "curves" else set())
+    names = given_names(vars(measuring))
+    names |= {"average"} if solving.average != "curves" else set()
+    names |= {"fairness"} if options.fairness != "sum" else set()
     if names or options.scores[1:]:
         more = option(min(names)) if names else "a second file"
         raise InputError(f"{more} does not go with {option('engine')}; leave it out")

@@ -142,10 +142,14 @@ def _openvino_call(choice: EngineChoice) -> str:
 
 def _vllm(choice: EngineChoice) -> dict[str, Any]:
     keys = [key for key, _ in choice.pairs]
-    skipped = [str(layer) for layer, key in enumerate(keys) if key == WHOLE]
-    if len(skipped) == len(keys):
+    if {*keys} == {WHOLE}:
         return {"kv_cache_dtype": "auto"}
     [rounded] = {*keys} - {WHOLE}
+    kept = [
+        name == WHOLE and one.kv_heads
+        for name, one in zip(keys, choice.shape.by_layer, strict=True)
+    ]
+    skipped = [str(layer) for layer, is_kept in enumerate(kept) if is_kept]
     return {"kv_cache_dtype": rounded, "kv_cache_dtype_skip_layers": skipped}
 
 

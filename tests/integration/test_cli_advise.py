@@ -78,6 +78,10 @@ REFUSED = {
     "--average does not go with --engine": (
         *("solve", "FILE", "--engine", "vllm", "--bits", 9, "--average", "allocations"),
     ),
+    "--fairness does not go with --engine": (
+        *("solve", "FILE", "--engine", "vllm", "--bits", 9, "--fairness", "worst"),
+    ),
+    "--accept is about budgets": ("export", "CHOICE", "--accept", "one-width", "-o", "OUT"),
     "'32 kilo' is no number of tokens": (
         "solve",
         "SCORES",
