@@ -326,7 +326,7 @@ def choose(
         As `kvalloc.solve`.
     """
     shape, chosen = losses.shape, one_of("engine", engine, ENGINES)
-    goal, requested = read_target(target)
+    goal, name, requested = read_target(target)
     context = losses.context_tokens if context is None else context
     Request.parse(memory=1, context=context, batch=batch)  # whether these can be
     if (limit := shape.max_context_tokens) is not None and context > limit:
@@ -354,15 +354,17 @@ def choose(
             setting, solved = posed.best(room=granted - states)
     except InfeasibleError:
         least = rows[-1].mean if is_loss else rows[0].cache_bytes
-        shown, way_out = size(least), option("memory", bytes_text(int(least)))
-        if is_loss:
-            shown, way_out = (
-                f"{least:.3g} nats",
-                option("target_loss", math.ceil(least * 1e6) / 1e6),
-            )
+        part = least / full.cache_bytes
+        nearest = {
+            "memory": bytes_text(int(least)),
+            "budget": f"{math.ceil(1e4 * part) / 100:g}%",
+            "bits": math.ceil(1600 * part) / 100,
+            "target_loss": math.ceil(least * 1e6) / 1e6,
+        }
         raise InfeasibleError(
             f"{requested} is less than {engine} can be told: its least for {context:,} tokens of "
-            f"{shape.model_id} is {shown}; give {way_out}",
+            f"{shape.model_id} is {f'{least:.3g} nats' if is_loss else size(least)}; give "
+            f"{option(name, nearest[name])}",
             nearest=least,
         ) from None
     [decided] = posed.stated([setting])
@@ -388,8 +390,8 @@ def choose(
     )
 
 
-def read_target(keywords: Mapping[str, Any]) -> tuple[Target, str]:
-    """Return the one target among keywords, bits as the share that they are; and what was typed.
+def read_target(keywords: Mapping[str, Any]) -> tuple[Target, str, str]:
+    """Return the one target among keywords, bits as the share that they are; its name and option.
 
     Raises
     ------
@@ -403,11 +405,11 @@ def read_target(keywords: Mapping[str, Any]) -> tuple[Target, str]:
             f"{option(odd[0])} is not about engine formats, which keep all entries; {known}"
         )
     if len(typed) != 1:
-        raise InputError(f"{len(typed)} targets are given; {known}")
+        raise InputError(f"{len(typed) or 'no'} targets are given; {known}")
     [(name, value)] = typed.items()
     if name == "bits":
         bits = parse_fraction(value)
         if not 0 < bits <= 16:
             raise InputError(f"{option(name, value)} is not possible; give 16 or less, above 0")
         typed = {"budget": bits / 16}
-    return Target.of(typed), option(name, value)
+    return Target.of(typed), name, option(name, value)

@@ -76,7 +76,7 @@ def advise(
     """
     target: dict[str, Any] = dict(request_options)
     context, batch = target.pop("context", None), target.pop("batch", 1)
-    goal, requested = read_target(target)  # refuses before anything is measured
+    goal, _, requested = read_target(target)  # refuses before anything is measured
     losses = _losses(options)
     context = losses.context_tokens if context is None else parse_tokens(context)
     how = {**target, "solver": solving.solver, "time_limit": solving.time_limit}

@@ -67,7 +67,7 @@ def test_a_model_is_measured_once(models, tmp_path, monkeypatch):
 REFUSED = {
     "give --memory": ("advise", "FILE", "--memory", "1KiB", "--context", "32k"),
     "beyond the 40000 tokens of tests/tiny": ("advise", "FILE", "--bits", 6, "--context", "40k"),
-    "0 targets are given; give one of --memory": ("advise", "FILE"),
+    "no targets are given; give one of --memory": ("advise", "FILE"),
     "it is decided already": ("advise", "BUDGETS", "--bits", 6),
     "--engine llama.cpp --bits 5.5": ("solve", "FILE", "--budget", "20%", "-o", "OUT"),
     "is a score profile": ("solve", "SCORES", "--engine", "vllm", "--bits", 6),

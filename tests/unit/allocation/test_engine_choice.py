@@ -106,7 +106,7 @@ def test_windows_and_states_cost_what_they_store_and_stay_where_an_engine_cannot
 
 REFUSED = {
     "there is no engine 'llama'; the nearest is 'llama.cpp'": {"engine": "llama", "bits": 5},
-    "0 targets are given; give one of memory, budget, bits, target_loss": {},
+    "no targets are given; give one of memory, budget, bits, target_loss": {},
     "2 targets are given": {"bits": 5, "memory": "1MiB"},
     "target_retention is not about engine formats": {"target_retention": 0.9},
     "bits=17 is not possible; give 16 or less": {"bits": 17},
@@ -118,6 +118,8 @@ REFUSED = {
     "target_loss=1e-09 is less than kvtuner can be told: .* nats; give target_loss=": {
         "target_loss": 1e-9
     },
+    "bits=1 is less than kvtuner .* is 27.00 KiB; give bits=4.5$": {"bits": 1},
+    "budget='1%' is less than kvtuner .* give budget='28.13%'": {"budget": "1%"},
     "batch=0 is not possible; give batch=1 or more": {"bits": 5, "batch": 0},
 }
 
