@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, Self
+from itertools import pairwise
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, computed_field, model_validator
+from pydantic import FailFast, Field, computed_field, model_validator
 
-from kvalloc.accounting.engine_formats import ENGINES
+from kvalloc.accounting.engine_formats import ENGINES, WHOLE
 from kvalloc.formats.record import JsonRecord, Record, require
 from kvalloc.shape import ModelShape
 
@@ -19,7 +20,7 @@ class EngineSetting(Record):
 
     NAME: ClassVar[str] = "engine setting"
 
-    pairs: tuple[Pair, ...]
+    pairs: Annotated[tuple[Pair, ...], FailFast()]
     """Formats of each layer's keys and values, ``(n_layers,)``."""
 
     cache_bytes: int = Field(ge=0)
@@ -94,7 +95,7 @@ class EngineChoice(EngineSetting, JsonRecord):
     decided_by: str = ""
     """The solver."""
 
-    frontier: tuple[EngineSetting, ...] = ()
+    frontier: Annotated[tuple[EngineSetting, ...], FailFast()] = ()
     """Settings by rising bytes, each with a smaller loss than those before it; the chosen one is
     among them."""
 
@@ -110,10 +111,15 @@ class EngineChoice(EngineSetting, JsonRecord):
     @model_validator(mode="after")
     def _fits(self) -> Self:
         require(self.engine in ENGINES, "engine", self.engine, f"one of {', '.join(ENGINES)}")
+        engine, n_layers = ENGINES[self.engine], self.shape.n_layers
         settings: tuple[EngineSetting, ...] = (self, *self.frontier)
-        for setting in settings:
-            n_pairs, n_layers = len(setting.pairs), self.shape.n_layers
-            require(n_pairs == n_layers, "pairs", f"{n_pairs} pairs", f"{n_layers}, one a layer")
-            odd: Any = {*setting.pairs} - {*ENGINES[self.engine].pairs}
-            require(not odd, "pairs", odd, f"pairs that {self.engine} can have")
+        for pairs in (setting.pairs for setting in settings):
+            require(len(pairs) == n_layers, "pairs", f"{len(pairs)}", f"{n_layers}, one a layer")
+            told = {"model": {*pairs}, "skip": {*pairs} - {(WHOLE, WHOLE)}}.get(engine.grain, ())
+            changes = [sum(a != b for a, b in pairwise(part)) for part in zip(*pairs, strict=True)]
+            sound = len(told) <= 1 and (engine.grain != "ends" or max(changes) <= 2)
+            odd = [*{*pairs} - {*engine.pairs}] or [*pairs]
+            require(
+                sound and {*pairs} <= {*engine.pairs}, "pairs", odd, f"what {self.engine} takes"
+            )
         return self

@@ -136,5 +136,21 @@ def test_a_choice_is_a_file(tmp_path):
     chosen, path = choose(losses, "kvtuner", bits=7), tmp_path / "c.json"
     chosen.save(path)
     assert EngineChoice.load(path) == chosen
-    with pytest.raises(InputError, match="pairs that kvtuner can have"):
+    with pytest.raises(InputError, match=r"pairs is \[\('f16', 'f16'\)\], expected what kvtuner"):
         chosen.replace(pairs=(("f16", "f16"),) * 3)
+
+
+UNTELLABLE = {
+    "llama.cpp": [("q8_0", "f16")] * 3 + [("q4_0", "f16")],
+    "vllm": [("fp8", "fp8")] * 3 + [("fp8_e5m2", "fp8_e5m2")],
+    "ik_llama.cpp": [("q8_0", "f16"), ("q4_0", "f16")] * 2,
+    "modelopt": [("fp8", "fp8")] * 3 + [("nvfp4", "fp8")],
+}
+
+
+@pytest.mark.parametrize("name", UNTELLABLE)
+def test_a_file_of_what_an_engine_cannot_be_told_is_refused(name):
+    losses = make_format_losses(make_shape(n_layers=4, head_dim=64), ("q8_0", "fp8"))
+    chosen = choose(losses, name, bits=16)
+    with pytest.raises(InputError, match=f"expected what {name} takes"):
+        chosen.replace(pairs=tuple(UNTELLABLE[name]))
