@@ -1,7 +1,7 @@
 """Which engine format each layer's keys and values get, as far as an engine can be told.
 
-What an engine takes is one multiple-choice problem, or several of which the best answer counts. An
-option of a unit is a *setting*: the formats that it gives to keys and values of some layers.
+What an engine takes is one multiple-choice problem, or several: the best answer counts. An option
+of a unit is a *setting*: the formats that it gives to keys and values of some layers.
 """
 
 from __future__ import annotations
@@ -72,15 +72,15 @@ def _with_ends(pairs: IntArray, tables: FloatArray) -> list[Units]:
     allowed = {
         key: frozenset(pairs[pairs[:, 0] == key, 1].tolist()) for key in pairs[:, 0].tolist()
     }
-    together = {*allowed.values()}
-    while more := {one & other for one in together for other in together} - together:
-        together |= more
+    value_sets = {*allowed.values()}
+    while more := {one & other for one in value_sets for other in value_sets} - value_sets:
+        value_sets |= more
     return [
         [
-            _ends_of(0, [key for key, others in allowed.items() if others >= values], tables),
+            _ends_of(0, [key for key, partners in allowed.items() if partners >= values], tables),
             _ends_of(1, sorted(values), tables),
         ]
-        for values in together - {frozenset()}
+        for values in value_sets - {frozenset()}
     ]
 
 
@@ -246,12 +246,12 @@ class PosedEngine:
 
     def largest_sum(self, loss: float) -> float:
         """Return the largest sum of single losses that is predicted to lose no more than this."""
-        most = float(self.tables[0].max(axis=-1).sum())
+        largest = float(self.tables[0].max(axis=-1).sum())
 
         def is_more(part: int) -> bool:
-            return bool(self.losses.predict_sums(np.array(most * part / _PARTS)).mean > loss)
+            return bool(self.losses.predict_sums(np.array(largest * part / _PARTS)).mean > loss)
 
-        return most * (bisect_left(range(_PARTS + 1), True, key=is_more) - 1) / _PARTS
+        return largest * (bisect_left(range(_PARTS + 1), True, key=is_more) - 1) / _PARTS
 
     def frontier(self) -> list[EngineSetting]:
         """Return settings by rising bytes.
@@ -301,7 +301,7 @@ def choose(
     engine : str
         A name of `ENGINES`.
     context : int, optional
-        Tokens of a row; by default as many as were measured.
+        Tokens of a row; by default those of the measured texts.
     batch : int
         Rows.
     solver, time_limit
@@ -353,19 +353,19 @@ def choose(
         else:
             setting, solved = posed.best(room=granted - states)
     except InfeasibleError:
-        least = rows[-1].mean if is_loss else rows[0].cache_bytes
-        part = least / full.cache_bytes
+        minimum = rows[-1].mean if is_loss else rows[0].cache_bytes
+        part = minimum / full.cache_bytes
         nearest = {
-            "memory": bytes_text(int(least)),
+            "memory": bytes_text(int(minimum)),
             "budget": f"{math.ceil(1e4 * part) / 100:g}%",
             "bits": math.ceil(1600 * part) / 100,
-            "target_loss": math.ceil(least * 1e6) / 1e6,
+            "target_loss": math.ceil(minimum * 1e6) / 1e6,
         }
         raise InfeasibleError(
             f"{requested} is less than {engine} can be told: its least for {context:,} tokens of "
-            f"{shape.model_id} is {f'{least:.3g} nats' if is_loss else size(least)}; give "
+            f"{shape.model_id} is {f'{minimum:.3g} nats' if is_loss else size(minimum)}; give "
             f"{option(name, nearest[name])}",
-            nearest=least,
+            nearest=minimum,
         ) from None
     [decided] = posed.stated([setting])
     by_size = {one.cache_bytes: one for one in [*rows, decided]}

@@ -77,6 +77,8 @@ def advise(
     target: dict[str, Any] = dict(request_options)
     context, batch = target.pop("context", None), target.pop("batch", 1)
     goal, _, requested = read_target(target)  # refuses before anything is measured
+    if options.output is not None:
+        make_folder(options.output)
     losses = _losses(options)
     context = losses.context_tokens if context is None else parse_tokens(context)
     how = {**target, "solver": solving.solver, "time_limit": solving.time_limit}
@@ -89,7 +91,6 @@ def advise(
             continue
         full, line, where = choice.full_bytes, syntax.line(choice), syntax.suffix[1:].upper()
         if options.output is not None:
-            make_folder(options.output)
             where = str(options.output / f"{name}{syntax.suffix}")
             write_choice(choice, where)
         if syntax.line is by_format:
@@ -97,13 +98,13 @@ def advise(
         rows.append(Row(name, choice.mean, cells(choice, full), line, choice_facts(choice)))
     if not rows:
         raise min(refused.values(), key=lambda error: getattr(error, "nearest", None) or 0)
-    rows += _own(options, losses.shape, goal, full, (context, batch))
+    rows += _kvalloc_row(options, losses.shape, goal, full, (context, batch))
     rows.sort(key=lambda row: row.mean)
     rows += [
         Row(name, 0, ["-"] * 5, str(why), {"refused": str(why)}) for name, why in refused.items()
     ]
-    said = {"kvalloc": OWN_NOTE, **{name: one.note for name, one in SYNTAX.items()}}
-    notes = [KL_NOTE, *(f"{row.name}: {said[row.name]}" for row in rows if said[row.name])]
+    texts = {"kvalloc": OWN_NOTE, **{name: one.note for name, one in SYNTAX.items()}}
+    notes = [KL_NOTE, *(f"{row.name}: {texts[row.name]}" for row in rows if texts[row.name])]
     if options.output is None:
         notes.append("-o FOLDER writes the files that engines read")
     facts = {row.name: {"run": row.line, **row.facts} for row in rows}
@@ -144,7 +145,7 @@ def _losses(options: AdviseOptions) -> FormatLosses:
         )
 
 
-def _own(
+def _kvalloc_row(
     options: AdviseOptions, shape: ModelShape, goal: Target, full: int, size: tuple[int, int]
 ) -> Iterator[Row]:
     """Yield the row of kvalloc's own cache, if the model has a fitted file that covers it."""
@@ -167,7 +168,7 @@ def _own(
 def _lines(heading: str, rows: list[Row]) -> Iterator[str]:
     """Yield a table with two lines a row: the cells, and below them what to type."""
     table = table_text(["engine", *HEADINGS], [[row.name, *row.cells] for row in rows])
-    first, *others = table.splitlines()
+    first, *lines = table.splitlines()
     yield from (heading, "", first)
-    for line, row in zip(others, rows, strict=True):
+    for line, row in zip(lines, rows, strict=True):
         yield from (line, f"  {hanging(row.line, 2)}")

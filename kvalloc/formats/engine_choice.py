@@ -1,4 +1,4 @@
-"""A choice of engine formats: those of each layer's keys and values, and what they lose."""
+"""A choice of engine formats for each layer's keys and values, with its predicted losses."""
 
 from __future__ import annotations
 
@@ -115,9 +115,11 @@ class EngineChoice(EngineSetting, JsonRecord):
         settings: tuple[EngineSetting, ...] = (self, *self.frontier)
         for pairs in (setting.pairs for setting in settings):
             require(len(pairs) == n_layers, "pairs", f"{len(pairs)}", f"{n_layers}, one a layer")
-            told = {"model": {*pairs}, "skip": {*pairs} - {(WHOLE, WHOLE)}}.get(engine.grain, ())
+            distinct = {"model": {*pairs}, "skip": {*pairs} - {(WHOLE, WHOLE)}}.get(
+                engine.grain, ()
+            )
             changes = [sum(a != b for a, b in pairwise(part)) for part in zip(*pairs, strict=True)]
-            sound = len(told) <= 1 and (engine.grain != "ends" or max(changes) <= 2)
+            sound = len(distinct) <= 1 and (engine.grain != "ends" or max(changes) <= 2)
             odd = [*{*pairs} - {*engine.pairs}] or [*pairs]
             require(
                 sound and {*pairs} <= {*engine.pairs}, "pairs", odd, f"what {self.engine} takes"

@@ -274,7 +274,7 @@ def read_pairs(engine: str, path: str | Path, shape: ModelShape) -> tuple[Pair, 
     engine : str
         ``"mlx-lm"``, ``"modelopt"`` or ``"kvtuner"``.
     path : str or Path
-        A file as `write_choice` writes it, whoever made it.
+        A file in the form of `write_choice`.
     shape : ModelShape
 
     Returns

@@ -7,6 +7,7 @@ from cli_tools import refused, run, succeed
 from factories import make_format_losses, make_scores, make_shape
 
 from kvalloc.accounting.engine_formats import FORMATS
+from kvalloc.formats.shipped_profiles import load_fitted
 from kvalloc.interop.engines import SYNTAX
 from kvalloc.measure import format_profile
 
@@ -51,6 +52,18 @@ def test_advice_has_a_row_for_every_engine_and_files_on_request(measured):
     assert f"  {advice['llama.cpp']['run']}" in lines
     means = [one["mean"] for one in advice.values() if "mean" in one]
     assert means == sorted(means)
+
+
+def test_kvalloc_s_own_cache_stands_beside_them_if_the_model_is_fitted(tmp_path):
+    path = tmp_path / "m.formats.safetensors"
+    make_format_losses(load_fitted("smollm2-135m-instruct").shape, ("q8_0", "q4_0")).save(path)
+    advice = succeed("advise", path, "--bits", 6, "--context", "1k", "--batch", 2, "--json").json
+    kept, full = advice["kvalloc"]["cache_bytes"], advice["llama.cpp"]["full_bytes"]
+    assert 0.35 * full < kept <= 0.375 * full
+    assert 0 < advice["kvalloc"]["mean"] < 0.1
+    assert advice["kvalloc"]["run"].endswith("SmolLM2-135M-Instruct --budget 37.5%")
+    least = ("advise", path, "--target-loss", 0.001, "--context", 1000)
+    assert "kvalloc generate" in succeed(*least).out
 
 
 def test_a_model_is_measured_once(models, tmp_path, monkeypatch):
