@@ -45,8 +45,8 @@ def choice_fields(choice: EngineChoice) -> dict[str, str]:
         "bytes": share_text(choice.cache_bytes, choice.full_bytes),
         "predicted KL": f"mean {choice.mean:.3g}, 99% {choice.p99:.3g}, 99.9% {choice.p999:.3g} "
         f"nats per token; {choice.top1:.1%} of the most likely tokens stay",
-        "model error": f"measured whole caches lost up to {choice.model_error:.2f} times more or "
-        "less than predicted",
+        "model error": f"measured whole caches: within a factor of {choice.model_error:.2f} of "
+        "their predictions",
         "solver": f"{choice.decided_by}, gap {gap_text(choice.gap)}{proof}",
     }
 
