@@ -105,7 +105,7 @@ def _exllamav3(choice: EngineChoice) -> str:
     tokens = -(-choice.context_tokens * choice.batch // PAGE_TOKENS) * PAGE_TOKENS
     bits = ",".join(str(FORMATS[name].code_bits) for name in choice.pairs[0])
     rounded = f" -cq {bits}" if WHOLE not in choice.pairs[0] else ""
-    return f"python examples/chat.py -m MODEL -cs {tokens}{rounded}"
+    return f"python examples/chat.py -m MODEL -mode MODE -cs {tokens}{rounded}"
 
 
 def _mlx(choice: EngineChoice) -> Any:

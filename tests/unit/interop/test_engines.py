@@ -48,8 +48,11 @@ LINES = {
     ("openvino", (WHOLE,)): (
         "LLMPipeline('MODEL', 'CPU', KEY_CACHE_PRECISION='f16', VALUE_CACHE_PRECISION='f16')"
     ),
-    ("exllamav3", (("exl3_5", "exl3_4"),)): "python examples/chat.py -m MODEL -cs 1024 -cq 5,4",
-    ("exllamav3", (WHOLE,)): "python examples/chat.py -m MODEL -cs 1024",
+    (
+        "exllamav3",
+        (("exl3_5", "exl3_4"),),
+    ): "python examples/chat.py -m MODEL -mode MODE -cs 1024 -cq 5,4",
+    ("exllamav3", (WHOLE,)): "python examples/chat.py -m MODEL -mode MODE -cs 1024",
     ("kvtuner", (("kvt_8", "kvt_4"),)): "kvt_8 + kvt_4",
     ("mlx-lm", (*(("mlx_8_64", "mlx_8_64"),) * 2, WHOLE, ("mlx_8_64", "mlx_8_64"))): (
         "mlx_8_64 in layers 0-1,3; f16 in layer 2"
