@@ -68,7 +68,7 @@ def round_trip(numbers: Tensor, name: str, *, keys: bool, order: list[int] | Non
     return stored.to(numbers.dtype)
 
 
-def gguf_order(model: Any, rotation: Rotation | str, dim: int) -> list[int] | None:
+def gguf_order(model: Any, rotation: Rotation, dim: int) -> list[int] | None:
     """Return the channels of a key as a GGUF file of the model has them; None for the same order.
 
     Pairs that a layer rotates by the position are neighbours there in models of the Llama family.
@@ -76,11 +76,11 @@ def gguf_order(model: Any, rotation: Rotation | str, dim: int) -> list[int] | No
     Parameters
     ----------
     model : transformers.PreTrainedModel
-    rotation : Rotation or str
+    rotation : Rotation
         Of the layer, as `kvalloc.models.attention.AttentionStates` has it.
     dim : int
     """
-    if isinstance(rotation, str) or not reorders_keys(model.config):
+    if not (rotation.known and reorders_keys(model.config)):
         return None
     dims = range(dim)
     pairs = zip(dims[rotation.first], dims[rotation.second], strict=True)

@@ -7,7 +7,8 @@ from tiny_models import tiny_model
 
 from kvalloc.accounting.engine_formats import FORMATS
 from kvalloc.measure.engine_formats import gguf_order, round_trip
-from kvalloc.models.attention import rotations_of
+from kvalloc.models.attention import probe_of
+from kvalloc.models.rope import UNKNOWN
 from kvalloc.runtime.quantization import rotated
 
 IQ4_NL = np.float32([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113])
@@ -212,6 +213,6 @@ def test_the_turn_is_orthogonal_and_leaves_unrounded_attention_alone(size):
 @pytest.mark.parametrize(("kind", "reorders"), [("llama", True), ("qwen2", False)])
 def test_gguf_has_rotated_pairs_as_neighbours_in_models_of_the_llama_family(kind, reorders):
     model = tiny_model(kind)
-    order = gguf_order(model, rotations_of(model)[0], 8)
+    order = gguf_order(model, probe_of(model).rotations[0], 8)
     assert order == ([0, 4, 1, 5, 2, 6, 3, 7] if reorders else None)
-    assert gguf_order(model, "it is not known", 8) is None
+    assert gguf_order(model, UNKNOWN, 8) is None

@@ -11,7 +11,7 @@ from kvalloc.errors import InputError, UnsupportedModelError
 from kvalloc.formats.format_losses import FormatLosses
 from kvalloc.measure.engine_formats import gguf_order, round_trip
 from kvalloc.measure.format_profile import FormatProbe, mixtures_of, profile_formats
-from kvalloc.models.attention import rotations_of
+from kvalloc.models.attention import probe_of
 from kvalloc.models.loading import shape_of
 from kvalloc.models.names import cache_keyword
 
@@ -28,7 +28,7 @@ class RoundingCache(DynamicCache):
 
     def update(self, keys, values, layer, *args, **kwargs):
         key, value = self.choices[layer]
-        order = gguf_order(self.model, rotations_of(self.model)[layer], keys.shape[-1])
+        order = gguf_order(self.model, probe_of(self.model).rotations[layer], keys.shape[-1])
         if key >= 0:
             keys = round_trip(keys, NAMES[key], keys=True, order=order)
         if value >= 0:
