@@ -175,9 +175,8 @@ class PosedEngine:
         pairs = [(known[k], known[v]) for k, v in engine.pairs if {k, v} <= known.keys()]
         if {*pairs} <= {(SIXTEEN, SIXTEEN)}:
             raise InputError(
-                f"no format of {engine.name} was measured on {losses.shape.model_id}, only "
-                f"{', '.join(losses.formats)}; measure them with "
-                f"{command('profile', formats=engine.name)}"
+                f"no format of {engine.name} was measured on {losses.shape.model_id}; measure them "
+                f"with {command('profile', formats=engine.name)}"
             )
         return [*map(self._problem, _GRAINS[engine.grain](np.array(pairs), self.tables))]
 

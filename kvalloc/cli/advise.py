@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Unpack
 
@@ -17,7 +17,13 @@ from kvalloc.errors import KVAllocError
 from kvalloc.files import make_folder
 from kvalloc.formats.format_losses import FormatLosses
 from kvalloc.formats.record import kind_of
-from kvalloc.formats.shipped_profiles import find_fitted, formats_file, load_file
+from kvalloc.formats.shipped_profiles import (
+    find_fitted,
+    find_formats,
+    formats_file,
+    load_file,
+    shipped_formats,
+)
 from kvalloc.interop.engines import SYNTAX, by_format, write_choice
 from kvalloc.online.solved import grid_length, share_for_loss, solve_share
 from kvalloc.report.engines import HEADINGS, KL_NOTE, cells, choice_facts, size_cells
@@ -112,9 +118,14 @@ def advise(
     print_result(facts, lines=_lines(heading, rows), notes=notes, always=True)
 
 
+def _is_file(source: str) -> bool:
+    """Return whether a name is that of a file of kvalloc, or of one that ships; else of a model."""
+    return kind_of(source) not in NO_FILE or source in shipped_formats()
+
+
 def _losses(options: AdviseOptions) -> FormatLosses:
     """Return the format profile of a file, or of a model: it is measured if there is none."""
-    if kind_of(options.model) not in NO_FILE:
+    if _is_file(options.model):
         losses: FormatLosses = load_file(options.model, [FormatLosses])
         return losses
     from kvalloc.measure import default_texts
@@ -123,10 +134,10 @@ def _losses(options: AdviseOptions) -> FormatLosses:
 
     loaded = load(options.model, options)
     shape = shape_of(loaded.model)
+    if (source := find_formats(shape)) is not None:
+        note(f"measured before: {source}")
+        return _losses(replace(options, model=source))
     file = formats_file(shape)
-    if file.exists():
-        note(f"measured before: {file}")
-        return FormatLosses.load(file)
     note(f"engine formats were not measured on {shape.model_id} yet; measuring them into {file}")
     make_folder(file.parent)
     dims = {dim for layer in shape.by_layer for dim in layer.sizes[1:] if layer.kv_heads}
@@ -157,7 +168,7 @@ def _kvalloc_row(
     decided = solve_share(file, share, tokens) if share < 1 else None
     if decided is not None and (loss := decided.expected_loss) is not None:
         stored = decided.retained_bytes_at(*size)
-        model = options.model if kind_of(options.model) in NO_FILE else shape.model_id
+        model = shape.model_id if _is_file(options.model) else options.model
         line = f"kvalloc generate {model} --budget {share:.1%}"
         facts = {"cache_bytes": stored, "mean": loss, "fitted": file}
         yield Row(

@@ -84,6 +84,7 @@ def _profiles() -> None:
         cells.append((name, f"{profile.share:.1%}", profile.shape.model_id))
     notes = [f"fitted files that ship: {', '.join(shipped.shipped_fitted())}"]
     notes += [f"fitted here: {file}" for file in shipped.fitted_files()]
+    notes += [f"format profiles that ship: {', '.join(shipped.shipped_formats())}"]
     print_result(rows, lines=[table_text(("profile", "share", "model"), cells)], notes=notes)
 
 

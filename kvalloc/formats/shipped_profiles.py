@@ -16,6 +16,7 @@ from kvalloc.files import cache_folder, near_file
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.evaluation import Evaluation
 from kvalloc.formats.fitted import FittedModel
+from kvalloc.formats.format_losses import FormatLosses
 from kvalloc.formats.hub import local_file, on_hub
 from kvalloc.formats.record import kind_of, require_kind
 from kvalloc.formats.score_profile import ScoreProfile
@@ -28,6 +29,7 @@ PACKAGE = "kvalloc.profiles"
 SHIPPED: dict[type[Any], str] = {
     BudgetProfile: ".json",
     FittedModel: ".fitted.safetensors",
+    FormatLosses: ".formats.safetensors",
 }
 """Endings of what ships, by kind."""
 
@@ -43,6 +45,11 @@ def shipped_profiles() -> list[str]:
 def shipped_fitted() -> list[str]:
     """Return the names of the fitted files that ship with kvalloc, sorted."""
     return _shipped(FittedModel)
+
+
+def shipped_formats() -> list[str]:
+    """Return the names of the format profiles that ship with kvalloc, sorted."""
+    return _shipped(FormatLosses)
 
 
 def _shipped(kind: type[Any]) -> list[str]:
@@ -221,6 +228,21 @@ def fitted_file(shape: ModelShape) -> Path:
 def formats_file(shape: ModelShape) -> Path:
     """Return where 'kvalloc advise' leaves the format losses of a model."""
     return cache_folder() / "formats" / f"{_name_of(shape)}.formats.safetensors"
+
+
+def find_formats(shape: ModelShape) -> str | None:
+    """Return the format profile of a model, as `find_fitted` does.
+
+    Raises
+    ------
+    ProfileFileError
+        If the file in the cache folder is not sound.
+    """
+    files = [str(file) for file in [formats_file(shape)] if file.exists()]
+    for source in (*files, *shipped_formats()):
+        if load_file(source, [FormatLosses]).shape.has_weights_of(shape):
+            return source
+    return None
 
 
 def _name_of(shape: ModelShape) -> str:
