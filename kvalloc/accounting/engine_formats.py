@@ -152,8 +152,12 @@ ENGINES: dict[str, Engine] = {
     one.name: one
     for one in (
         Engine("llama.cpp", "model", _GGML_PAIRS),
-        # its CPU aborts at that pair
-        Engine("ik_llama.cpp", "ends", tuple(p for p in _GGML_PAIRS if p != ("q8_0", "q5_1"))),
+        # its CPU aborts with any q5_*, unless it was built with all pairs, and with that pair
+        Engine(
+            "ik_llama.cpp",
+            "ends",
+            tuple(p for p in _any((WHOLE, *_formats("q8", "q4", "iq"))) if p != (WHOLE, "q4_1")),
+        ),
         Engine("mlx-lm", "layer", _alike(*_formats("mlx_")), rounds_windows=False),
         Engine(
             "openvino", "model", tuple(product((*_BY_TOKEN, *_formats("u8_c", "u4_c")), _BY_TOKEN))

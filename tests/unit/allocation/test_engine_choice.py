@@ -16,7 +16,7 @@ from kvalloc.shape import LayerShape
 N_LAYERS, TOKENS = 3, 64
 MEASURED = {
     "llama.cpp": ("q8_0", "q5_1", "q4_0"),
-    "ik_llama.cpp": ("q8_0", "q5_1", "q4_0"),
+    "ik_llama.cpp": ("q8_0", "q4_1", "q4_0"),
     "mlx-lm": ("mlx_8_64", "mlx_4_32", "mlx_3_64"),
     "vllm": ("fp8",),
     "modelopt": ("fp8", "nvfp4"),
