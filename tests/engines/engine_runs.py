@@ -1,0 +1,166 @@
+"""Engines run in environments of their own, beside what kvalloc predicts."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from kvalloc.accounting.engine_formats import bytes_of
+from kvalloc.formats.format_losses import FormatLosses
+from kvalloc.measure.sampling import choose_samples
+from kvalloc.models.gguf import converted_folder
+from kvalloc.models.loading import DEMO, DEMO_FILE, DEMO_PACKAGE, LoadedModel, load_model
+from kvalloc.prompts.texts import default_texts
+
+HERE = Path(__file__).parent
+ENVIRONMENTS = HERE.parents[1] / ".venv-engines"
+
+CONTEXT_TOKENS = 4096
+"""Bits a number are of so many tokens."""
+
+Pairs: TypeAlias = Sequence[tuple[str, str]]
+"""Formats of K and V of each layer, or of all layers at once."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, the texts that an engine reads, and what kvalloc measured of it on them."""
+
+    name: str
+    engine: str
+
+    @property
+    def weights(self) -> Path:
+        """The GGUF file."""
+        if self.name != DEMO:
+            return Path(self.name).resolve()
+        package = importlib.util.find_spec(DEMO_PACKAGE)  # importing it needs another package
+        assert package is not None
+        assert package.origin is not None
+        return Path(package.origin).with_name(DEMO_FILE)
+
+    @property
+    def label(self) -> str:
+        return f"{self.engine}-{self.weights.stem}"
+
+    @property
+    def folder(self) -> Path:
+        """The model as `save_pretrained` writes it, in float32."""
+        return converted_folder(self.weights, "float32")
+
+    @cached_property
+    def loaded(self) -> LoadedModel:
+        return load_model(self.name)
+
+    @cached_property
+    def losses(self) -> FormatLosses:
+        """Measured by `make`, on the texts below."""
+        return FormatLosses.load(ENVIRONMENTS / f"{self.label}.formats.safetensors")
+
+    @cached_property
+    def tokens(self) -> list[list[int]]:
+        """The texts that the losses were measured on."""
+        samples = choose_samples(
+            default_texts(),
+            self.loaded.tokenizer,
+            context_tokens=self.losses.context_tokens,
+            least_tokens=2,
+            samples=3,
+            seed=0,
+        )
+        assert samples.digest() == self.losses.text_digest
+        return [sample.token_ids.tolist() for sample in samples.samples]
+
+    def by_layer(self, pairs: Pairs) -> list[tuple[str, str]]:
+        return [*pairs] * (self.losses.shape.n_layers // len(pairs))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A setting of an engine: what it loses there, and what kvalloc predicts; nats per token."""
+
+    setting: str
+    bits: float
+    engine_mean: float
+    engine_p99: float
+    engine_top1: float
+    predicted_mean: float
+    predicted_p99: float
+    predicted_top1: float
+
+    @property
+    def ratio(self) -> float:
+        return self.predicted_mean / self.engine_mean
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether the loss is large enough to be predicted."""
+        return max(self.engine_mean, self.predicted_mean) > 0.001
+
+    @property
+    def is_predicted(self) -> bool:
+        return 1 / 1.25 < self.ratio < 1.25
+
+
+def run_engine(engine: str, job: Mapping[str, Any] | np.ndarray, folder: Path) -> Any:
+    """Run a job in an engine's environment, and return the arrays that it wrote, by name."""
+    python = ENVIRONMENTS / engine / "bin" / "python"
+    assert python.exists(), f"there is no {python}; 'make test-engines' makes it"
+    if isinstance(job, np.ndarray):
+        file = folder / "job.npy"
+        np.save(file, job)
+    else:
+        file = folder / "job.json"
+        file.write_text(json.dumps({"threads": os.cpu_count(), **job}), encoding="utf-8")
+    command = [python, HERE / f"run_{engine}.py", file, folder / "out.npz"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return np.load(folder / "out.npz")
+
+
+def compared(subject: Subject, caches: Mapping[str, Pairs], found: Any) -> list[Row]:
+    """Put what an engine lost beside what kvalloc predicts, and keep it as JSON."""
+    losses = subject.losses
+    shape, index = losses.shape, {name: place for place, name in enumerate(losses.formats)}
+    whole, rows = bytes_of(shape, subject.by_layer([("f16", "f16")]), CONTEXT_TOKENS), []
+    for name, pairs in caches.items():
+        by_layer = subject.by_layer(pairs)
+        predicted = losses.predict([[index.get(one, -1) for one in pair] for pair in by_layer])
+        row = Row(
+            setting=name,
+            bits=16 * bytes_of(shape, by_layer, CONTEXT_TOKENS) / whole,
+            engine_mean=float(found[name].mean()),
+            engine_p99=float(np.quantile(found[name], 0.99)),
+            engine_top1=float(found[f"{name}.same"].mean()),
+            predicted_mean=float(predicted.mean),
+            predicted_p99=float(predicted.p99),
+            predicted_top1=float(predicted.top1),
+        )
+        rows.append(row)
+    rows.sort(key=lambda row: row.engine_mean)
+    results = ENVIRONMENTS / "results"
+    results.mkdir(exist_ok=True)
+    kept = {"model": shape.model_id, "engine": subject.engine, "tokens": int(found["nll"].size)}
+    text = json.dumps({**kept, "rows": [vars(row) for row in rows]}, indent=1)
+    (results / f"{subject.label}.json").write_text(text, encoding="utf-8")
+    return rows
+
+
+def check_means(rows: Iterable[Row]) -> None:
+    """A predicted loss is within a quarter of the engine's, if either is above .001 nats."""
+    assert not [row for row in rows if row.is_judged and not row.is_predicted]
+
+
+def check_order(rows: Iterable[Row]) -> None:
+    """Settings are in the same order by predicted loss as by the engine's."""
+    by_engine = sorted(rows, key=lambda row: row.engine_mean)
+    assert by_engine == sorted(by_engine, key=lambda row: row.predicted_mean)
