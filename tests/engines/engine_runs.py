@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -113,28 +114,53 @@ class Row:
 
 def run_engine(engine: str, job: Mapping[str, Any] | np.ndarray, folder: Path) -> Any:
     """Run a job in an engine's environment, and return the arrays that it wrote, by name."""
+    if isinstance(job, np.ndarray):
+        np.save(folder / "job.npy", job)
+        return finished(started(engine, folder / "job.npy"))
+    file = folder / "job.json"
+    file.write_text(json.dumps({"threads": os.cpu_count(), **job}), encoding="utf-8")
+    return finished(started(engine, file))
+
+
+def run_texts_apart(engine: str, job: Mapping[str, Any], folder: Path) -> Any:
+    """Run a job with a process for each text, as engines need that compute in one thread."""
+    calls = []
+    for place, text in enumerate(job["tokens"]):
+        file = folder / f"job_{place}.json"
+        file.write_text(json.dumps({**job, "tokens": [text]}), encoding="utf-8")
+        calls.append(started(engine, file))
+    found = [finished(call) for call in calls]
+    return {name: np.concatenate([one[name] for one in found]) for name in found[0]}
+
+
+def started(engine: str, job: Path) -> tuple[subprocess.Popen[str], Path]:
+    """Start a job; return the process and the file that it will write."""
     python = ENVIRONMENTS / engine / "bin" / "python"
     assert python.exists(), f"there is no {python}; 'make test-engines' makes it"
-    if isinstance(job, np.ndarray):
-        file = folder / "job.npy"
-        np.save(file, job)
-    else:
-        file = folder / "job.json"
-        file.write_text(json.dumps({"threads": os.cpu_count(), **job}), encoding="utf-8")
-    command = [python, HERE / f"run_{engine}.py", file, folder / "out.npz"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return np.load(folder / "out.npz")
+    out = job.with_suffix(".npz")
+    command = [python, HERE / f"run_{engine}.py", job, out]
+    with job.with_suffix(".log").open("w", encoding="utf-8") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log, text=True), out
 
 
-def compared(subject: Subject, caches: Mapping[str, Pairs], found: Any) -> list[Row]:
+def finished(call: tuple[subprocess.Popen[str], Path]) -> Any:
+    process, out = call
+    log = out.with_suffix(".log")
+    assert process.wait() == 0, log.read_text(encoding="utf-8")[-2000:]
+    return np.load(out)
+
+
+def compared(
+    subject: Subject, caches: Mapping[str, Pairs], found: Any, *, engine: str = ""
+) -> list[Row]:
     """Put what an engine lost beside what kvalloc predicts, and keep it as JSON."""
+    engine = engine or subject.engine
     losses = subject.losses
-    shape, index = losses.shape, {name: place for place, name in enumerate(losses.formats)}
+    shape, index = losses.shape, dict(zip(losses.formats, count())) | {"f16": -1}
     whole, rows = bytes_of(shape, subject.by_layer([("f16", "f16")]), CONTEXT_TOKENS), []
     for name, pairs in caches.items():
         by_layer = subject.by_layer(pairs)
-        predicted = losses.predict([[index.get(one, -1) for one in pair] for pair in by_layer])
+        predicted = losses.predict([[index[one] for one in pair] for pair in by_layer])
         row = Row(
             setting=name,
             bits=16 * bytes_of(shape, by_layer, CONTEXT_TOKENS) / whole,
@@ -149,9 +175,9 @@ def compared(subject: Subject, caches: Mapping[str, Pairs], found: Any) -> list[
     rows.sort(key=lambda row: row.engine_mean)
     results = ENVIRONMENTS / "results"
     results.mkdir(exist_ok=True)
-    kept = {"model": shape.model_id, "engine": subject.engine, "tokens": int(found["nll"].size)}
+    kept = {"model": shape.model_id, "engine": engine, "tokens": int(found["nll"].size)}
     text = json.dumps({**kept, "rows": [vars(row) for row in rows]}, indent=1)
-    (results / f"{subject.label}.json").write_text(text, encoding="utf-8")
+    (results / f"{engine}-{subject.weights.stem}.json").write_text(text, encoding="utf-8")
     return rows
 
 

@@ -15,6 +15,7 @@ from kvalloc.measure.engine_formats import round_trip
 
 PAIRS = [
     ("q8_0", "q8_0"),
+    ("q8_0", "q5_1"),
     ("q8_0", "q4_0"),
     ("q5_1", "q5_1"),
     ("q5_0", "q5_0"),
@@ -31,8 +32,11 @@ def test_numbers_come_back_as_from_ggml(tmp_path: Path) -> None:
     assert set(theirs) == {name for name, format in FORMATS.items() if format.ggml}
     heads = torch.from_numpy(numbers)[None, None]  # of 32 numbers: ggml does not turn them
     for name, expected in theirs.items():
-        ours = round_trip(heads, name, keys=True)[0, 0]
-        np.testing.assert_allclose(ours, expected, rtol=1e-6, atol=1e-6, err_msg=name)
+        ours = round_trip(heads, name, keys=True)[0, 0].numpy()
+        same = np.isclose(ours, expected, rtol=1e-6, atol=0).all(axis=1)
+        # iq4_nl's scale is fitted: sums in another order may round it to the next float16
+        assert same.mean() >= (0.99 if name == "iq4_nl" else 1), name
+        np.testing.assert_allclose(ours, expected, rtol=2**-10, err_msg=name)
 
 
 @pytest.fixture(scope="module")

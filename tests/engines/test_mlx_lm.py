@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from engine_runs import Row, Subject, check_means, check_order, compared, run_engine
+from engine_runs import Row, Subject, check_means, check_order, compared, run_texts_apart
 
 from kvalloc.accounting.engine_formats import FORMATS
 from kvalloc.allocation.engine_choice import choose
@@ -37,7 +37,6 @@ def rows(engine_model: str, tmp_path_factory: pytest.TempPathFactory) -> list[Ro
     caches = {
         "thirds of the layers at 16, 8, 4 bits": by_thirds(n_layers),
         "all at mlx_4_32": [("mlx_4_32", "mlx_4_32")] * n_layers,
-        "all at mlx_4_64": [("mlx_4_64", "mlx_4_64")] * n_layers,
         SOLVED: [*choice.pairs],
     }
     settings = {name: stored(pairs) for name, pairs in caches.items()}
@@ -45,7 +44,8 @@ def rows(engine_model: str, tmp_path_factory: pytest.TempPathFactory) -> list[Ro
         [16, 64] if one is None else [one["bits"], one["group_size"]] for one in exported
     ]
     job = {"model": str(subject.folder), "reference": stored([("f16", "f16")] * n_layers)}
-    found = run_engine("mlx", {**job, "tokens": subject.tokens, "settings": settings}, folder)
+    job |= {"tokens": subject.tokens, "settings": settings}
+    found = run_texts_apart("mlx", job, folder)
     return compared(subject, caches, found)
 
 
