@@ -40,7 +40,7 @@ ENGINES_MODEL ?= demo
 ENGINE_NAMES := llama mlx openvino
 ENGINES_STEM := $(if $(filter demo,$(ENGINES_MODEL)),SmolLM2-135M-Instruct.Q4_1,$(basename $(notdir $(ENGINES_MODEL))))
 MEASURED_llama := --formats llama.cpp --context 600
-MEASURED_mlx := --formats mlx-lm --context 128
+MEASURED_mlx := --formats mlx-lm --context 600
 MEASURED_openvino := --formats openvino --context 256
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
@@ -205,7 +205,8 @@ $(ENGINES)/%/.installed: tests/engines/requirements-%.txt $(READY)
 $(ENGINES)/%-$(ENGINES_STEM).formats.safetensors: $(ENGINES)/%/.installed
 	$(BIN)/kvalloc profile $(ENGINES_MODEL) $(MEASURED_$*) -o $@ --resume
 
-test-engines: $(ENGINE_NAMES:%=$(ENGINES)/%-$(ENGINES_STEM).formats.safetensors) ## llama.cpp, mlx-lm, OpenVINO: what they lose is what is predicted
+# What llama.cpp's formats lose serves ik_llama.cpp too.
+test-engines: $(ENGINE_NAMES:%=$(ENGINES)/%-$(ENGINES_STEM).formats.safetensors) $(ENGINES)/ik/.installed ## llama.cpp and others lose what is predicted
 	$(BIN)/python -m pytest -q --durations=5 --engine-model $(ENGINES_MODEL) tests/engines
 
 families: $(READY) ## a tiny model of every name of transformers against the oracle; docs/models.md

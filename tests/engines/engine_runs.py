@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import count
+from itertools import count, permutations
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -80,6 +80,20 @@ class Subject:
         )
         assert samples.digest() == self.losses.text_digest
         return [sample.token_ids.tolist() for sample in samples.samples]
+
+    def bits(self, pairs: Pairs) -> float:
+        """Return the bits a number of K and V."""
+        shape, whole = self.losses.shape, [("f16", "f16")]
+        stored, full = (
+            bytes_of(shape, self.by_layer(one), CONTEXT_TOKENS) for one in (pairs, whole)
+        )
+        return 16 * stored / full
+
+    def predicted(self, pairs: Pairs) -> Any:
+        """Return what kvalloc predicts."""
+        index = dict(zip(self.losses.formats, count())) | {"f16": -1}
+        choices = [[index[name] for name in pair] for pair in self.by_layer(pairs)]
+        return self.losses.predict(choices)
 
     def by_layer(self, pairs: Pairs) -> list[tuple[str, str]]:
         return [*pairs] * (self.losses.shape.n_layers // len(pairs))
@@ -155,15 +169,12 @@ def compared(
 ) -> list[Row]:
     """Put what an engine lost beside what kvalloc predicts, and keep it as JSON."""
     engine = engine or subject.engine
-    losses = subject.losses
-    shape, index = losses.shape, dict(zip(losses.formats, count())) | {"f16": -1}
-    whole, rows = bytes_of(shape, subject.by_layer([("f16", "f16")]), CONTEXT_TOKENS), []
+    rows = []
     for name, pairs in caches.items():
-        by_layer = subject.by_layer(pairs)
-        predicted = losses.predict([[index[one] for one in pair] for pair in by_layer])
+        predicted = subject.predicted(pairs)
         row = Row(
             setting=name,
-            bits=16 * bytes_of(shape, by_layer, CONTEXT_TOKENS) / whole,
+            bits=subject.bits(pairs),
             engine_mean=float(found[name].mean()),
             engine_p99=float(np.quantile(found[name], 0.99)),
             engine_top1=float(found[f"{name}.same"].mean()),
@@ -175,7 +186,11 @@ def compared(
     rows.sort(key=lambda row: row.engine_mean)
     results = ENVIRONMENTS / "results"
     results.mkdir(exist_ok=True)
-    kept = {"model": shape.model_id, "engine": engine, "tokens": int(found["nll"].size)}
+    kept = {
+        "model": subject.losses.shape.model_id,
+        "engine": engine,
+        "tokens": int(found["nll"].size),
+    }
     text = json.dumps({**kept, "rows": [vars(row) for row in rows]}, indent=1)
     (results / f"{engine}-{subject.weights.stem}.json").write_text(text, encoding="utf-8")
     return rows
@@ -187,6 +202,13 @@ def check_means(rows: Iterable[Row]) -> None:
 
 
 def check_order(rows: Iterable[Row]) -> None:
-    """Settings are in the same order by predicted loss as by the engine's."""
-    by_engine = sorted(rows, key=lambda row: row.engine_mean)
-    assert by_engine == sorted(by_engine, key=lambda row: row.predicted_mean)
+    """Of two settings that differ by a tenth in the engine, the same one is predicted to be better.
+
+    Neighbours that are closer can change places, on other texts in the engine itself.
+    """
+    swapped = [
+        (one.setting, other.setting)
+        for one, other in permutations(rows, 2)
+        if other.engine_mean > 1.1 * one.engine_mean and other.predicted_mean < one.predicted_mean
+    ]
+    assert not swapped

@@ -6,13 +6,12 @@ import pytest
 from engine_runs import Row, Subject, check_means, check_order, compared, run_engine
 from float_gguf import write_float_gguf
 
+from kvalloc.accounting.engine_formats import ENGINES
 from kvalloc.allocation.engine_choice import choose
 from kvalloc.interop.engines import SYNTAX
 
-TURNED = "-khad -vhad"
-UNIFORM = {f"-ctk {name} -ctv {name} {TURNED}": [(name, name)] for name in ("q5_0", "q4_0")}
-SOLVED_BITS = 5.4
-"""All layers at `q4_0` or `iq4_nl` are the best of what one pair for all has in these bytes."""
+BITS = 5.5
+SOLVED, UNIFORM = f"solved for {BITS} bits", f"the best pair for all layers in {BITS} bits"
 
 
 @pytest.fixture(scope="module")
@@ -21,11 +20,17 @@ def rows(engine_model: str, tmp_path_factory: pytest.TempPathFactory) -> list[Ro
     subject, folder = Subject(engine_model, "llama"), tmp_path_factory.mktemp("ik")
     weights = folder / "float32.gguf"
     write_float_gguf(subject.weights, weights)
-    choice = choose(subject.losses, "ik_llama.cpp", bits=SOLVED_BITS)
-    line = SYNTAX["ik_llama.cpp"].line(choice)
-    caches = {**UNIFORM, line[line.index("-ctk") :]: [*choice.pairs]}
+    solved = choose(subject.losses, "ik_llama.cpp", bits=BITS)
+    fitting = [one for one in ENGINES["ik_llama.cpp"].pairs if subject.bits([one]) <= BITS]
+    keys, values = uniform = min(fitting, key=lambda one: subject.predicted([one]).mean)
+    settings = {
+        SOLVED: SYNTAX["ik_llama.cpp"].line(solved),
+        UNIFORM: f"-ctk {keys} -ctv {values} -khad -vhad",
+        "all at q4_0": "-ctk q4_0 -ctv q4_0 -khad -vhad",
+    }
+    caches = {SOLVED: solved.pairs, UNIFORM: [uniform], "all at q4_0": [("q4_0", "q4_0")]}
     job = {"model": str(weights), "reference": "-ctk f16 -ctv f16", "tokens": subject.tokens}
-    found = run_engine("ik", {**job, "settings": {name: name for name in caches}}, folder)
+    found = run_engine("ik", {**job, "settings": settings}, folder)
     weights.unlink()
     return compared(subject, caches, found, engine="ik")
 
@@ -39,9 +44,7 @@ def test_order_is_predicted(rows: list[Row]) -> None:
 
 
 def test_solved_ends_lose_less_than_uniform_layers(rows: list[Row]) -> None:
-    solved = next(row for row in rows if row.setting not in UNIFORM)
-    assert solved.bits <= SOLVED_BITS
-    best = min(
-        row.engine_mean for row in rows if row.setting in UNIFORM and row.bits <= SOLVED_BITS
-    )
-    assert solved.engine_mean <= 0.6 * best
+    by_name = {row.setting: row for row in rows}
+    solved, uniform = by_name[SOLVED], by_name[UNIFORM]
+    assert max(solved.bits, uniform.bits) <= BITS
+    assert solved.engine_mean <= 0.6 * uniform.engine_mean

@@ -13,7 +13,10 @@ from kvalloc.interop.engines import write_choice
 STEP = 4
 """Tokens a step: they see each other's keys and values unrounded."""
 
-PAIRS = [("u8_token", "u8_token"), ("u8_token", "u4_token"), ("u4_token", "u4_token")]
+PAIRS = [("u8_token", "u8_token"), ("u4_token", "u4_token")]
+
+SOLVED = "solved for 7 bits"
+"""Keys at `u8_token`, values at `u4_token`. By channel, a graph without paged attention crashes."""
 
 
 def properties(keys: str, values: str) -> dict[str, str]:
@@ -32,9 +35,10 @@ def rows(engine_model: str, tmp_path_factory: pytest.TempPathFactory) -> list[Ro
     }
     choice = choose(subject.losses, "openvino", bits=7)
     write_choice(choice, folder / "openvino.json")
-    caches["solved for 7 bits"] = [*choice.pairs]
+    assert not any(key.endswith("channel") for key, _ in choice.pairs)
+    caches[SOLVED] = [*choice.pairs]
     exported = json.loads((folder / "openvino.json").read_text(encoding="utf-8"))
-    settings["solved for 7 bits"] = exported
+    settings[SOLVED] = exported
     job = {"model": str(subject.weights), "reference": properties("f32", "f32"), "step": STEP}
     found = run_engine("openvino", {**job, "tokens": subject.tokens, "settings": settings}, folder)
     return compared(subject, caches, found)
