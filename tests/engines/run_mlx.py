@@ -1,10 +1,14 @@
-"""mlx-lm with a list of caches by layer: run_mlx.py JOB.json OUT.npz.
+"""mlx-lm with a list of caches by layer.
+
+run_mlx.py JOB.json OUT.npz       predictions
+run_mlx.py NUMBERS.npy OUT.npz    rows of numbers, as each format gives them back
 
 A setting is a list of [bits, group], one a layer; 16 bits are mlx-lm's own cache.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -33,6 +37,17 @@ def logits(job: Job, setting: Sequence[Sequence[int]], tokens: np.ndarray) -> np
     return np.array(result.astype(mx.float32))
 
 
+def given_back(numbers: np.ndarray, bits: int, group: int) -> np.ndarray:
+    """Return rows of float32 as mlx's affine quantisation gives them back."""
+    stored = mx.quantize(mx.array(numbers), group_size=group, bits=bits)
+    return np.array(mx.dequantize(*stored, group_size=group, bits=bits))
+
+
 if __name__ == "__main__":
     mx.set_default_device(mx.cpu)
-    run(logits)
+    if sys.argv[1].endswith(".npy"):
+        rows = np.load(sys.argv[1])
+        pairs = [(8, 64), (6, 64), (4, 32), (4, 64), (3, 64), (2, 64)]
+        np.savez(sys.argv[2], **{f"mlx_{b}_{g}": given_back(rows, b, g) for b, g in pairs})
+    else:
+        run(logits)

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
+import numpy as np
 import pytest
-from engine_runs import Row, Subject, check_means, check_order, compared, run_texts_apart
+import torch
+from engine_runs import (
+    Row,
+    Subject,
+    check_means,
+    check_order,
+    compared,
+    run_engine,
+    run_texts_apart,
+)
 
 from kvalloc.accounting.engine_formats import FORMATS
 from kvalloc.allocation.engine_choice import choose
 from kvalloc.interop.engines import write_choice
+from kvalloc.measure.engine_formats import round_trip
 
 TOKENS = 128
 """The first of each text: on a CPU, mlx computes a tenth of what other engines do in a second."""
@@ -17,6 +29,17 @@ TOKENS = 128
 SOLVED_BITS = 6
 SOLVED = f"solved for {SOLVED_BITS} bits"
 """All layers at `mlx_4_32` are the best of what one setting for all has in these bytes."""
+
+
+def test_numbers_come_back_as_from_mlx(tmp_path: Path) -> None:
+    numbers = np.random.default_rng(0).standard_t(3, (200, 64)).astype(np.float32)
+    theirs = run_engine("mlx", numbers, tmp_path)
+    heads = torch.from_numpy(numbers)[None, None]
+    assert set(theirs) >= {name for name in FORMATS if name.startswith("mlx")}
+    for name in {*theirs} & {*FORMATS}:
+        ours = round_trip(heads, name, keys=True)[0, 0].numpy()
+        largest = np.abs(numbers).max(axis=1, keepdims=True)
+        np.testing.assert_allclose(ours / largest, theirs[name] / largest, atol=1e-6, err_msg=name)
 
 
 def by_thirds(n_layers: int) -> list[tuple[str, str]]:
@@ -53,7 +76,8 @@ def rows(engine_model: str, tmp_path_factory: pytest.TempPathFactory) -> list[Ro
 
 
 def test_losses_are_predicted(rows: list[Row]) -> None:
-    check_means(rows)
+    # 384 tokens say a mean to a fifth, and the first of a text lose more than its mean
+    check_means(rows, within=2)
 
 
 def test_order_is_predicted(rows: list[Row]) -> None:
