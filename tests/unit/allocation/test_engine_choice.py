@@ -114,7 +114,10 @@ REFUSED = {
         "bits": 5,
         "context": 101,
     },
-    "no format of vllm was measured on tests/tiny; measure them with": {"engine": "vllm", "bits": 9},
+    "no format of vllm was measured on tests/tiny; measure them with": {
+        "engine": "vllm",
+        "bits": 9,
+    },
     "target_loss=1e-09 is less than kvtuner can be told: .* nats; give target_loss=": {
         "target_loss": 1e-9
     },

@@ -18,7 +18,9 @@ from kvalloc.models import names
 ROOT = Path(kvalloc.__file__).parent
 OURS = {"_cpu", "_cpu_avx512", "_exit", "_inv_freq", "_module_id", "_users", "_viewed"}
 OURS |= {"_kvalloc_applied", "_kvalloc_installed", "_kvalloc_replaced", "_KVALLOC_COMPLETE"}
-"""Not defined by a statement: the kernel's builds, `os._exit`, attributes set through a dict."""
+OURS |= {"_fields"}
+"""Not defined by a statement: the kernel's builds, `os._exit`, attributes set through a dict, and
+what every named tuple has."""
 CHANGED = {"past_key_values", "cache_params", "cache_position", "_global_mapping"}
 
 
@@ -44,7 +46,12 @@ def defined(tree):
 
 def used(tree):
     """Attributes, keywords and texts that could name something, and modules that are imported."""
+    pieces = {
+        one for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for one in node.values
+    }
     for node in ast.walk(tree):
+        if node in pieces:
+            continue
         if isinstance(node, ast.Attribute):
             yield node.attr
         elif isinstance(node, ast.keyword) and node.arg:
