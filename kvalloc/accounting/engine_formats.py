@@ -159,9 +159,8 @@ ENGINES: dict[str, Engine] = {
             tuple(p for p in _any((WHOLE, *_formats("q8", "q4", "iq"))) if p != (WHOLE, "q4_1")),
         ),
         Engine("mlx-lm", "layer", _alike(*_formats("mlx_")), rounds_windows=False),
-        Engine(
-            "openvino", "model", tuple(product((*_BY_TOKEN, *_formats("u8_c", "u4_c")), _BY_TOKEN))
-        ),
+        # with keys by channel its compiled models crash outside of pipelines
+        Engine("openvino", "model", tuple(product(_BY_TOKEN, repeat=2))),
         Engine("vllm", "skip", _alike("fp8", "fp8_e5m2")),
         Engine("modelopt", "layer", (*_alike("fp8"), ("fp8", "nvfp4"), ("nvfp4", "nvfp4"))),
         # its codes have at most 8 bits

@@ -31,8 +31,9 @@ from kvalloc.shape import ModelShape
 SAMPLES, CONTEXT_TOKENS = 3, 600
 """Texts, and tokens of each, by default."""
 
-SINGLE_SHARE = 6
-"""Single losses are measured on one part in so many of each text, its first tokens."""
+SINGLE_SHARE, SINGLE_TOKENS = 6, 96
+"""Single losses are measured on one part in so many of each text, its first tokens, and on so many
+at least: on fewer they are chance, which a solver takes for worth."""
 
 RANDOM_MIXTURES = 6
 """Whole caches with a random pair of formats in each layer; in half of them some stay at 16
@@ -174,7 +175,7 @@ class _Work:
         key = index, layer == self.shape.n_layers
         if self._known is None or self._known[0] != key:
             ids = self.samples.samples[index].token_ids
-            ids = ids if key[1] else ids[: -(-ids.size // SINGLE_SHARE)]
+            ids = ids if key[1] else ids[: max(-(-ids.size // SINGLE_SHARE), SINGLE_TOKENS)]
             self._known = key, FormatProbe(model, ids, self.names, self.shape)
         probe = self._known[1]
         arrays = probe.mixed(self.mixtures) if key[1] else probe.single(layer)

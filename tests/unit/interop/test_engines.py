@@ -41,9 +41,9 @@ LINES = {
         "--kv-cache-dtype-skip-layers 0 3"
     ),
     ("vllm", (WHOLE,)): "vllm serve MODEL --max-model-len 1000 --kv-cache-dtype auto",
-    ("openvino", (("u8_channel", "u4_token"),)): (
+    ("openvino", (("u8_token", "u4_token"),)): (
         "LLMPipeline('MODEL', 'CPU', KEY_CACHE_PRECISION='u8', KEY_CACHE_GROUP_SIZE=0, "
-        "KEY_CACHE_QUANT_MODE='BY_CHANNEL', VALUE_CACHE_PRECISION='u4', VALUE_CACHE_GROUP_SIZE=0)"
+        "KEY_CACHE_QUANT_MODE='BY_TOKEN', VALUE_CACHE_PRECISION='u4', VALUE_CACHE_GROUP_SIZE=0)"
     ),
     ("openvino", (WHOLE,)): (
         "LLMPipeline('MODEL', 'CPU', KEY_CACHE_PRECISION='f16', VALUE_CACHE_PRECISION='f16')"
