@@ -160,7 +160,7 @@ ENGINES: dict[str, Engine] = {
         ),
         Engine("mlx-lm", "layer", _alike(*_formats("mlx_")), rounds_windows=False),
         # with keys by channel its compiled models crash outside of pipelines
-        Engine("openvino", "model", tuple(product(_BY_TOKEN, repeat=2))),
+        Engine("openvino", "model", tuple(product(_BY_TOKEN, _BY_TOKEN))),
         Engine("vllm", "skip", _alike("fp8", "fp8_e5m2")),
         Engine("modelopt", "layer", (*_alike("fp8"), ("fp8", "nvfp4"), ("nvfp4", "nvfp4"))),
         # its codes have at most 8 bits
