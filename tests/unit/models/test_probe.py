@@ -173,7 +173,7 @@ def test_layers_with_heads_of_their_own(value_dim):
     each = [(2, IDS.shape[1] + 3), (4, entries)]
     cache = applied.last_cache
     assert cache.retained_bytes == sum(heads * n * (8 + value_dim) * 4 for heads, n in each)
-    assert shape.by_layer[0].entry_numbers == 8 + value_dim
+    assert shape.by_layer[0].sizes[1:] == (8, value_dim)
 
 
 def test_layers_with_budgets_that_are_not_alike_are_refused():
