@@ -377,15 +377,20 @@ def _expand(module: nn.Module, latents: Tensor, rotary: Tensor) -> Any:
     return getattr(type(module), EXPANSION)(module, latents, rotary)
 
 
-def _matrices(module: Any, latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what a layer expands these by, (1, n_query_heads, n, dim) for keys and for values."""
+def _matrices(module: Any, latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what a layer expands these by, (1, n_query_heads, n, dim) for keys and for values.
+
+    And what it adds to values, (1, n_query_heads, 1, dim); what it adds to keys is the same for all
+    tokens, and changes no weight.
+    """
     import torch
 
     n, first = latents.shape[-1] + rotary.shape[-1], latents.shape[-1]
     basis = torch.eye(n + 1, n, dtype=latents.dtype, device=latents.device)[None, None]
     parts = (one.contiguous() for one in basis.tensor_split([first], dim=-1))
-    keys, values = (one[:, :, :n] - one[:, :, n:] for one in getattr(module, EXPANSION)(*parts))
-    return keys, values[:, :, :first]
+    states = getattr(module, EXPANSION)(*parts)
+    keys, values = (one[:, :, :n] - one[:, :, n:] for one in states)
+    return keys, values[:, :, :first], states[1][:, :, n:]
 
 
 def _handler_of(module_id: int) -> _Active | None:
@@ -587,7 +592,8 @@ def _answered(
 
     output, weights = active.handler(states, compute)
     if to_values is not None and (computed is None or output is not computed[0]):
-        output = (output.transpose(1, 2) @ to_values).transpose(1, 2).contiguous()
+        matrix, bias = to_values
+        output = (output.transpose(1, 2) @ matrix + bias).transpose(1, 2).contiguous()
     return output, weights
 
 
@@ -597,7 +603,7 @@ def _states(
     module: Any,
     tensors: tuple[Tensor, Tensor, Tensor, Tensor | None],
     kwargs: dict[str, Any],
-) -> tuple[AttentionStates, Tensor | None]:
+) -> tuple[AttentionStates, tuple[Tensor, Tensor] | None]:
     """Return what a handler is shown of a layer's attention, and what expands latents to values."""
     query, key, value, mask = tensors
     scaling, softcap = kwargs.get("scaling"), kwargs.get("softcap")
@@ -605,7 +611,7 @@ def _states(
     layer = _called_layer.get()
     layer = int(module.layer_idx) if layer is None else layer
     details: dict[str, Any] = {}
-    to_values: Tensor | None = None
+    to_values: tuple[Tensor, Tensor] | None = None
     if not active.known:
         active.switch.attention[layer] = module
         details = {
@@ -615,7 +621,8 @@ def _states(
         }
     if (noted := _expanded.get()) is not None and noted[0] == id(module):
         latents = noted[1:]
-        to_keys, to_values = _matrices(module, *latents)
+        to_keys, matrix, bias = _matrices(module, *latents)
+        to_values = matrix, bias
         _expanded.set(None)
         query, (key, value) = query @ to_keys.mT, latent_states(*latents)
         details |= {"latents": latents, "output_projection": None}

@@ -123,6 +123,7 @@ def _convert(file: Path, target: Path, dtype: str) -> Path:
 def _unpack(file: Path, folder: Path, dtype: str) -> None:
     import torch
     import transformers
+    from safetensors import SafetensorError
 
     options: dict[str, Any] = {"dtype": getattr(torch, dtype)}
     if hasattr(transformers, "GgufConfig"):  # newer versions may keep the blocks packed by default
@@ -132,7 +133,10 @@ def _unpack(file: Path, folder: Path, dtype: str) -> None:
     with contextlib.redirect_stderr(io.StringIO()):
         read = read_pretrained(parent, file.name, options, gguf_file=file.name)
         for part in read:
-            part.save_pretrained(folder)
+            try:
+                part.save_pretrained(folder)
+            except SafetensorError as error:  # a full disk is not an OSError there
+                raise OSError(str(error)) from error
 
 
 def _digest(file: Path) -> str:

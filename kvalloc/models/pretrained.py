@@ -59,17 +59,19 @@ def read_pretrained(
     MissingDependencyError
         If a package is missing that reads it.
     UnsupportedModelError
-        If transformers cannot read it.
+        If transformers cannot read it, or weights are missing.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    loaded: Any
     where["trust_remote_code"] = False  # or transformers would ask at the terminal
     try:
         with quiet_transformers():
             tokenizer = AutoTokenizer.from_pretrained(folder, **where)
             if options is None:
                 return None, tokenizer
-            model = AutoModelForCausalLM.from_pretrained(folder, **where, **options)
+            where["output_loading_info"] = True
+            loaded = AutoModelForCausalLM.from_pretrained(folder, **where, **options)
     except ImportError as error:
         raise MissingDependencyError(f"{name} cannot be loaded: {one_line(error)}") from error
     except Exception as error:
@@ -81,4 +83,10 @@ def read_pretrained(
                 "transformers and give the loaded model to kvalloc's functions"
             )
         raise UnsupportedModelError(f"{name} {why}") from error
+    model, read = loaded
+    if missing := sorted(read["missing_keys"]):
+        raise UnsupportedModelError(
+            f"{name} has no weights for {len(missing)} parts that its config names, such as "
+            f"{missing[0]}, and they would be random; correct its config, or fetch all its files"
+        )
     return model, tokenizer

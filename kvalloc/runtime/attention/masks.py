@@ -69,8 +69,13 @@ def seen_among_new(mask: Any, columns: Tensor) -> Tensor | None:
 
 
 def _of_full_attention(mask: Any) -> Any:
-    """Return the mask of layers that see every token, of masks by kind of layer."""
-    if not isinstance(mask, Mapping):
+    """Return the mask of layers that see every token, of masks by kind of layer.
+
+    Masks that are no tensors, such as those of flex attention, stay as they are.
+    """
+    if not isinstance(mask, Mapping) or any(
+        not isinstance(one, Tensor | None) for one in mask.values()
+    ):
         return mask
     masks = [one for kind, one in mask.items() if not kind.startswith(("sliding", "chunked"))]
     masks = [one for one in masks if isinstance(one, Tensor)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,14 @@ def test_a_path_of_this_machine_is_never_told(name, expected):
 @pytest.fixture
 def saved(tmp_path):
     return save_tiny_model(tmp_path / "tiny-model", tiny_model())
+
+
+def test_a_config_that_names_more_than_there_are_weights_for(saved):
+    config = saved / "config.json"
+    stated = json.loads(config.read_text())
+    config.write_text(json.dumps(stated | {"num_hidden_layers": stated["num_hidden_layers"] + 1}))
+    with pytest.raises(UnsupportedModelError, match=r"no weights for .* such as model.layers"):
+        load_model(saved)
 
 
 def test_a_local_folder(saved, capfd):

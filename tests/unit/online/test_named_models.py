@@ -3,9 +3,11 @@
 import json
 
 import pytest
+import torch
 from family_checks import check
 from family_runs import PAGE, RECORD, page
 from hidden_entries import Twin
+from named_models import named_model
 
 MADE = json.loads(RECORD.read_text(encoding="utf-8"))
 SAMPLE = (
@@ -31,3 +33,19 @@ def test_the_oracle_sees_what_a_cache_has_evicted(monkeypatch):
     row = check("llama")
     assert row["outcome"] == "wrong"
     assert "after a prompt forward 1 is" in row["note"]
+
+
+def test_what_expands_latents_may_add_to_values(monkeypatch):
+    """As adapters may."""
+
+    def biased(*args):
+        model = named_model(*args)
+        for module in model.modules():
+            if hasattr(module, "kv_b_proj"):
+                module.kv_b_proj.bias = torch.nn.Parameter(
+                    torch.randn(module.kv_b_proj.out_features)
+                )
+        return model
+
+    monkeypatch.setattr("family_checks.named_model", biased)
+    assert check("deepseek_v3") == MADE["causal"]["deepseek_v3"]
