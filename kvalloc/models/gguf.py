@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from kvalloc.errors import (
     InputError,
     MissingDependencyError,
@@ -112,7 +114,7 @@ def _convert(file: Path, target: Path, dtype: str) -> Path:
                 # another process was faster: its folder is as good, ours goes away
                 if not target.is_dir():
                     raise
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # a full disk is the latter
         raise InputError(
             f"cannot keep the unpacked {file.name} in {base} ({error}); make room, or "
             "set KVALLOC_CACHE to a folder that can be written to"
@@ -123,7 +125,6 @@ def _convert(file: Path, target: Path, dtype: str) -> Path:
 def _unpack(file: Path, folder: Path, dtype: str) -> None:
     import torch
     import transformers
-    from safetensors import SafetensorError
 
     options: dict[str, Any] = {"dtype": getattr(torch, dtype)}
     if hasattr(transformers, "GgufConfig"):  # newer versions may keep the blocks packed by default
@@ -133,10 +134,7 @@ def _unpack(file: Path, folder: Path, dtype: str) -> None:
     with contextlib.redirect_stderr(io.StringIO()):
         read = read_pretrained(parent, file.name, options, gguf_file=file.name)
         for part in read:
-            try:
-                part.save_pretrained(folder)
-            except SafetensorError as error:  # a full disk is not an OSError there
-                raise OSError(str(error)) from error
+            part.save_pretrained(folder)
 
 
 def _digest(file: Path) -> str:

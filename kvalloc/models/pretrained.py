@@ -63,7 +63,7 @@ def read_pretrained(
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    loaded: Any
+    kind: Any = AutoModelForCausalLM
     where["trust_remote_code"] = False  # or transformers would ask at the terminal
     try:
         with quiet_transformers():
@@ -71,7 +71,7 @@ def read_pretrained(
             if options is None:
                 return None, tokenizer
             where["output_loading_info"] = True
-            loaded = AutoModelForCausalLM.from_pretrained(folder, **where, **options)
+            model, read = kind.from_pretrained(folder, **where, **options)
     except ImportError as error:
         raise MissingDependencyError(f"{name} cannot be loaded: {one_line(error)}") from error
     except Exception as error:
@@ -83,10 +83,8 @@ def read_pretrained(
                 "transformers and give the loaded model to kvalloc's functions"
             )
         raise UnsupportedModelError(f"{name} {why}") from error
-    model, read = loaded
     if missing := sorted(read["missing_keys"]):
         raise UnsupportedModelError(
-            f"{name} has no weights for {len(missing)} parts that its config names, such as "
-            f"{missing[0]}, and they would be random; correct its config, or fetch all its files"
+            f"{name} has no weights for parts of its config, such as {missing[0]}; fetch all files"
         )
     return model, tokenizer

@@ -183,8 +183,7 @@ class _Seen:
 
     def module(self, layer: int) -> nn.Module:
         """Return a layer's attention, or the decoder."""
-        module: nn.Module = self.modules.get(layer, self.decoder)
-        return module
+        return self.modules.get(layer, self.decoder)
 
     def kind(self, layer: int) -> str:
         """Return the class of `module`."""

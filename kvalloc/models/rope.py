@@ -52,8 +52,7 @@ class Buffer:
             raise UnsupportedModelError(
                 f"the module whose {self.name} rotated queries is gone; make the cache again"
             )
-        buffer: Tensor = getattr(module, self.name)
-        return buffer
+        return getattr(module, self.name)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)

@@ -254,11 +254,9 @@ def _before_eager(
     if method is None or (ours and other is not None):  # such as a full cache to measure with
         return None
     changed = method(arguments, begins)
-    if changed is None:
-        return None
-    if ids is not None and ids.shape == new_tokens_shape(arguments):  # those of the embeddings
-        names.cache_among(changed).read_ids = ids
-    return (), changed
+    if changed and ids is not None and ids.shape == new_tokens_shape(arguments):
+        names.cache_among(changed).read_ids = ids  # those of the embeddings
+    return None if changed is None else ((), changed)
 
 
 def _given_above(decoder: nn.Module, other: Any) -> tuple[Any, bool]:

@@ -154,8 +154,7 @@ def scattered_rows(arguments: Mapping[str, Any], n_rows: int) -> list[bool]:
     if not isinstance(positions, Tensor) or positions.ndim < 3 or positions.shape[-1] < 2:
         return [False] * n_rows
     axes = positions[-3:]  # of four, the first one is of text
-    scattered: list[bool] = (axes != axes[-1:]).any(dim=0).any(dim=-1).expand(n_rows).tolist()
-    return scattered
+    return (axes != axes[-1:]).any(dim=0).any(dim=-1).expand(n_rows).tolist()
 
 
 def with_scattered(rows: Sequence[Row], arguments: Mapping[str, Any]) -> list[Row]:

@@ -236,8 +236,7 @@ def read_again(
             prompt.run(prompt.cache(step.shown), piece)
     for source in {*reads.values()} & {*layers}:
         among = [notes[source], *(notes.pop(one) for one, of in reads.items() if of == source)]
-        entries = prompt.layers[source].entries
-        assert entries is not None
+        entries: Any = prompt.layers[source].entries
         notes[source] = of_readers(among, int(entries[0].shape[1]))
     return notes
 

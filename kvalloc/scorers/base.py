@@ -36,6 +36,8 @@ class Scorer(Parameterized, ABC):
     holds_queries : bool
         Whether `score` looks at the window's queries. False where it needs none, or `observe`
         adds up all of them as they come.
+    rotates : bool
+        Whether `score` rotates queries or keys by their numbers in the text.
     by_head : bool
         Whether the scores of a KV head depend on that head alone, and on no notes. Then heads are
         scored separately, and heads that keep everything not at all.
@@ -48,6 +50,7 @@ class Scorer(Parameterized, ABC):
     summary: ClassVar[str]
     reference: ClassVar[str]
     holds_queries: ClassVar[bool] = True
+    rotates: ClassVar[bool] = False
     by_head: ClassVar[bool] = False
     across_layers: ClassVar[bool] = False
     window: int
@@ -136,11 +139,6 @@ class Scorer(Parameterized, ABC):
     def observes(self) -> bool:
         """Whether `observe` has anything to note; if not, it need not be called."""
         return type(self).observe is not Scorer.observe
-
-    @property
-    def rotates(self) -> bool:
-        """Whether `score` rotates queries or keys by their numbers in the text; no by default."""
-        return False
 
     @property
     def later(self) -> Later | None:

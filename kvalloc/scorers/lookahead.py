@@ -57,7 +57,7 @@ class Lookahead(PooledScorer):
     group_reduce: Reduction = "max"
 
     @property
-    def rotates(self) -> bool:
+    def rotates(self) -> bool:  # type: ignore[override]
         """Whether queries are put behind the end."""
         return self.ahead > 0
 
