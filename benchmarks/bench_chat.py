@@ -42,7 +42,7 @@ from transformers import DynamicCache, LogitsProcessor
 import kvalloc
 from kvalloc.accounting.costs import full_bytes
 from kvalloc.accounting.stored import storages
-from kvalloc.measure.kl import row_divergences
+from kvalloc.measure.kl import Predictions
 from kvalloc.models.loading import LoadedModel, load_model, shape_of
 from kvalloc.shape import HALF_BYTES
 
@@ -218,7 +218,7 @@ def turns_of(
             turns.append(
                 {
                     "kl": float(
-                        row_divergences(expected[number], torch.stack(forced.logits)).mean()
+                        Predictions(expected[number]).divergences(torch.stack(forced.logits)).mean()
                     ),
                     "before": forced.before / full_bytes(shape_of(model), ends[number]),
                     "share": layer_bytes(cache, half=True)
@@ -329,7 +329,7 @@ def long_answers(
         whole = full_bytes(shape_of(model), first + part.shape[1])
         for reader in readers:
             logits = reader.logits(model, part, first, block if reader is readers[0] else None)
-            reader.kl.append(row_divergences(expected, logits))
+            reader.kl.append(Predictions(expected).divergences(logits))
             reader.shares.append(layer_bytes(reader.cache, half=True) / whole)
     return readers
 

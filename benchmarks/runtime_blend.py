@@ -28,7 +28,7 @@ import kvalloc
 from kvalloc.extensions.answering import answer
 from kvalloc.extensions.documents import CHECK_LAYER, DEFAULT_SHARE, DenseLayer, Documents
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
-from kvalloc.measure.kl import row_divergences
+from kvalloc.measure.kl import Predictions
 from kvalloc.models.loading import load_model, shape_of
 from kvalloc.prompts.chat import DocumentForm, encode
 from kvalloc.prompts.intervals import interval
@@ -129,7 +129,7 @@ def losses(model: Any, asked: Asked, new: int) -> tuple[float, float, float]:
     def loss(cache: Any) -> float:
         with torch.no_grad():
             found = model(tail[None], past_key_values=cache).logits[0, -new:]
-        return float(row_divergences(reference, found).mean())
+        return float(Predictions(reference).divergences(found).mean())
 
     n_tokens, n_layers = n_front - len(asked.before), len(full)
     share = DEFAULT_SHARE * (n_layers - 1) / n_layers - len(asked.question) / n_tokens

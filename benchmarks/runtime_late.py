@@ -21,7 +21,7 @@ from _common import Row, in_turns, parser_of, print_rows, ratio_of, spread_of
 from bench_runtime import prompt_ids
 from transformers import DynamicCache
 
-from kvalloc.measure.kl import row_divergences
+from kvalloc.measure.kl import Predictions
 from kvalloc.models.loading import LoadedModel, load_model, shape_of
 from kvalloc.models.structure import context_limit
 from kvalloc.online.default import Default
@@ -144,7 +144,9 @@ def harm(loaded: LoadedModel, ids: torch.Tensor, arguments: argparse.Namespace) 
         for (way, measured), own in found.items():
             cache = cache_of(model, shape, prompt.shape[1], way, measured=measured)
             own.append(
-                float(row_divergences(plain, predicted(model, cache, prompt, answer)).mean())
+                float(
+                    Predictions(plain).divergences(predicted(model, cache, prompt, answer)).mean()
+                )
             )
     for held, bounded in PAIRS:
         pair = np.array([found[held], found[bounded]])

@@ -229,6 +229,25 @@ class ModelShape:
         """Return the bytes of all states of one row."""
         return sum(layer.state_bytes for layer in self.by_layer)
 
+    def source(self, layer: int) -> int:
+        """Return the layer whose entries a layer reads: its own, or those of an earlier one."""
+        reads = self.by_layer[layer].reads
+        return layer if reads is None else reads
+
+    def check_context(self, tokens: int) -> None:
+        """Refuse a context that the model was not made for.
+
+        Raises
+        ------
+        InputError
+        """
+        limit = self.max_context_tokens
+        if limit is not None and tokens > limit:
+            raise InputError(
+                f"a context of {tokens} tokens is beyond the {limit} tokens of {self.model_id}; "
+                "ask for a shorter one"
+            )
+
     def require_same_model(
         self,
         other: ModelShape,

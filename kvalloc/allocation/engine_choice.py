@@ -328,11 +328,7 @@ def choose(
     goal, name, requested = read_target(target)
     context = losses.context_tokens if context is None else context
     Request.parse(memory=1, context=context, batch=batch)  # whether these can be
-    if (limit := shape.max_context_tokens) is not None and context > limit:
-        raise InputError(
-            f"a context of {context} tokens is beyond the {limit} tokens of {shape.model_id}; ask "
-            "for a shorter one"
-        )
+    shape.check_context(context)
     posed = PosedEngine(
         losses=losses,
         engine=chosen,

@@ -328,12 +328,8 @@ def choose_objective(scores: ScoreProfile, request: Request, solver: Solver) -> 
 def _check_context(posed: PosedRequest) -> None:
     """Raise an `InputError` for a context, or limits of budgets, that leave no options."""
     scores, request, context = posed.scores, posed.request, posed.context_tokens
-    limit, protected = scores.shape.max_context_tokens, scores.protected_tokens
-    if limit is not None and context > limit:
-        raise InputError(
-            f"a context of {context} tokens is beyond the {limit} tokens of "
-            f"{scores.shape.model_id}; ask for a shorter one"
-        )
+    protected = scores.protected_tokens
+    scores.shape.check_context(context)
     if context <= protected:
         raise InputError(
             f"a context of {context} tokens leaves nothing to decide: sinks and window alone are "

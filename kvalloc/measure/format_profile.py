@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,8 @@ from kvalloc.measure.checkpoint import kept_work
 from kvalloc.measure.curves import check_finite
 from kvalloc.measure.engine_formats import gguf_order, round_trip
 from kvalloc.measure.job import Measured, Steps, measured_samples
-from kvalloc.measure.mini_prefill import begun_at, check_seen, layers_of, run_apart
+from kvalloc.measure.kl import Predictions
+from kvalloc.measure.mini_prefill import LayerInputs, check_seen
 from kvalloc.measure.sampling import SampleSet, choose_samples
 from kvalloc.models.attention import AttentionStates, Compute, intercept_attention
 from kvalloc.models.structure import evaluating, input_device
@@ -38,9 +38,6 @@ at least: on fewer they are chance, which a solver takes for worth."""
 RANDOM_MIXTURES = 6
 """Whole caches with a random pair of formats in each layer; in half of them some stay at 16
 bits."""
-
-_SMALLEST = -1e30
-"""In place of the log of 0, which no product with 0 bears."""
 
 
 def profile_formats(
@@ -236,18 +233,12 @@ class FormatProbe:
     ) -> None:
         self._model, self._names, self._shape = model, names, shape
         self._ids = torch.from_numpy(token_ids)[None].to(input_device(model))
-        self._layers, self._apart = layers_of(model), run_apart(model, states=True)
-        self._entering: dict[int, Tensor] = {}
-        self._seen: set[int] = set()
-        with ExitStack() as stack:
-            for index, layer in enumerate(self._layers if self._apart else ()):
-                hook = layer.register_forward_pre_hook(self._watch(index), with_kwargs=True)
-                stack.callback(hook.remove)
+        self._inputs, self._seen = LayerInputs(model), set[int]()
+        with self._inputs.recorded():
             logits = self._logits(None, {"input_ids": self._ids})
         storing = [index for index, one in enumerate(shape.by_layer) if one.kv_heads]
         check_seen(model, storing, self._seen)
-        self._full = _log_probabilities(logits)
-        self._weights, self._best = self._full.exp(), logits.argmax(dim=-1)
+        self._full = Predictions(logits)
 
     @torch.no_grad()
     def single(self, layer: int) -> dict[str, FloatArray]:
@@ -259,21 +250,14 @@ class FormatProbe:
             ``kls``: KL(unchanged || formats), nats, (2, n_formats, n_tokens); 0 if the layer stores
             no K and V.
         """
-        count = len(self._names)
-        kls = np.zeros((2, count, self._ids.shape[1]))
-        if not self._shape.by_layer[layer].kv_heads:
-            return {"kls": kls}
-        begun: AbstractContextManager[None] = nullcontext()
-        inputs = {"input_ids": self._ids}
-        if self._apart:
-            entering = self._entering[layer]
-            begun = begun_at(self._layers, layer, entering)
-            inputs = {"inputs_embeds": entering}
-        with begun:
-            for side, index in np.ndindex(2, count):
-                choices = np.full((self._shape.n_layers, 2), WHOLE)
-                choices[layer, side] = index
-                kls[side, index] = self._divergences(self._logits(choices, inputs))
+        kls = np.zeros((2, len(self._names), self._ids.shape[1]))
+        if self._shape.by_layer[layer].kv_heads:
+            with self._inputs.begun(layer, self._ids) as inputs:
+                for part, index in np.ndindex(*kls.shape[:2]):
+                    choices = np.full((self._shape.n_layers, 2), WHOLE)
+                    choices[layer, part] = index
+                    logits = self._logits(choices, inputs)
+                    kls[part, index] = self._full.divergences(logits).cpu().numpy()
         return {"kls": kls}
 
     @torch.no_grad()
@@ -291,30 +275,21 @@ class FormatProbe:
             ``kls``: nats, (n_mixtures, n_tokens). ``agrees``: 1 where the most likely next token is
             the same.
         """
-        kls, agrees = [], []
+        rows = []
         for choices in mixtures:
             logits = self._logits(choices, {"input_ids": self._ids})
-            kls.append(self._divergences(logits))
-            agrees.append((logits.argmax(dim=-1) == self._best).double().cpu().numpy())
-        return {"kls": np.stack(kls), "agrees": np.stack(agrees)}
-
-    def _divergences(self, logits: Tensor) -> FloatArray:
-        """Return the KL of each prediction.
-
-        As `kvalloc.measure.kl.row_divergences` does, at a quarter of its time: a short text costs
-        as much there as in the model.
-        """
-        terms = (self._full - _log_probabilities(logits)).mul_(self._weights)
-        return terms.sum(dim=-1).double().cpu().numpy()
+            rows.append((self._full.divergences(logits), self._full.agrees(logits).double()))
+        kls, agrees = (torch.stack(one).cpu().numpy() for one in zip(*rows, strict=True))
+        return {"kls": kls, "agrees": agrees}
 
     def _logits(self, choices: IntArray | None, inputs: dict[str, Tensor]) -> Tensor:
         """Return the logits of a forward in which attention sees K and V in chosen formats."""
 
         def handler(states: AttentionStates, compute: Compute) -> tuple[Tensor, Tensor | None]:
             self._seen.add(states.layer)
-            reads = self._shape.by_layer[states.layer].reads
-            layer = states.layer if reads is None else reads
-            key, value = (WHOLE, WHOLE) if choices is None else choices[layer].tolist()
+            key = value = WHOLE
+            if choices is not None:
+                key, value = choices[self._shape.source(states.layer)].tolist()
             keys, values = states.keys, states.values
             if key != WHOLE:
                 order = gguf_order(self._model, states.rotation, int(keys.shape[-1]))
@@ -326,13 +301,3 @@ class FormatProbe:
         with evaluating(self._model), intercept_attention(self._model, handler):
             logits: Tensor = self._model(**inputs, use_cache=False).logits[0]
         return logits
-
-    def _watch(self, index: int) -> Any:
-        def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._entering[index] = args[0] if args else kwargs["hidden_states"]
-
-        return hook
-
-
-def _log_probabilities(logits: Tensor) -> Tensor:
-    return logits.float().log_softmax(dim=-1).clamp_(min=_SMALLEST)

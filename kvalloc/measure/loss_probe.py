@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +18,8 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 
 from kvalloc.errors import InputError
-from kvalloc.measure.kl import row_divergences
-from kvalloc.measure.mini_prefill import begun_at, check_seen, layers_of, run_apart
+from kvalloc.measure.kl import Predictions
+from kvalloc.measure.mini_prefill import LayerInputs, check_seen
 from kvalloc.models.attention import AttentionStates, intercept_attention, latent_states
 from kvalloc.models.names import cache_keyword
 from kvalloc.models.structure import end_tokens, evaluating, input_device, text_config
@@ -109,12 +108,11 @@ class LossProbe:
             for ids in (sample.token_ids, sample.question_ids, sample.answer_ids)
         )
         self._model, self.prompt_ids = model, prompt
-        self._layers = layers_of(model)
+        self._inputs = LayerInputs(model)
         self._scorer, self._sinks, self._shape = scorer, sinks, shape
         self._unmeasured = max(0, question.numel() - 1)
         self.n_tokens = prompt.numel()
         self._cache: Any = DynamicCache(config=text_config(model))
-        self._apart = run_apart(model, states=True)
         self._states: dict[int, AttentionStates] = {}
         self.scores: dict[int, Tensor] = {}
         with torch.no_grad(), evaluating(model):
@@ -123,8 +121,9 @@ class LossProbe:
                 answer = self._written(logits, question, continuation_tokens)
             answer = answer[:continuation_tokens]
             self.continuation_ids = torch.cat([question, answer])
-            self._hidden, logits = self._watched()
-            self._log_probabilities = self._measured(logits[0]).float().log_softmax(dim=-1)
+            with self._inputs.recorded():
+                logits = self._run(self._first_states, input_ids=self.continuation_ids[None])
+            self._full = Predictions(self._measured(logits[0]))
 
     @property
     def n_measured(self) -> int:
@@ -174,19 +173,9 @@ class LossProbe:
         Tensor of float64, (n_variants, n_measured)
             Nats. Rounding may take a loss of nothing a little below 0.
         """
-        reduced = self._reduced(layer, keep, bits)
-
-        def attend(states: AttentionStates) -> Tensor:
-            return self._attend(states, reduced if self._source(states.layer) == layer else None)
-
-        begun: AbstractContextManager[None] = nullcontext()
-        inputs = {"input_ids": self.continuation_ids.expand(len(keep), -1)}
-        if self._apart:
-            entering = self._hidden[layer].expand(keep.shape[0], -1, -1)
-            begun, inputs = begun_at(self._layers, layer, entering), {"inputs_embeds": entering}
-        with begun:
-            logits = self._measured(self._run(attend, **inputs))
-            return row_divergences(self._log_probabilities, logits)
+        reduced = {layer: self._reduced(layer, keep, bits)}
+        with self._inputs.begun(layer, self.continuation_ids.expand(len(keep), -1)) as inputs:
+            return self._divergences(reduced, inputs)
 
     @torch.no_grad()
     def joint_losses(self, keep: Mapping[int, Tensor]) -> Tensor:
@@ -204,11 +193,17 @@ class LossProbe:
         """
         (n_variants,) = {len(variants) for variants in keep.values()}
         reduced = {layer: self._reduced(layer, one, None) for layer, one in keep.items()}
-        logits = self._run(
-            lambda states: self._attend(states, reduced.get(self._source(states.layer))),
-            input_ids=self.continuation_ids.expand(n_variants, -1),
+        return self._divergences(
+            reduced, {"input_ids": self.continuation_ids.expand(n_variants, -1)}
         )
-        return row_divergences(self._log_probabilities, self._measured(logits))
+
+    def _divergences(self, reduced: Mapping[int, Reduced], inputs: dict[str, Tensor]) -> Tensor:
+        """Return the losses of variants that see reduced entries in some layers."""
+
+        def attend(states: AttentionStates) -> Tensor:
+            return self._attend(states, reduced.get(self._shape.source(states.layer)))
+
+        return self._full.divergences(self._measured(self._run(attend, **inputs)))
 
     def _reduced(self, layer: int, keep: Tensor, bits: IntArray | None) -> Reduced:
         """Return the view of variants that keep these entries at these widths."""
@@ -284,7 +279,7 @@ class LossProbe:
                 output = output + offsets[states.layer]
             return output
 
-        probabilities = self._log_probabilities.exp().double().cpu()
+        probabilities = self._full.probabilities.double().cpu()
         generator = torch.Generator().manual_seed(seed)
         drawn = torch.multinomial(probabilities, n_draws, replacement=True, generator=generator)
         at = drawn.T.to(self.continuation_ids.device)
@@ -317,17 +312,12 @@ class LossProbe:
         check_seen(self._model, self._shape.full_layers, seen)
         return logits
 
-    def _source(self, layer: int) -> int:
-        """Return the layer whose entries a layer reads."""
-        reads = self._shape.by_layer[layer].reads
-        return layer if reads is None else reads
-
     def _entries(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return what a layer reads of the prompt, ``(n_kv_heads, n_tokens, dim)`` each.
 
         A sliding layer's are those of the last tokens.
         """
-        stored = self._cache.layers[self._source(layer)]
+        stored = self._cache.layers[self._shape.source(layer)]
         return stored.keys[0], stored.values[0]
 
     def _seen_as(self, layer: int, entries: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -352,28 +342,10 @@ class LossProbe:
             written.append(logits[0, -1].argmax())
         return torch.stack(written)
 
-    def _watched(self) -> tuple[dict[int, Tensor], Tensor]:
-        """Run the continuation with the full cache; store the states of each layer's attention.
-
-        Returns the hidden states that enter each layer, and the logits.
-        """
-        entering: dict[int, Tensor] = {}
-
-        def attend(states: AttentionStates) -> Tensor:
-            self._states[states.layer] = states
-            return self._attend(states, None)
-
-        def watch(index: int) -> Any:
-            def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                entering[index] = args[0] if args else kwargs["hidden_states"]
-
-            return hook
-
-        with ExitStack() as stack:
-            for index, layer in enumerate(self._layers):
-                handle = layer.register_forward_pre_hook(watch(index), with_kwargs=True)
-                stack.callback(handle.remove)
-            return entering, self._run(attend, input_ids=self.continuation_ids[None])
+    def _first_states(self, states: AttentionStates) -> Tensor:
+        """Store the states of a layer's attention with the full cache, and return its output."""
+        self._states[states.layer] = states
+        return self._attend(states, None)
 
     def _run(self, attend: Callable[[AttentionStates], Tensor], **inputs: Tensor) -> Tensor:
         """Return logits of tokens after the prompt; `attend` gives each layer's attention."""
@@ -424,7 +396,7 @@ class LossProbe:
         if reduced is not None and reduced.keys is not None and reduced.values is not None:
             keys, values = reduced.keys, reduced.values
         n_kv_heads, apart, stored, _ = keys.shape
-        layer = self._shape.by_layer[self._source(states.layer)]
+        layer = self._shape.by_layer[self._shape.source(states.layer)]
         queries = states.queries.reshape(variants, n_kv_heads, -1, n_new, head_dim)
         rows = queries.transpose(0, 1).reshape(n_kv_heads, apart, -1, head_dim)
         before = (rows @ keys.transpose(2, 3)).float() * states.scaling

@@ -188,6 +188,53 @@ def layers_of(model: Any) -> Any:
     return layers
 
 
+class LayerInputs:
+    """What enters each decoder layer in one forward, so that later forwards can begin at a layer.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+
+    Raises
+    ------
+    UnsupportedModelError
+        As `layers_of`.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._layers, self._apart = layers_of(model), run_apart(model, states=True)
+        self._entering: dict[Any, Tensor] = {}
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Record what enters the layers in a forward."""
+
+        def record(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._entering[layer] = args[0] if args else kwargs["hidden_states"]
+
+        with ExitStack() as stack:
+            for layer in self._layers if self._apart else ():
+                stack.callback(layer.register_forward_pre_hook(record, with_kwargs=True).remove)
+            yield
+
+    @contextmanager
+    def begun(self, layer: int, ids: Tensor) -> Iterator[dict[str, Tensor]]:
+        """Let forwards begin at a layer if each layer runs apart; yield their inputs.
+
+        Parameters
+        ----------
+        layer : int
+        ids : Tensor of int64, (n_rows, n_tokens)
+            Rows of the tokens of the recorded forward.
+        """
+        if not self._apart:
+            yield {"input_ids": ids}
+            return
+        hidden = self._entering[self._layers[layer]].expand(len(ids), -1, -1)
+        with begun_at(self._layers, layer, hidden):
+            yield {"inputs_embeds": hidden}
+
+
 @contextmanager
 def begun_at(layers: Any, begin: int, hidden: Tensor) -> Iterator[None]:
     """Let the decoder begin at one layer, with known hidden states."""

@@ -373,9 +373,4 @@ def _check_sizes(shape: ModelShape, context: int, sinks: int, window: int) -> No
             f"a context of {context} tokens leaves nothing to evict beside {sinks} sinks and a "
             f"window of {window}; choose at least {sinks + window + 1} tokens"
         )
-    limit = shape.max_context_tokens
-    if limit is not None and context > limit:
-        raise InputError(
-            f"a context of {context} tokens is beyond the {limit} tokens that {shape.model_id} "
-            f"was made for; choose at most {limit}"
-        )
+    shape.check_context(context)
