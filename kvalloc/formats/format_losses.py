@@ -113,10 +113,9 @@ class FormatLosses(ArrayRecord, FormatHeader):
         choices : array_like of int, (..., n_layers, 2)
             As the mixtures' `choices`.
         """
-        index = np.asarray(choices, dtype=np.int64)[..., None]
-        single = np.concatenate([self.losses, np.zeros_like(self.losses[..., :1])], axis=-1)
-        single = np.broadcast_to(single, (*index.shape[:-1], single.shape[-1]))
-        total: FloatArray = np.take_along_axis(single, index, axis=-1)[..., 0].sum(axis=(-1, -2))
+        single = np.pad(self.losses, ((0, 0), (0, 0), (0, 1)))  # 16 bits come last, and lose 0
+        layers, parts = np.ogrid[: len(single), :2]
+        total: FloatArray = single[layers, parts, np.asarray(choices)].sum(axis=(-1, -2))
         return total
 
     def predict(self, choices: npt.ArrayLike) -> Predicted:
@@ -137,10 +136,11 @@ class FormatLosses(ArrayRecord, FormatHeader):
 
     def predict_sums(self, sums: FloatArray) -> Predicted:
         """Return the same for sums of single losses, nats per token, ``(...)``."""
-        logs = np.log(np.maximum(sums, _SMALLEST))
-        found = [np.exp(self._fitted(name, logs)) * sums for name in Predicted._fields]
-        found[-1] = 1 - np.minimum(found[-1], 1)
-        return Predicted(*found)
+        first, slopes, low, high = self._fits_of_mixtures
+        logs = np.clip(np.log(np.maximum(sums, _SMALLEST)), low, high)
+        factors = np.exp(first + np.multiply.outer(logs, slopes))
+        mean, p99, p999, changed = np.moveaxis(factors, -1, 0) * sums
+        return Predicted(mean, p99, p999, 1 - np.minimum(changed, 1))
 
     @cached_property
     def model_error(self) -> float:
@@ -148,21 +148,19 @@ class FormatLosses(ArrayRecord, FormatHeader):
         predicted = np.maximum(self.predict(self.choices).mean, _SMALLEST)
         return float(np.exp(np.abs(np.log(np.maximum(self.mean, _SMALLEST) / predicted)).max()))
 
-    def _fitted(self, name: str, logs: FloatArray) -> FloatArray:
-        """Return the logarithm of a figure over the sum of single losses, by the mixtures' fit."""
-        measured = getattr(self, name)
-        measured = 1 - measured if name == "top1" else measured
-        at = self._mixture_logs
-        ratio = np.log(np.maximum(measured, _SMALLEST)) - at
-        slope, first = np.polyfit(at, ratio, 1) if np.ptp(at) > 0 else (0.0, ratio.mean())
-        fitted: FloatArray = first + slope * np.clip(logs, at.min(), at.max())
-        return fitted
-
     @cached_property
-    def _mixture_logs(self) -> FloatArray:
-        """Logarithm of the sum of single losses of each mixture."""
-        logs: FloatArray = np.log(np.maximum(self.sums(self.choices), _SMALLEST))
-        return logs
+    def _fits_of_mixtures(self) -> tuple[FloatArray, FloatArray, float, float]:
+        """Power laws of mean, 99%, 99.9% and changed tokens over the sum, and its range, as logs.
+
+        Their values at 1, and their exponents less 1.
+        """
+        logs = np.log(np.maximum(self.sums(self.choices), _SMALLEST))
+        figures = np.stack([self.mean, self.p99, self.p999, 1 - self.top1], axis=-1)
+        ratios = np.log(np.maximum(figures, _SMALLEST)) - logs[:, None]
+        slopes, first = np.zeros(ratios.shape[1]), ratios.mean(axis=0)
+        if np.ptp(logs) > 0:
+            slopes, first = np.polyfit(logs, ratios, 1)
+        return first, slopes, float(logs.min()), float(logs.max())
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
