@@ -11,8 +11,7 @@ from kvalloc.accounting.engine_formats import FORMATS
 from kvalloc.allocation.engine_choice import TARGETS, choose, read_target
 from kvalloc.allocation.request import RequestOptions, Target
 from kvalloc.cli.options import LoadOptions, SolverOptions, takes
-from kvalloc.cli.output import note, print_result
-from kvalloc.cli.progress import ProgressBar, load
+from kvalloc.cli.output import ProgressBar, note, print_result
 from kvalloc.errors import KVAllocError
 from kvalloc.files import make_folder
 from kvalloc.formats.format_losses import FormatLosses
@@ -132,7 +131,7 @@ def _losses(options: AdviseOptions) -> FormatLosses:
     from kvalloc.measure.format_profile import CONTEXT_TOKENS, profile_formats
     from kvalloc.models.loading import shape_of
 
-    loaded = load(options.model, options)
+    loaded = options.load(options.model)
     shape = shape_of(loaded.model)
     if (source := find_formats(shape)) is not None:
         note(f"measured before: {source}")

@@ -15,8 +15,7 @@ import numpy as np
 
 from kvalloc.allocation.request import TARGETS, RequestOptions
 from kvalloc.cli.options import FittedOptions, LoadOptions, ModelArgument
-from kvalloc.cli.output import is_verbose, note, wants_json
-from kvalloc.cli.progress import ProgressBar, load
+from kvalloc.cli.output import ProgressBar, is_verbose, note, wants_json
 from kvalloc.errors import InputError, option
 from kvalloc.files import check_writable
 from kvalloc.models.names import cache_keyword
@@ -233,7 +232,7 @@ class Conversation:
         names = ("policy", "decode_every", "allow_other_model", "fitted")
         reduction = CacheOptions(**{name: getattr(options, name) for name in names})
         decision = decision_of(options.profile, reduction, **target, solver=options.solver)
-        loaded = load(options.model, options)
+        loaded = options.load(options.model)
         if options.profile is not None:
             decision.cache(loaded.model)  # of another model it is refused before all reading
 

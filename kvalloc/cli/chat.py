@@ -17,8 +17,7 @@ import typer
 from kvalloc.allocation.request import RequestOptions
 from kvalloc.cli.answers import OF_A_PROMPT, Conversation, PromptOptions, check_text
 from kvalloc.cli.options import takes
-from kvalloc.cli.output import is_quiet, note, print_json, wants_json
-from kvalloc.cli.progress import ProgressBar, load
+from kvalloc.cli.output import ProgressBar, is_quiet, note, print_json, wants_json
 from kvalloc.errors import InputError, plain
 from kvalloc.formats.saved_cache import SavedCacheHeader
 from kvalloc.online.conflicts import given_names
@@ -136,7 +135,7 @@ def _with_saved(path: Path, options: ChatOptions, questions: Sequence[str]) -> C
             f"{path} holds {dtype} entries, and --dtype is {options.dtype}; leave out --dtype, or "
             "read the document again"
         )
-    loaded = load(options.model, replace(options, dtype=dtype))
+    loaded = replace(options, dtype=dtype).load(options.model)
     from kvalloc.extensions.saved import filled_cache
 
     start = time.perf_counter()
@@ -167,9 +166,8 @@ def _with_documents(
 ) -> Conversation:
     """Take documents from files, to be put in front of each question, or of the first turn."""
     headers = [SavedCacheHeader.read(path)[0] for path in paths]  # before the model is loaded
-    loaded = load(
-        options.model, replace(options, **{"dtype": headers[0].dtype, **options.keywords})
-    )
+    loading = replace(options, **{"dtype": headers[0].dtype, **options.keywords})
+    loaded = loading.load(options.model)
     from kvalloc.extensions.documents import blend
 
     def put(question: Sequence[int]) -> Any:

@@ -10,8 +10,7 @@ from kvalloc.allocation.decision import Attempt
 from kvalloc.allocation.decision import compare as decide
 from kvalloc.allocation.request import Request, RequestOptions
 from kvalloc.cli.options import SOLVING, ScoresArgument, SolverOptions, takes
-from kvalloc.cli.output import note, print_result
-from kvalloc.cli.progress import ProgressBar
+from kvalloc.cli.output import ProgressBar, note, print_result
 from kvalloc.cli.solve import decision_facts
 from kvalloc.report import wording
 from kvalloc.report.terminal import field_lines, table_text

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from kvalloc.cli.options import EngineOptions, FittedOptions, ModelArgument, takes
-from kvalloc.cli.output import note, print_result
-from kvalloc.cli.progress import ProgressBar, running
+from kvalloc.cli.output import ProgressBar, note, print_result
 from kvalloc.errors import InputError, several
 from kvalloc.files import check_writable
 from kvalloc.formats.budget_profile import BudgetProfile
@@ -143,7 +142,7 @@ def eval(options: EvalOptions) -> None:
     peers = read_peers(options.peer, profiles.values())
     tasks = _tasks(options)
     context = options.context or DEFAULT_CONTEXT
-    with running(options.model, options) as loaded:
+    with options.running(options.model) as loaded:
         engine, tokenizer = engine_of(loaded.model), loaded.tokenizer
         shape = engine.facts(loaded.model_id).shape
         work = CaseWork(tokenizer, partial(_methods, profiles, options, peers, tokenizer))

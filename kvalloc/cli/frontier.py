@@ -11,8 +11,7 @@ from kvalloc.allocation.frontier import Frontier, FrontierPoint
 from kvalloc.allocation.frontier import frontier as trace
 from kvalloc.allocation.request import TARGETS, Request, RequestOptions
 from kvalloc.cli.options import ScoresArgument, SolverOptions, takes
-from kvalloc.cli.output import note, print_result
-from kvalloc.cli.progress import ProgressBar
+from kvalloc.cli.output import ProgressBar, note, print_result
 from kvalloc.report.terminal import bar, can_print_bars, number_text, table_text
 from kvalloc.report.wording import LOSS_NOTE, small_amount, value_heading
 from kvalloc.units import Option, duration, gap_text, size

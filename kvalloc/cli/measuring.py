@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from kvalloc.cli.options import EngineOptions, ModelArgument
-from kvalloc.cli.output import note
-from kvalloc.cli.progress import ProgressBar, running
+from kvalloc.cli.output import ProgressBar, note
 from kvalloc.errors import InputError, option
 from kvalloc.formats.shipped_profiles import fitted_file
 from kvalloc.measure.checkpoint import check_output
@@ -114,7 +113,7 @@ def measure(
     elif about := {"question_at", "lengths"} & given_names(vars(options)):
         raise InputError(f"{option(max(about))} is about prompts that --tasks makes; add --tasks")
     start = time.perf_counter()
-    with running(options.model, options) as loaded:
+    with options.running(options.model) as loaded:
         if tasks is not None:
             texts = make(loaded.tokenizer)
             arguments["samples"] = len(texts)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from math import inf
 from pathlib import Path
@@ -15,8 +18,8 @@ from typing import Annotated, Any, Literal, Unpack, get_args, get_origin, get_ty
 import typer
 from typer.core import TyperCommand
 
-from kvalloc.cli.output import Printing, printing
-from kvalloc.errors import InputError
+from kvalloc.cli.output import Printing, ProgressBar, is_verbose, note, printing
+from kvalloc.errors import InputError, option
 from kvalloc.units import Option, field_texts
 
 SOLVING, MODEL, ENGINE = "Solver", "Model", "Where it runs"
@@ -77,7 +80,7 @@ class FittedOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """How a model is loaded; see `kvalloc.cli.progress.load`."""
+    """How a model is loaded."""
 
     dtype: Annotated[str | None, Option("NAME", MODEL)] = None
     """Of weights and cache: float32, bfloat16 or float16; float32 by default."""
@@ -91,10 +94,27 @@ class LoadOptions:
         typed = {"dtype": self.dtype, "device": self.device}
         return {name: value for name, value in typed.items() if value is not None}
 
+    def load(self, model: str) -> Any:
+        """Load the model that the user named, with a note where loading takes long.
+
+        Returns
+        -------
+        kvalloc.models.loading.LoadedModel
+
+        Raises
+        ------
+        KVAllocError
+            If it cannot be had, or not in this dtype or on this device.
+        """
+        from kvalloc.models.loading import load_model
+
+        with ProgressBar(f"loading {model}"):
+            return load_model(model, notify=note, **self.keywords)
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions(LoadOptions):
-    """Where a model runs; see `kvalloc.cli.progress.running`."""
+    """Where a model runs."""
 
     engine: Annotated[Literal["local", "ray"], Option("", ENGINE)] = "local"
     """In this process, or in workers of a Ray cluster that load the model each."""
@@ -107,6 +127,41 @@ class EngineOptions(LoadOptions):
 
     threads: Annotated[int | None, Option("N", ENGINE, least=1)] = None
     """CPU threads, with ray of each worker. The same number gives the same bits everywhere."""
+
+    @contextmanager
+    def running(self, model: str) -> Iterator[Any]:
+        """Yield the model that the user named where it is to run; inside, stdout prints nothing.
+
+        Raises
+        ------
+        KVAllocError
+            As `load`; or if there is no such engine, or it cannot be used.
+        """
+        if self.engine == "local":
+            if about := [one for one in ("address", "workers") if getattr(self, one) is not None]:
+                raise InputError(
+                    f"{option(about[0])} goes with {option('engine', 'ray')}; add that"
+                )
+            if self.threads is not None:
+                import torch
+
+                torch.set_num_threads(self.threads)
+            yield self.load(model)
+            return
+        from kvalloc.engine.ray import RayEngine
+        from kvalloc.models.loading import LoadedModel, ModelSource
+
+        source = ModelSource(source=model, **self.keywords)
+        tokenizer, model_id = source.tokenizer(note)
+        placing = {name: getattr(self, name) for name in ("address", "workers", "threads")}
+        workers = RayEngine(source=source, log=is_verbose(), **placing)
+        with ExitStack() as stack:
+            # Ray tells of workers that died on stdout, where a command's result belongs
+            sink = sys.stderr if is_verbose() else stack.enter_context(open(os.devnull, "w"))
+            stack.enter_context(redirect_stdout(sink))
+            with ProgressBar(f"loading {model} in workers"):
+                stack.enter_context(workers)
+            yield LoadedModel(model=workers, tokenizer=tokenizer, model_id=model_id)
 
 
 HELP_ALL = "--help-all"

@@ -1,4 +1,4 @@
-"""What commands print: JSON and results on stdout, everything else on stderr."""
+"""What commands print: JSON and results on stdout, all else, such as progress, on stderr."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import json
 import logging
 import sys
 import textwrap
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, is_dataclass
+from datetime import timedelta
 from pathlib import Path
+from time import monotonic
 from typing import Annotated, Any
 
 from kvalloc.errors import InputError, plain
 from kvalloc.report.terminal import field_lines, terminal_width
-from kvalloc.units import Option
+from kvalloc.units import Option, duration
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,3 +137,79 @@ def note(message: str) -> None:
         lines = textwrap.wrap(plain(message), terminal_width(), break_on_hyphens=False)
         text = "\n".join(lines) if sys.stderr.isatty() else plain(message)
         print(text, file=sys.stderr, flush=True)
+
+
+_LOG = logging.getLogger(__name__)
+
+PATIENCE_SECONDS = 2.0
+"""Shorter work is not announced."""
+
+LINE_EVERY_SECONDS = 30.0
+"""How often a log, which is not a terminal, gets a line."""
+
+
+class ProgressBar:
+    """A bar on stderr for work that takes long, with the time left where its steps are counted.
+
+    Where stderr is not a terminal, counted work prints a line now and then.
+
+    Parameters
+    ----------
+    text : str
+        Name of the work.
+    unit : str
+        Name of a step; empty if none are counted.
+
+    Examples
+    --------
+    >>> with ProgressBar("profiling", unit="layers") as progress:
+    ...     progress(1, 2)
+    """
+
+    def __init__(self, text: str, *, unit: str = "") -> None:
+        self._text, self._unit = text, unit
+        self._bar: Any = None
+        self._first: tuple[float, int] | None = None
+
+    def __enter__(self) -> ProgressBar:
+        self._begun = self._last_line = monotonic()
+        self._timer = threading.Timer(PATIENCE_SECONDS, self._show)
+        self._timer.daemon = True
+        if sys.stderr.isatty() and not (is_quiet() or is_verbose()):
+            self._timer.start()
+        return self
+
+    def _show(self) -> None:
+        """Show the bar; rich is imported here, since most work is over before."""
+        from rich import progress as of
+        from rich.console import Console
+
+        columns: list[Any] = [of.SpinnerColumn(), "{task.description}", of.TimeElapsedColumn()]
+        if self._unit:
+            columns[2:2] = of.BarColumn(bar_width=None), of.MofNCompleteColumn(), self._unit
+            columns += ["left", of.TimeRemainingColumn()]
+        self._bar = of.Progress(*columns, console=Console(stderr=True), transient=True, expand=True)
+        self._bar.add_task(self._text, total=None)
+        self._bar.start()
+
+    def __exit__(self, *error: object) -> None:
+        self._timer.cancel()
+        if self._timer.is_alive():
+            self._timer.join()  # it may be about to show the bar
+        if self._bar is not None:
+            self._bar.stop()
+        _LOG.info("%s took %s", self._text, duration(monotonic() - self._begun))
+
+    def __call__(self, done: int, total: int) -> None:
+        """Show how much is done."""
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=done, total=total)
+        now = monotonic()
+        begun, first_done = self._first = self._first or (now, done)
+        if sys.stderr.isatty() or done == total or now - self._last_line < LINE_EVERY_SECONDS:
+            return
+        self._last_line, left = now, ""
+        if done > first_done:
+            seconds = (now - begun) / (done - first_done) * (total - done)
+            left = f", about {timedelta(seconds=round(seconds))} left"
+        note(f"{self._text}: {done} of {total} {self._unit}{left}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 from kvalloc.cli.options import MODEL, FittedOptions, LoadOptions, ModelArgument, takes
-from kvalloc.cli.output import print_result
+from kvalloc.cli.output import ProgressBar, print_result
 from kvalloc.report.terminal import table_text
 from kvalloc.units import Option, size
 
@@ -52,12 +52,11 @@ def plan(options: PlanOptions) -> None:
     kvalloc plan ./my-model --memory 40GiB --prompt 30000 --answer 500 --dtype bfloat16 \
         --device h100
     """
-    from kvalloc.cli.progress import ProgressBar, load
     from kvalloc.measure.step_times import DEVICES
     from kvalloc.online.planning import plan_batch
 
     named = options.device if options.device in DEVICES else None
-    loaded = load(options.model, replace(options, device=None) if named else options)
+    loaded = (replace(options, device=None) if named else options).load(options.model)
     with ProgressBar("measuring steps"):
         planned = plan_batch(
             loaded.model,

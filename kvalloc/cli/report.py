@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from kvalloc.cli.options import takes
-from kvalloc.cli.output import print_result
-from kvalloc.cli.progress import ProgressBar
+from kvalloc.cli.output import ProgressBar, print_result
 from kvalloc.report.figure import plot
 from kvalloc.report.page import write_report
 from kvalloc.units import Option, size

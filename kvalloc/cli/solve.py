@@ -14,8 +14,7 @@ from kvalloc.allocation.formulation import PosedRequest
 from kvalloc.allocation.pool import solve_pool
 from kvalloc.allocation.request import Request, RequestOptions
 from kvalloc.cli.options import LoadOptions, SolverOptions, takes
-from kvalloc.cli.output import note, print_result, wants_json
-from kvalloc.cli.progress import ProgressBar, load
+from kvalloc.cli.output import ProgressBar, note, print_result, wants_json
 from kvalloc.errors import InputError, option
 from kvalloc.files import check_writable, make_folder
 from kvalloc.formats.budget_profile import BudgetProfile
@@ -220,7 +219,7 @@ def _measured(
     prompts = [prompt for file in files for prompt in read_prompts(file)] or None
     if output is not None:
         check_output(output, resume=options.resume)
-    loaded = load(options.measure or "", options)
+    loaded = options.load(options.measure or "")
     with ProgressBar("measuring", unit="prompts") as progress:
         return solve_measured(
             scores,

@@ -5,7 +5,7 @@ import shlex
 
 from cli_tools import generate_arguments, refused, run
 
-from kvalloc.cli.progress import ProgressBar
+from kvalloc.cli.output import ProgressBar
 
 
 def test_a_fitted_model_is_found_by_itself(models, folder, fitted_here, monkeypatch):

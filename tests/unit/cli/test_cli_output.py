@@ -9,7 +9,7 @@ from cli_tools import Terminal
 
 from kvalloc.cli import output
 from kvalloc.cli.main import main
-from kvalloc.cli.progress import LINE_EVERY_SECONDS, ProgressBar
+from kvalloc.cli.output import LINE_EVERY_SECONDS, ProgressBar
 from kvalloc.report.terminal import table_text
 
 
@@ -84,7 +84,7 @@ def test_a_log_gets_a_line_now_and_then(monkeypatch):
     log = io.StringIO()
     monkeypatch.setattr(sys, "stderr", log)
     now = iter([0.0, 0.0, 1.0, LINE_EVERY_SECONDS + 1, LINE_EVERY_SECONDS + 2, 200.0, 201.0])
-    monkeypatch.setattr("kvalloc.cli.progress.monotonic", lambda: next(now))
+    monkeypatch.setattr("kvalloc.cli.output.monotonic", lambda: next(now))
     with ProgressBar("measuring", unit="layers") as progress:
         for done in (0, 1, 31, 32, 100):
             progress(done, 100)
@@ -100,7 +100,7 @@ def wait_for(terminal, text):
 
 def test_a_terminal_gets_a_bar_with_the_time_left_unless_quiet(monkeypatch):
     terminal = in_terminal(monkeypatch)
-    monkeypatch.setattr("kvalloc.cli.progress.PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr("kvalloc.cli.output.PATIENCE_SECONDS", 0.0)
     with (
         output.printing(output.Printing(quiet=True)),
         ProgressBar("x", unit="layers") as progress,
@@ -119,6 +119,6 @@ def test_a_spinner_shows_only_when_it_takes_long(monkeypatch):
     with ProgressBar("soon over"):
         pass
     assert terminal.getvalue() == ""
-    monkeypatch.setattr("kvalloc.cli.progress.PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr("kvalloc.cli.output.PATIENCE_SECONDS", 0.0)
     with ProgressBar("takes long"):
         wait_for(terminal, "takes long")
