@@ -50,7 +50,7 @@ from kvalloc.allocation.verification import limits_of, price_at, solve_problem
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.measure.curves import rank_grid
 from kvalloc.problem import Aggregate, AllocationProblem, GroupCap, Sense
-from kvalloc.problem.constraints import MaxDistinct
+from kvalloc.problem.arrays import MaxDistinct
 from kvalloc.problem.registry import get_solver
 
 SHARE, RETENTION, POINTS = 0.2, 0.9, 100

@@ -16,7 +16,7 @@ import torch
 from _common import InTurns, Row, in_turns, ratio_of, spread_of
 
 import kvalloc
-from kvalloc.evaluate.caches import stored_bytes
+from kvalloc.evaluate.methods import stored_bytes
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.runtime.attention import cpu
 

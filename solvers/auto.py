@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple
 
 from kvalloc.errors import SolverError
 from kvalloc.problem import Aggregate, AllocationProblem, GroupCap, SideConstraint
-from kvalloc.problem.constraints import EVERY_KIND
+from kvalloc.problem.arrays import EVERY_KIND
 from kvalloc.problem.registry import get_solver
 from kvalloc.problem.solver import Solution, Solver, deadline_after
 

@@ -17,7 +17,7 @@ from kvalloc.problem import (
     Solver,
     bound_at,
 )
-from kvalloc.problem.constraints import MODEL, cap_tree
+from kvalloc.problem.arrays import MODEL, cap_tree
 from kvalloc.solvers._thresholds import greedy_choice, largest_gains
 
 SHOWN_CAPS = 5

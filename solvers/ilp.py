@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from kvalloc.errors import InfeasibleError, InputError, SolverError
 from kvalloc.problem import Aggregate, AllocationProblem, SideConstraint
-from kvalloc.problem.constraints import EVERY_KIND
+from kvalloc.problem.arrays import EVERY_KIND
 from kvalloc.problem.solver import Solution
 from kvalloc.solvers._coarse import ByParts
 from kvalloc.solvers._ilp_program import BACKENDS

@@ -8,7 +8,7 @@ import numpy as np
 
 from kvalloc.accounting import IntArray
 from kvalloc.problem import Aggregate, AllocationProblem, SideConstraint
-from kvalloc.problem.constraints import EVERY_KIND
+from kvalloc.problem.arrays import EVERY_KIND
 from kvalloc.solvers._rules import Rule, SharingRule
 
 

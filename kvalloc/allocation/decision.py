@@ -1,4 +1,4 @@
-"""From a score profile and a target to a budget profile: solve and verify."""
+"""From a score profile and a target to a budget profile: solve, verify, and foresee its loss."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, Literal, Unpack
 import numpy as np
 
 from kvalloc.accounting import IntArray
-from kvalloc.accounting.costs import constant_entries
+from kvalloc.accounting.costs import WIDTHS, constant_entries
 from kvalloc.accounting.rounding import apportion
 from kvalloc.allocation.formulation import PosedRequest, choose_objective
 from kvalloc.allocation.infeasibility import advise
@@ -31,7 +31,7 @@ from kvalloc.errors import InfeasibleError, InputError, KVAllocError, SolverErro
 from kvalloc.files import provenance
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.score_profile import ScoreProfile
-from kvalloc.formats.shipped_profiles import load_scores
+from kvalloc.formats.shipped_profiles import find_fitted, load_fitted, load_scores, while_unchanged
 from kvalloc.problem import Solution, Solver, Termination
 from kvalloc.problem.registry import get_solver, options_of, solver_names
 from kvalloc.units import keywords_of
@@ -383,3 +383,54 @@ def _average_allocations(
     detail = f"mean of the budgets of {n_samples} samples, each by {answer.decided_by}"
     mean = Solution.of(problem, choice, detail=detail)
     return checked(problem, mean, answer.decided_by, time.perf_counter() - start)
+
+
+def loss_outlook(profile: BudgetProfile) -> str:
+    """Return one line on the loss of budgets that were decided by retention.
+
+    The fitted file of the model predicts it: the sum of single losses at these budgets, times the
+    model error. Beside it stands the least that is predicted for the same bytes.
+
+    Parameters
+    ----------
+    profile : BudgetProfile
+
+    Returns
+    -------
+    str
+        Without a fitted file, the command that finds it out; empty if the profile states a loss or
+        was not decided by retention.
+    """
+    if profile.retention is None or profile.predicted_loss is not None:
+        return ""
+    unknown = "retention does not tell what answers lose"
+    if (file := find_fitted(profile.shape)) is None:
+        return f"{unknown}: run 'kvalloc fit {profile.shape.model_id}' once to know"
+    share = min(profile.share, 1.0)
+    try:
+        lost, best = _predicted_losses(file, profile, share)
+    except KVAllocError as error:  # a length or a share that its curves do not cover
+        return f"{unknown}, nor does {file}: {error}"
+    if lost is None or best is None:
+        return f"{unknown}, and these budgets are below the curves of {file}"
+    return (
+        f"predicted to lose {lost:.2g} nats a token; {option('budget', f'{share:.1%}')} could lose "
+        f"{best:.2g} in the same bytes (curves of {file})"
+    )
+
+
+@while_unchanged(maxsize=16)
+def _predicted_losses(
+    file: str, profile: BudgetProfile, share: float
+) -> tuple[float | None, float | None]:
+    """Return the predicted loss of budgets, and of the best ones in their bytes."""
+    scores, widths = load_fitted(file).scores, sorted({*WIDTHS} - {16})
+    request = Request.parse(
+        budget=share, context=profile.context_tokens, level="head", objective="loss", bits=widths
+    )
+    posed = PosedRequest(scores=scores, request=request)
+    lost = posed.predicted_loss(profile.budgets, profile.bits)
+    best = decide(posed, get_solver("lagrangian"), priced=False)
+    if lost is not None:
+        lost *= scores.error_at(share) or 1.0
+    return lost, best.expected_loss

@@ -24,7 +24,7 @@ from kvalloc.errors import InfeasibleError, InputError, command, one_of, option
 from kvalloc.formats.engine_choice import EngineChoice, EngineSetting
 from kvalloc.formats.format_losses import FormatLosses, Predicted
 from kvalloc.problem import AllocationProblem, Solver
-from kvalloc.problem.dominance import undominated
+from kvalloc.problem.arrays import undominated
 from kvalloc.problem.registry import get_solver
 from kvalloc.shape import WINDOWED
 from kvalloc.units import bytes_text, parse_fraction, size

@@ -20,8 +20,7 @@ from kvalloc.errors import InfeasibleError, InputError, command, option
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.score_profile import ScoreProfile, interpolate_curves
 from kvalloc.problem import Aggregate, AllocationProblem, GroupCap, SideConstraint, Solver
-from kvalloc.problem.constraints import MaxDistinct
-from kvalloc.problem.dominance import undominated
+from kvalloc.problem.arrays import MaxDistinct, undominated
 from kvalloc.prompts.intervals import interval
 
 EVEN_OPTIONS = 256

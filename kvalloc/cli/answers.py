@@ -343,7 +343,7 @@ class Conversation:
         import torch
         from transformers import TextStreamer
 
-        from kvalloc.evaluate.caches import end_tokens
+        from kvalloc.evaluate.methods import end_tokens
         from kvalloc.extensions.answering import answer
         from kvalloc.models.pretrained import quiet_transformers
 

@@ -13,8 +13,7 @@ import numpy as np
 from kvalloc.accounting import FloatArray
 from kvalloc.engine.contract import Advance, Engine, Failed, engine_of, none_failed
 from kvalloc.errors import InputError, SampleError
-from kvalloc.evaluate.caches import end_tokens
-from kvalloc.evaluate.methods import Answer, Compressed, answer_greedily, full_cache
+from kvalloc.evaluate.methods import Answer, Compressed, answer_greedily, end_tokens, full_cache
 from kvalloc.measure.job import Steps
 from kvalloc.measure.kl import divergence
 from kvalloc.prompts.cases import POSITIONS

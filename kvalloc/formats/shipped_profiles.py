@@ -15,12 +15,11 @@ from kvalloc.errors import InputError, ModelMismatchError, ProfileFileError, nea
 from kvalloc.files import cache_folder, near_file
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.evaluation import Evaluation
-from kvalloc.formats.fitted import FittedModel
+from kvalloc.formats.fitted import FittedModel, FittedSurrogate
 from kvalloc.formats.format_losses import FormatLosses
 from kvalloc.formats.hub import local_file, on_hub
 from kvalloc.formats.record import kind_of, require_kind
 from kvalloc.formats.score_profile import ScoreProfile
-from kvalloc.formats.surrogate import FittedSurrogate
 from kvalloc.shape import ModelShape
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -14,8 +14,7 @@ from kvalloc.accounting.costs import BIT_WIDTHS
 from kvalloc.accounting.costs import stored_bytes as packed_bytes
 from kvalloc.accounting.stored import bytes_at_16_bits
 from kvalloc.errors import InputError, MissingDependencyError, nearest, option
-from kvalloc.evaluate.caches import MakeCache, needed_bytes, next_logits, stored_bytes
-from kvalloc.evaluate.methods import Compressed
+from kvalloc.evaluate.methods import Compressed, MakeCache, needed_bytes, next_logits, stored_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,8 +15,7 @@ from functools import partial
 from typing import Any
 
 from kvalloc.errors import InputError, MissingDependencyError
-from kvalloc.evaluate.caches import end_tokens, next_logits
-from kvalloc.evaluate.methods import CacheMethod, full_cache
+from kvalloc.evaluate.methods import CacheMethod, end_tokens, full_cache, next_logits
 from kvalloc.models.names import generation_argument
 from kvalloc.models.structure import input_device
 from kvalloc.prompts.chat import encode

@@ -17,8 +17,15 @@ from kvalloc.files import provenance
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.measure.checkpoint import Checkpoint, kept_work
 from kvalloc.measure.curves import check_finite, checked_widths, on_grid, retention_curves
-from kvalloc.measure.job import Job, Measured, Steps, measured_samples
-from kvalloc.measure.loss_plan import LossLevel, LossMethod, LossPlan
+from kvalloc.measure.job import (
+    Job,
+    LossLevel,
+    LossMethod,
+    LossPlan,
+    Measured,
+    Steps,
+    measured_samples,
+)
 from kvalloc.measure.mini_prefill import mini_prefill
 from kvalloc.measure.sampling import Sample, SampleSet, choose_samples, read_shard
 from kvalloc.models.loading import require_run_packages

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvalloc.accounting import IntArray
-from kvalloc.allocation.outlook import loss_outlook
+from kvalloc.allocation.decision import loss_outlook
 from kvalloc.allocation.request import RequestOptions
 from kvalloc.errors import (
     InputError,

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from kvalloc.accounting import BoolArray, FloatArray, IntArray
 from kvalloc.accounting.costs import MOST_BYTES
-from kvalloc.errors import InfeasibleError, InputError
+from kvalloc.errors import InfeasibleError, InputError, SolverError
 
 VALUE_TOLERANCE = 1e-12
 """Values this close are equal: what summing a few thousand float64 terms may lose."""
@@ -586,3 +586,113 @@ def _rows_are_concave(rows: FloatArray, first: FloatArray, second: FloatArray) -
     falling = np.minimum.accumulate(coarse, axis=1)
     rises = np.maximum((coarse - falling).sum(axis=1), -falling[:, -1] * coarse.shape[1])
     return bool(rises.max() <= CONCAVE_TOLERANCE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaxDistinct(SideConstraint):
+    """A limit on the number of different budgets in the whole model.
+
+    Attributes
+    ----------
+    most : int
+        Number of different budgets in tokens, at least 1.
+    """
+
+    keyword: ClassVar[str] = "max_distinct"
+    compares_tokens: ClassVar[bool] = True
+
+    most: int
+
+    def __post_init__(self) -> None:
+        if self.most < 1:
+            raise InputError(f"at most {self.most} different budgets is not possible; ask for 1")
+
+    def stated(self) -> tuple[str, str]:
+        """See the base class."""
+        return "different budgets", f"at most {self.most}"
+
+    def fault(self, problem: AllocationProblem, choice: IntArray) -> str | None:
+        """See the base class."""
+        distinct = np.unique(problem.chosen_tokens(choice)).size
+        if distinct > self.most:
+            return f"{distinct} different budgets, at most {self.most} are allowed"
+        return None
+
+
+MODEL = "model"
+"""The root of a tree of caps."""
+
+EVERY_KIND: frozenset[type[SideConstraint]] = frozenset({GroupCap, MaxDistinct})
+"""All kinds of side constraints that kvalloc itself has."""
+
+
+def cap_tree(caps: Sequence[GroupCap]) -> Any:
+    """Return the tree of some caps: each hangs on the smallest cap around it.
+
+    Returns
+    -------
+    networkx.DiGraph
+        From `MODEL` through each cap, named by its place, outermost first.
+
+    Raises
+    ------
+    SolverError
+        If two caps overlap and neither is inside the other; names them.
+    """
+    import networkx as nx
+
+    inner: dict[int, int | str] = {}  # the innermost cap of each unit so far
+    tree = nx.DiGraph()
+    tree.add_node(MODEL)
+    for place in sorted(range(len(caps)), key=lambda at: -len(caps[at].units)):
+        cap, around = caps[place], {inner.get(unit, MODEL) for unit in caps[place].units}
+        if len(around) > 1:
+            outer = (caps[at] for at in around if isinstance(at, int))
+            other = next(one for one in outer if not {*cap.units} <= {*one.units})
+            raise SolverError(
+                f"flow needs caps that nest, and {other.name} and {cap.name} overlap; use "
+                "lagrangian or ilp"
+            )
+        tree.add_edges_from((outer, place) for outer in around)
+        inner |= dict.fromkeys(cap.units, place)
+    return tree
+
+
+def undominated(values: FloatArray, costs: IntArray) -> tuple[IntArray, IntArray]:
+    """Return each unit's options by rising cost, each worth more than all cheaper ones.
+
+    An option that costs as much as another or more and is worth no more is dropped. A choice with
+    it can be changed to the other at no loss. So neither the most value within a capacity (a cap)
+    nor the least cost for a target changes. A limit on the number of different budgets would change
+    them, so it does not go with bits.
+
+    Parameters
+    ----------
+    values : ndarray of float64, (n_units, n_options)
+        What each option is worth to each unit.
+    costs : ndarray of int64, (n_options,)
+        Of the options, which all units share, in any order.
+
+    Returns
+    -------
+    options : ndarray of int64, (n_units, n_kept)
+        Which are left, padded with the last one.
+    counts : ndarray of int64, (n_units,)
+        How many each unit has.
+
+    Examples
+    --------
+    >>> options, counts = undominated(np.array([[0.5, 0.4, 1.0]]), np.array([4, 5, 8]))
+    >>> options.tolist(), counts.tolist()
+    ([[0, 2]], [2])
+    """
+    rows = []
+    for worth in values:
+        order = np.lexsort((-worth, costs))  # of one cost, the best first
+        reached = np.maximum.accumulate(worth[order])
+        better = np.ones(order.size, dtype=np.bool_)
+        better[1:] = worth[order][1:] > reached[:-1]
+        rows.append(order[better])
+    counts = np.array([row.size for row in rows], dtype=np.int64)
+    kept = [np.pad(row, (0, int(counts.max()) - row.size), mode="edge") for row in rows]
+    return np.array(kept), counts

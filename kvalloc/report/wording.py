@@ -10,7 +10,7 @@ import numpy as np
 
 from kvalloc.accounting.costs import BIT_WIDTHS
 from kvalloc.accounting.engine_formats import FORMATS
-from kvalloc.allocation.outlook import loss_outlook
+from kvalloc.allocation.decision import loss_outlook
 from kvalloc.allocation.request import Request
 from kvalloc.errors import SolverError
 from kvalloc.formats.fitted import FittedModel

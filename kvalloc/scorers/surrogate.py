@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvalloc.errors import InputError, UnsupportedRequestError, option
+from kvalloc.formats.fitted import FittedSurrogate
 from kvalloc.formats.shipped_profiles import load_surrogate
-from kvalloc.formats.surrogate import FittedSurrogate
 from kvalloc.models.attention import AttentionStates
 from kvalloc.models.rope import Rotation, known_rotation, rotate
 from kvalloc.scorers.base import Scorer

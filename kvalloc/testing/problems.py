@@ -10,7 +10,7 @@ import numpy as np
 from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.errors import InputError
 from kvalloc.problem import Aggregate, AllocationProblem, GroupCap, Sense, SideConstraint
-from kvalloc.problem.constraints import MaxDistinct
+from kvalloc.problem.arrays import MaxDistinct
 
 CURVES = (
     *("concave", "paged", "tied", "weighted"),

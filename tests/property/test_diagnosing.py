@@ -13,7 +13,7 @@ from kvalloc.allocation.infeasibility import (
     relax,
 )
 from kvalloc.problem import GroupCap, Sense
-from kvalloc.problem.constraints import MaxDistinct
+from kvalloc.problem.arrays import MaxDistinct
 from kvalloc.testing import brute_force, tiny_problem
 
 KINDS = (

@@ -23,10 +23,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvalloc.errors import KVAllocError, ProfileFileError, one_line
+from kvalloc.formats.fitted import FittedSurrogate
 from kvalloc.formats.record import digest_of, digest_over
 from kvalloc.formats.saved_cache import StoredTensor, tensor_digest
 from kvalloc.formats.score_profile import ScoreProfile
-from kvalloc.formats.surrogate import FittedSurrogate
 
 MAX_SECONDS = 20.0
 """Processor time of one file: far above what the slowest takes."""

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from kvalloc.engine.contract import engine_of
-from kvalloc.formats.surrogate import FittedSurrogate
+from kvalloc.formats.fitted import FittedSurrogate
 from kvalloc.measure.checkpoint import kept_work
 from kvalloc.measure.sampling import choose_samples
 from kvalloc.measure.scorer_fitting import SINKS

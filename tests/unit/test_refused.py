@@ -26,8 +26,8 @@ import kvalloc
 from kvalloc.accounting.rounding import apportion
 from kvalloc.allocation.request import Request
 from kvalloc.errors import InputError, KVAllocError
+from kvalloc.measure.job import LossPlan
 from kvalloc.measure.kl import divergence
-from kvalloc.measure.loss_plan import LossPlan
 from kvalloc.measure.sampling import choose_samples
 from kvalloc.models.loading import load_model
 from kvalloc.problem.registry import get_solver

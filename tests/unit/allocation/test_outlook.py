@@ -8,7 +8,7 @@ from cli_tools import run, succeed
 from factories import make_scores
 
 import kvalloc
-from kvalloc.allocation.outlook import loss_outlook
+from kvalloc.allocation.decision import loss_outlook
 from kvalloc.errors import naming_flags
 
 SHIPPED = "smollm2-135m-instruct-retention-90"

@@ -25,9 +25,9 @@ from kvalloc.engine.ray import RayEngine
 from kvalloc.errors import InputError, MissingDependencyError, SampleError, UnsupportedModelError
 from kvalloc.evaluate.methods import CacheMethod
 from kvalloc.evaluate.scoring import CaseWork, evaluate
+from kvalloc.formats.fitted import FittedSurrogate
 from kvalloc.formats.merging import merge
 from kvalloc.formats.score_profile import ScoreProfile
-from kvalloc.formats.surrogate import FittedSurrogate
 from kvalloc.measure import Prompt
 from kvalloc.models.loading import ModelSource
 from kvalloc.prompts.cases import Case, Turn

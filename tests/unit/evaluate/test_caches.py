@@ -11,8 +11,13 @@ from transformers import DynamicCache
 import kvalloc
 from kvalloc.accounting.costs import POSITION_BYTES, head_bytes
 from kvalloc.errors import InputError
-from kvalloc.evaluate.caches import needed_bytes, stored_bytes
-from kvalloc.evaluate.methods import CacheMethod, full_cache, rounded_cache
+from kvalloc.evaluate.methods import (
+    CacheMethod,
+    full_cache,
+    needed_bytes,
+    rounded_cache,
+    stored_bytes,
+)
 from kvalloc.evaluate.scoring import evaluate, measure, read_turns, row
 from kvalloc.measure.kl import divergence
 from kvalloc.models.loading import shape_of

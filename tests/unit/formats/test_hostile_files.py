@@ -43,11 +43,10 @@ from kvalloc.files import checkpoint_folder
 from kvalloc.formats import record
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.evaluation import Evaluation
-from kvalloc.formats.fitted import FittedModel
+from kvalloc.formats.fitted import FittedModel, FittedSurrogate
 from kvalloc.formats.record import kind_of
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.formats.shipped_profiles import load_file, load_profile, load_scores
-from kvalloc.formats.surrogate import FittedSurrogate
 from kvalloc.interop.exporting import TARGETS
 from kvalloc.interop.target import ExportTarget
 from kvalloc.measure.checkpoint import Checkpoint

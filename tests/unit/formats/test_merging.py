@@ -10,7 +10,7 @@ from tiny_models import tiny_profile, words
 from kvalloc.errors import InputError
 from kvalloc.formats.merging import merge
 from kvalloc.measure import Prompt
-from kvalloc.measure.loss_plan import LossPlan
+from kvalloc.measure.job import LossPlan
 
 LOSSES = LossPlan(method="fast", level="head", shares=(0.0, 0.4), continuation_tokens=4)
 

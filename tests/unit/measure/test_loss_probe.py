@@ -10,9 +10,8 @@ from tiny_models import VOCABULARY, tiny_model
 from kvalloc.errors import InputError
 from kvalloc.measure import loss_curves
 from kvalloc.measure.cache_loss import CacheLosses
-from kvalloc.measure.job import Job
+from kvalloc.measure.job import Job, LossPlan
 from kvalloc.measure.loss_curves import estimate_losses, measure_losses
-from kvalloc.measure.loss_plan import LossPlan
 from kvalloc.measure.loss_probe import LossProbe
 from kvalloc.measure.sampling import Sample
 from kvalloc.models.loading import shape_of

@@ -14,7 +14,7 @@ import kvalloc
 from kvalloc.errors import InputError
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.measure import Prompt
-from kvalloc.measure.loss_plan import LossPlan
+from kvalloc.measure.job import LossPlan
 
 TOKENIZER = WordTokenizer()
 

@@ -11,7 +11,7 @@ from tiny_models import WordTokenizer, tiny_model, words
 
 from kvalloc.measure.kl import divergence
 from kvalloc.measure.sampling import choose_samples
-from kvalloc.measure.vote_weights import (
+from kvalloc.measure.scorer_fitting import (
     CONTINUATION,
     KEPT,
     WEIGHTS,

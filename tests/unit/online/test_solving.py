@@ -12,7 +12,7 @@ from kvalloc.errors import InfeasibleError, InputError, ModelMismatchError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.measure import Prompt, cache_loss, profile
 from kvalloc.measure.cache_loss import CacheLosses
-from kvalloc.measure.loss_plan import LossPlan
+from kvalloc.measure.job import LossPlan
 from kvalloc.online import solving
 from kvalloc.online.solving import solve_measured
 from kvalloc.prompts.intervals import interval

@@ -9,7 +9,7 @@ from factories import concave_values, make_problem
 from kvalloc.accounting.costs import constant_entries, full_bytes
 from kvalloc.errors import InfeasibleError, InputError
 from kvalloc.problem import GroupCap, Sense, dual_bound
-from kvalloc.problem.constraints import MaxDistinct
+from kvalloc.problem.arrays import MaxDistinct
 from kvalloc.shape import ModelShape
 
 SHAPE = {

@@ -9,7 +9,7 @@ from prompt_runs import run, states_seen
 from surrogates import fit_surrogate
 
 from kvalloc.extensions.making import make_cache
-from kvalloc.formats.surrogate import FittedSurrogate
+from kvalloc.formats.fitted import FittedSurrogate
 from kvalloc.prompts.texts import Prompt
 from kvalloc.scorers import get_scorer
 from kvalloc.scorers.surrogate import Surrogate

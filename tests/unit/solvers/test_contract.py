@@ -19,7 +19,7 @@ from factories import make_problem
 from kvalloc.allocation.verification import solve_problem
 from kvalloc.errors import InfeasibleError, SolverError
 from kvalloc.problem import Aggregate, GroupCap, SideConstraint, Termination, registry
-from kvalloc.problem.constraints import MaxDistinct
+from kvalloc.problem.arrays import MaxDistinct
 from kvalloc.testing import SolverContract, tiny_problems
 
 # Options for tiny problems, and what a rule does not promise.
