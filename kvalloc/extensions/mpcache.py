@@ -19,7 +19,7 @@ from kvalloc.runtime.extension import Extension
 from kvalloc.runtime.kept import Kept
 from kvalloc.runtime.policies.base import Limits, VotedPolicy
 from kvalloc.runtime.selection import best_entries, gathered, keep_best, kept_places
-from kvalloc.scorers.parameters import Positive, Share, ShareAbove0
+from kvalloc.scorers.base import Positive, Share, ShareAbove0
 
 _FIRST_PAIR = 2
 

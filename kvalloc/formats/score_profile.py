@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.accounting.costs import BIT_WIDTHS
-from kvalloc.formats.policy import Policy
+from kvalloc.formats.budget_profile import Policy
 from kvalloc.formats.record import (
     ROUNDING,
     ArrayOf,

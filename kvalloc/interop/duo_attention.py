@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from kvalloc.files import make_folder, write_text
-from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.formats.policy import Policy
+from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.interop.target import (
     ExportTarget,
     by_policy,

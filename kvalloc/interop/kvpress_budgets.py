@@ -14,8 +14,7 @@ from kvalloc.interop.lu_kv import LUKV
 from kvalloc.interop.target import restrict
 from kvalloc.models.attention import AttentionStates
 from kvalloc.models.rope import Rotation, known_rotation, rotate
-from kvalloc.scorers.base import Scorer
-from kvalloc.scorers.parameters import Positive
+from kvalloc.scorers.base import Positive, Scorer
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 
 from kvalloc.errors import InputError, MissingDependencyError
 from kvalloc.files import write_text
-from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.formats.policy import Policy
+from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.interop.target import ExportTarget, reading, scored
 
 BLOCK_TOKENS = 32

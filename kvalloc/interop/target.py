@@ -28,8 +28,7 @@ from kvalloc.errors import (
     one_of,
     several,
 )
-from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.formats.policy import Policy
+from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.shape import ModelShape
 
 

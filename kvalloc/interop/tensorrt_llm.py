@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from kvalloc.files import write_text
-from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.formats.policy import Policy
+from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.interop.target import ExportTarget, scored
 
 

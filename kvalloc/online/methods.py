@@ -25,8 +25,7 @@ from kvalloc.accounting.costs import (
     reading_bytes,
 )
 from kvalloc.errors import InputError
-from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.formats.policy import Policy
+from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.formats.shipped_profiles import load_fitted
 from kvalloc.online.decision import PromptSize
 from kvalloc.online.solved import (

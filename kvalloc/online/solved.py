@@ -12,8 +12,7 @@ from kvalloc.allocation.formulation import PosedRequest
 from kvalloc.allocation.pool import solve_pool
 from kvalloc.allocation.request import Request
 from kvalloc.errors import InfeasibleError
-from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.formats.policy import Policy
+from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.formats.shipped_profiles import load_fitted, while_unchanged
 from kvalloc.problem.registry import get_solver
 from kvalloc.scorers import Scorer, get_scorer

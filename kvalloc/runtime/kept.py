@@ -18,8 +18,15 @@ from kvalloc.accounting import IntArray
 from kvalloc.accounting.costs import KEY_BLOCK_TOKENS, WIDTHS, turns
 from kvalloc.errors import UnsupportedRequestError
 from kvalloc.runtime.checks import ensure
-from kvalloc.runtime.codes import encode_keys, encode_values, key_numbers, value_numbers
-from kvalloc.runtime.quantization import fits_float16, magnitudes, rotated
+from kvalloc.runtime.quantization import (
+    encode_keys,
+    encode_values,
+    fits_float16,
+    key_numbers,
+    magnitudes,
+    rotated,
+    value_numbers,
+)
 from kvalloc.shape import HALF_BYTES
 
 SHORTEST_TILE = 16

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvalloc.scorers.base import ShareAbove0
 from kvalloc.scorers.h2o import H2O
-from kvalloc.scorers.parameters import ShareAbove0
 
 
 @dataclass(frozen=True, kw_only=True)

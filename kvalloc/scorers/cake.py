@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvalloc.scorers.parameters import NonNegative, OddWidth, Positive
+from kvalloc.scorers.base import NonNegative, OddWidth, Positive
 from kvalloc.scorers.pooled import PooledScorer
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvalloc.models.attention import AttentionStates
-from kvalloc.scorers.parameters import NonNegative, OddWidth, Positive
+from kvalloc.scorers.base import NonNegative, OddWidth, Positive
 from kvalloc.scorers.pooled import PooledScorer, Pooling
 from kvalloc.scorers.projected_values import projected_value_norms
 

@@ -9,8 +9,7 @@ from kvalloc.errors import UnsupportedModelError
 from kvalloc.models.attention import AttentionStates, Observed
 from kvalloc.models.rope import Rotation, known_rotation, rotate
 from kvalloc.scorers.attention_rows import protected_columns
-from kvalloc.scorers.base import Scorer
-from kvalloc.scorers.parameters import NonNegative, Positive
+from kvalloc.scorers.base import NonNegative, Positive, Scorer
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvalloc.models.attention import AttentionStates, Observed
-from kvalloc.scorers.base import Scorer
+from kvalloc.scorers.base import Positive, Scorer
 from kvalloc.scorers.column_sums import add_columns
-from kvalloc.scorers.parameters import Positive
 
 if TYPE_CHECKING:
     from torch import Tensor

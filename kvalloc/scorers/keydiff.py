@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvalloc.models.attention import AttentionStates
 from kvalloc.scorers.attention_rows import protected_columns
-from kvalloc.scorers.base import Scorer
-from kvalloc.scorers.parameters import Positive
+from kvalloc.scorers.base import Positive, Scorer
 
 if TYPE_CHECKING:
     from torch import Tensor

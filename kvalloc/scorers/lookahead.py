@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvalloc.models.attention import AttentionStates
 from kvalloc.scorers.attention_rows import states_behind, window_maxima, window_votes
-from kvalloc.scorers.parameters import Count, OddWidth, Positive
+from kvalloc.scorers.base import Count, OddWidth, Positive
 from kvalloc.scorers.pooled import PooledScorer, Reduction
 
 if TYPE_CHECKING:

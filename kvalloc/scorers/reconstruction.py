@@ -9,8 +9,8 @@ from pydantic import Field
 
 from kvalloc.models.attention import AttentionStates, Observed
 from kvalloc.scorers.attention_rows import attention_logits, attention_softmax, row_blocks
+from kvalloc.scorers.base import Count, OddWidth, Positive
 from kvalloc.scorers.later_pass import SMALLEST_CHUNK, Later, LaterStep
-from kvalloc.scorers.parameters import Count, OddWidth, Positive
 from kvalloc.scorers.pooled import PooledScorer, Reduction
 
 if TYPE_CHECKING:

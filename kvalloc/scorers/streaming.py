@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvalloc.models.attention import AttentionStates
-from kvalloc.scorers.base import Scorer
-from kvalloc.scorers.parameters import Positive
+from kvalloc.scorers.base import Positive, Scorer
 
 if TYPE_CHECKING:
     from torch import Tensor

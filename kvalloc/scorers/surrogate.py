@@ -13,9 +13,8 @@ from kvalloc.formats.fitted import FittedSurrogate
 from kvalloc.formats.shipped_profiles import load_surrogate
 from kvalloc.models.attention import AttentionStates
 from kvalloc.models.rope import Rotation, known_rotation, rotate
-from kvalloc.scorers.base import Scorer
+from kvalloc.scorers.base import Above0, Count, Positive, Scorer
 from kvalloc.scorers.lookahead import LATEST_VOTES, TURN_VOTES, latest_votes
-from kvalloc.scorers.parameters import Above0, Count, Positive
 from kvalloc.shape import ModelShape
 
 if TYPE_CHECKING:

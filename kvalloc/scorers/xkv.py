@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvalloc.scorers.parameters import OddWidth, Positive
+from kvalloc.scorers.base import OddWidth, Positive
 from kvalloc.scorers.pooled import PooledScorer, Reduction
 
 

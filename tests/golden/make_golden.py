@@ -106,7 +106,7 @@ def described(profile: Any) -> dict[str, Any]:
 
 def published_schema(name: str) -> dict[str, Any]:
     """The JSON Schema of a file, or of its header, each field with its docstring."""
-    from kvalloc.formats.policy import Policy
+    from kvalloc.formats.budget_profile import Policy
     from kvalloc.shape import ModelShape
     from kvalloc.units import field_texts
 

@@ -15,9 +15,8 @@ from kvalloc.accounting import IntArray
 from kvalloc.accounting.costs import KEY_BLOCK_TOKENS, turns
 from kvalloc.models.attention import without_autocast
 from kvalloc.runtime.attention.call import AttentionCall, Backend
-from kvalloc.runtime.codes import key_numbers, value_numbers
 from kvalloc.runtime.kept import Kept, Part, on_device
-from kvalloc.runtime.quantization import rotated
+from kvalloc.runtime.quantization import key_numbers, rotated, value_numbers
 
 SCRATCH_NUMBERS = 1 << 18
 """Numbers that the logits of one step may take, or entries that are converted; one segment's

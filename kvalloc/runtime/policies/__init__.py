@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvalloc.errors import InputError, no_such
-from kvalloc.formats.policy import Policy
+from kvalloc.formats.budget_profile import Policy
 from kvalloc.problem.registry import (
     POLICIES,
     SCORERS,

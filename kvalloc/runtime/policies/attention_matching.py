@@ -28,7 +28,7 @@ from kvalloc.scorers.attention_rows import (
     row_divisors,
     want_rows,
 )
-from kvalloc.scorers.parameters import Positive
+from kvalloc.scorers.base import Positive
 
 VALUE_RIDGE = 0.01
 """How close values stay to what the entries have by themselves."""

@@ -12,9 +12,9 @@ from torch import Tensor
 from kvalloc.models.attention import AttentionStates, Observed
 from kvalloc.runtime.extension import Extension
 from kvalloc.scorers import Scorer
+from kvalloc.scorers.base import Parameterized
 from kvalloc.scorers.column_sums import weighted_rows
 from kvalloc.scorers.lookahead import TURN_VOTES, latest_votes
-from kvalloc.scorers.parameters import Parameterized
 from kvalloc.shape import LayerType
 
 SHORT_TOKENS, FEW_ENTRIES = 768, 2**15

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvalloc.models.attention import AttentionStates
 from kvalloc.runtime.policies.base import EvictionPolicy, Limits
 from kvalloc.runtime.selection import best_entries, evictable, free_counts
-from kvalloc.scorers.parameters import NonNegative, Share
+from kvalloc.scorers.base import NonNegative, Share
 from kvalloc.scorers.projected_values import projected_value_norms
 
 

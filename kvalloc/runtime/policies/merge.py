@@ -15,7 +15,7 @@ from kvalloc.models.attention import AttentionStates
 from kvalloc.runtime.policies.base import Limits
 from kvalloc.runtime.policies.score import Score
 from kvalloc.runtime.selection import evictable, free_counts, gathered
-from kvalloc.scorers.parameters import Share
+from kvalloc.scorers.base import Share
 
 _BLOCK_ENTRIES = 1024
 

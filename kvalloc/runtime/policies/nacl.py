@@ -13,7 +13,7 @@ from torch import Tensor
 from kvalloc.models.attention import AttentionStates
 from kvalloc.runtime.policies.base import Limits, VotedPolicy
 from kvalloc.runtime.selection import best_entries, evictable, free_counts
-from kvalloc.scorers.parameters import Count, Share
+from kvalloc.scorers.base import Count, Share
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from factories import (
 )
 
 import kvalloc
-from kvalloc.formats.policy import Policy
+from kvalloc.formats.budget_profile import Policy
 from kvalloc.report.terminal import budget_picture
 from kvalloc.report.wording import budget_spread, tokens_for
 
