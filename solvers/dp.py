@@ -64,11 +64,8 @@ class DP(Solver):
             raise InputError(f"dp: a memory of {memory_bytes} bytes holds no table; give more")
         self.memory_bytes = memory_bytes
 
-    def can_solve(self, problem: AllocationProblem) -> bool | str:
-        """Return True where the table of stored options is certain to fit in memory."""
-        refusal = super().can_solve(problem)
-        if refusal is not True:
-            return refusal
+    def refusal(self, problem: AllocationProblem) -> str:
+        """Refuse a table that could be too large."""
         last = problem.max_cost_bytes
         if problem.sense is Sense.MAX_VALUE and problem.capacity_bytes is not None:
             last = min(problem.capacity_bytes, last)
@@ -79,7 +76,7 @@ class DP(Solver):
                 f"dp could need a table of {needed:,} bytes and may use {self.memory_bytes:,}; use "
                 f"larger pages ({option('page')}), or lagrangian, or ilp"
             )
-        return True
+        return ""
 
     def solve(
         self, problem: AllocationProblem, *, time_limit_seconds: float | None = None

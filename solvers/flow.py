@@ -52,15 +52,13 @@ class Flow(Solver):
     needs_concave: ClassVar[bool] = True
     handles: ClassVar[frozenset[type[SideConstraint]]] = frozenset({GroupCap})
 
-    def can_solve(self, problem: AllocationProblem) -> bool | str:
-        """Return True for concave curves of one cost step under nested caps."""
-        if (able := super().can_solve(problem)) is not True:
-            return able
+    def refusal(self, problem: AllocationProblem) -> str:
+        """Refuse caps that do not nest."""
         try:
             cap_tree(problem.caps)
         except SolverError as error:
             return str(error)
-        return True
+        return ""
 
     def solve(
         self, problem: AllocationProblem, *, time_limit_seconds: float | None = None

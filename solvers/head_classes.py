@@ -70,11 +70,8 @@ class HeadClasses(SharingRule):
             None if importance is None else numbers(importance, what="head_classes: importance")
         )
 
-    def can_solve(self, problem: AllocationProblem) -> bool | str:
-        """Return True where units are single heads that all fit as streaming heads."""
-        refusal = super().can_solve(problem)
-        if refusal is not True:
-            return refusal
+    def refusal(self, problem: AllocationProblem) -> str:
+        """Refuse another number of weights, and a capacity that streaming heads exceed."""
         if self.importance is not None and self.importance.size != problem.n_units:
             return (
                 f"head_classes got {self.importance.size} numbers as importance, expected "
@@ -86,7 +83,7 @@ class HeadClasses(SharingRule):
                 f"head_classes keeps {self._streaming_tokens} tokens in every head, more than "
                 "fits; lower recent_tokens, or use greedy"
             )
-        return True
+        return ""
 
     def rule(self, problem: AllocationProblem, deadline: float) -> tuple[Rule, int]:
         """Return the choices by the number of retrieval heads."""

@@ -133,8 +133,8 @@ class Proportional(SharingRule):
         self.floor_tokens = floor_tokens
         self.max_multiple = max_multiple
 
-    def can_solve(self, problem: AllocationProblem) -> bool | str:
-        """Return True where all entries cost the same and there is a weight for every unit."""
+    def refusal(self, problem: AllocationProblem) -> str:
+        """Refuse another number of weights."""
         n_layers = np.unique(problem.layers).size
         if self.weights is not None and self.weights.size not in (problem.n_units, n_layers):
             expected = " or ".join(
@@ -144,7 +144,7 @@ class Proportional(SharingRule):
                 f"proportional got {self.weights.size} weights, expected {expected}; give as many, "
                 "or use greedy, which needs none"
             )
-        return super().can_solve(problem)
+        return ""
 
     def rule(self, problem: AllocationProblem, deadline: float) -> tuple[Rule, int]:
         """Return the budgets by weight, by the steps that they add up to."""

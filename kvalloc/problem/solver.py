@@ -207,7 +207,11 @@ class Solver(ABC):
                 f"{self.name} needs concave curves, of which every entry gains no more than the "
                 "one before it, and these are not; use ilp"
             )
-        return True
+        return self.refusal(problem) or True
+
+    def refusal(self, problem: AllocationProblem) -> str:
+        """Return why not, beyond what the attributes say, and the way out; empty for no reason."""
+        return ""
 
     @abstractmethod
     def solve(
