@@ -75,7 +75,7 @@ def test_a_rotation_is_found_and_undone(case, buffered, seed):
 
 def test_queries_that_never_change_are_not_rotated():
     found = rotation_of("Kind", queries_of([], []), POSITIONS, torch.nn.Linear(1, 1))
-    assert found is NO_ROTATION
+    assert found == NO_ROTATION
     states = torch.randn(2, 3, 5, HEAD_DIM)
     assert torch.equal(rotate(states, torch.arange(5), found), states)
 
