@@ -383,9 +383,9 @@ def _read_ahead(
     columns.update(turns.cuts(cache, seen, seen + new))
     if columns and shown_columns(arguments)[1]:
         raise UnsupportedRequestError(
-            "a forward with an attention mask that is not causal, given or made by the model "
-            f"around its images, cannot be read in pieces; leave out {option('memory')}, or "
-            "tokens that may be taken back"
+            "a forward with an attention mask of queries and keys that is not the model's own for "
+            f"text, given or made around images, cannot be read in pieces; leave out "
+            f"{option('memory')}, or tokens that may be taken back"
         )
     cache.in_pieces = True
     try:

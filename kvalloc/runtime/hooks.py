@@ -238,7 +238,7 @@ def _before_eager(
     close(entry, completed=False)
     cache = hooked_cache(args, kwargs)
     method = entry.serving[-1]() if entry.serving else None
-    arguments = with_columns(named_arguments(module.forward, args, kwargs))
+    arguments = with_columns(module, named_arguments(module.forward, args, kwargs))
     ids = None
     if (thread := threading.get_ident()) in entry.bare:
         ids = entry.bare.pop(thread)

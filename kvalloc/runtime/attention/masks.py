@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from kvalloc.shape import WINDOWED
 
 
 def shown_columns(arguments: Mapping[str, Any]) -> tuple[Any, bool]:
@@ -28,19 +30,26 @@ def shown_columns(arguments: Mapping[str, Any]) -> tuple[Any, bool]:
     return mask, mask is not given
 
 
-def with_columns(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a forward's arguments, a ready-made causal mask replaced by the columns it shows.
+def with_columns(decoder: nn.Module, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a forward's arguments, a ready-made mask replaced by the columns it shows.
 
-    Masks by kind of layer are replaced together: Gemma 4 has sliding layers alone in which tokens
-    of an image see each other.
+    If the model makes the same mask of them for every kind of its layers. Gemma 4, for one, has
+    sliding layers alone in which tokens of an image see each other.
     """
-    mask, (columns, ready) = arguments.get("attention_mask"), shown_columns(arguments)
-    full = _of_full_attention(mask)
-    for one in mask.values() if isinstance(mask, Mapping) else (mask,):
-        if isinstance(one, Tensor) and one.ndim == 4:
-            shown = _shown(one)
-            causal = torch.ones_like(shown[0, 0]).tril(shown.shape[-1] - shown.shape[-2])
-            expected = causal & (columns[:, None, None] if one is full else shown)
+    given, (columns, ready) = arguments.get("attention_mask"), shown_columns(arguments)
+    config: Any = decoder.config
+    kinds = getattr(config, "layer_types", None) or ("full_attention",)
+    masks = given if isinstance(given, Mapping) else dict.fromkeys(kinds, given)
+    for kind, mask in masks.items():
+        if isinstance(mask, Tensor) and mask.ndim == 4:
+            shown = _shown(mask)
+            past = shown.shape[-1] - shown.shape[-2]
+            expected = torch.ones_like(shown[0, 0]).tril(past)
+            if kind.startswith(WINDOWED):
+                window = kind.startswith("sliding") and config.sliding_window or 0
+                expected = expected.triu(past + 1 - window)
+            if columns is not None:
+                expected = expected & columns[:, None, None, -shown.shape[-1] :]
             if (shown != expected).any():
                 return arguments
     return {**arguments, "attention_mask": columns} if ready else arguments
@@ -77,7 +86,7 @@ def _of_full_attention(mask: Any) -> Any:
         not isinstance(one, Tensor | None) for one in mask.values()
     ):
         return mask
-    masks = [one for kind, one in mask.items() if not kind.startswith(("sliding", "chunked"))]
+    masks = [one for kind, one in mask.items() if not kind.startswith(WINDOWED)]
     masks = [one for one in masks if isinstance(one, Tensor)]
     return max(masks, key=lambda one: one.ndim, default=None)  # of states (batch, n_columns)
 

@@ -169,6 +169,23 @@ def test_masks_by_kind_of_layer_stay_those_of_flex_attention(budget):
             torch.testing.assert_close(model(**inputs).logits[shown], plain[shown])
 
 
+@pytest.mark.parametrize("extra", [0, 5, TOKENS])
+@pytest.mark.parametrize("by_kind", [True, False])
+def test_windows_of_given_masks_count(by_kind, extra):
+    """Sliding layers of transformers take a mask of queries and keys as it is given."""
+    model, inputs = families.family("gemma3"), padded()
+    shown = inputs["attention_mask"].bool()
+    causal = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril() & shown[:, None, None]
+    near = causal.triu(1 - model.config.sliding_window - extra)
+    masks = {"full_attention": causal, "sliding_attention": near}
+    inputs["attention_mask"] = masks if by_kind else near
+    with torch.no_grad():
+        plain = model(**inputs).logits
+        with kvalloc.apply(model, budget="50%") as applied:
+            torch.testing.assert_close(model(**inputs).logits[shown], plain[shown])
+    assert applied.last_cache.retained_bytes < applied.last_cache.full_bytes
+
+
 def test_how_many_tokens_of_images_stay_of_a_forward_with_padding():
     model, inputs = families.family("qwen2.5-vl"), families.with_image("qwen2.5-vl", prompt(2))
     mask = torch.ones(2, TOKENS).long()
