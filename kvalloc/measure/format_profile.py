@@ -235,7 +235,7 @@ class FormatProbe:
         self._ids = torch.from_numpy(token_ids)[None].to(input_device(model))
         self._inputs, self._seen = LayerInputs(model), set[int]()
         with self._inputs.recorded():
-            logits = self._logits(None, {"input_ids": self._ids})
+            logits = self._logits(None)
         storing = [index for index, one in enumerate(shape.by_layer) if one.kv_heads]
         check_seen(model, storing, self._seen)
         self._full = Predictions(logits)
@@ -252,11 +252,11 @@ class FormatProbe:
         """
         kls = np.zeros((2, len(self._names), self._ids.shape[1]))
         if self._shape.by_layer[layer].kv_heads:
-            with self._inputs.begun(layer, self._ids) as inputs:
+            with self._inputs.begun(layer, 1):
                 for part, index in np.ndindex(*kls.shape[:2]):
                     choices = np.full((self._shape.n_layers, 2), WHOLE)
                     choices[layer, part] = index
-                    logits = self._logits(choices, inputs)
+                    logits = self._logits(choices)
                     kls[part, index] = self._full.divergences(logits).cpu().numpy()
         return {"kls": kls}
 
@@ -277,12 +277,12 @@ class FormatProbe:
         """
         rows = []
         for choices in mixtures:
-            logits = self._logits(choices, {"input_ids": self._ids})
+            logits = self._logits(choices)
             rows.append((self._full.divergences(logits), self._full.agrees(logits).double()))
         kls, agrees = (torch.stack(one).cpu().numpy() for one in zip(*rows, strict=True))
         return {"kls": kls, "agrees": agrees}
 
-    def _logits(self, choices: IntArray | None, inputs: dict[str, Tensor]) -> Tensor:
+    def _logits(self, choices: IntArray | None) -> Tensor:
         """Return the logits of a forward in which attention sees K and V in chosen formats."""
 
         def handler(states: AttentionStates, compute: Compute) -> tuple[Tensor, Tensor | None]:
@@ -299,5 +299,5 @@ class FormatProbe:
             return compute(states.mask, keys, values)
 
         with evaluating(self._model), intercept_attention(self._model, handler):
-            logits: Tensor = self._model(**inputs, use_cache=False).logits[0]
+            logits: Tensor = self._model(input_ids=self._ids, use_cache=False).logits[0]
         return logits

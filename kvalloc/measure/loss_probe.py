@@ -122,7 +122,7 @@ class LossProbe:
             answer = answer[:continuation_tokens]
             self.continuation_ids = torch.cat([question, answer])
             with self._inputs.recorded():
-                logits = self._run(self._first_states, input_ids=self.continuation_ids[None])
+                logits = self._run(self._first_states, self.continuation_ids[None])
             self._full = Predictions(self._measured(logits[0]))
 
     @property
@@ -174,8 +174,8 @@ class LossProbe:
             Nats. Rounding may take a loss of nothing a little below 0.
         """
         reduced = {layer: self._reduced(layer, keep, bits)}
-        with self._inputs.begun(layer, self.continuation_ids.expand(len(keep), -1)) as inputs:
-            return self._divergences(reduced, inputs)
+        with self._inputs.begun(layer, len(keep)):
+            return self._divergences(reduced, len(keep))
 
     @torch.no_grad()
     def joint_losses(self, keep: Mapping[int, Tensor]) -> Tensor:
@@ -193,17 +193,16 @@ class LossProbe:
         """
         (n_variants,) = {len(variants) for variants in keep.values()}
         reduced = {layer: self._reduced(layer, one, None) for layer, one in keep.items()}
-        return self._divergences(
-            reduced, {"input_ids": self.continuation_ids.expand(n_variants, -1)}
-        )
+        return self._divergences(reduced, n_variants)
 
-    def _divergences(self, reduced: Mapping[int, Reduced], inputs: dict[str, Tensor]) -> Tensor:
+    def _divergences(self, reduced: Mapping[int, Reduced], n_variants: int) -> Tensor:
         """Return the losses of variants that see reduced entries in some layers."""
 
         def attend(states: AttentionStates) -> Tensor:
             return self._attend(states, reduced.get(self._shape.source(states.layer)))
 
-        return self._full.divergences(self._measured(self._run(attend, **inputs)))
+        logits = self._run(attend, self.continuation_ids.expand(n_variants, -1))
+        return self._full.divergences(self._measured(logits))
 
     def _reduced(self, layer: int, keep: Tensor, bits: IntArray | None) -> Reduced:
         """Return the view of variants that keep these entries at these widths."""
@@ -284,7 +283,7 @@ class LossProbe:
         drawn = torch.multinomial(probabilities, n_draws, replacement=True, generator=generator)
         at = drawn.T.to(self.continuation_ids.device)
         with torch.enable_grad():
-            logits = self._run(attend, input_ids=self.continuation_ids[None])
+            logits = self._run(attend, self.continuation_ids[None])
             likely = self._measured(logits)[0].float().log_softmax(dim=-1)
             # One forward serves all draws; each has its own backward pass.
             sums = [likely.gather(-1, tokens[:, None]).sum() for tokens in at]
@@ -347,16 +346,15 @@ class LossProbe:
         self._states[states.layer] = states
         return self._attend(states, None)
 
-    def _run(self, attend: Callable[[AttentionStates], Tensor], **inputs: Tensor) -> Tensor:
+    def _run(self, attend: Callable[[AttentionStates], Tensor], ids: Tensor) -> Tensor:
         """Return logits of tokens after the prompt; `attend` gives each layer's attention."""
-        (tokens,) = inputs.values()
-        positions = self.n_tokens + torch.arange(tokens.shape[1], device=tokens.device)[None]
+        positions = self.n_tokens + torch.arange(ids.shape[1], device=ids.device)[None]
         with (
             evaluating(self._model),
             intercept_attention(self._model, lambda states, compute: (attend(states), None)),
         ):
-            inputs |= {"position_ids": positions, **self._with_states(len(tokens))}
-            logits: Tensor = self._model(**inputs).logits
+            states = self._with_states(len(ids))
+            logits: Tensor = self._model(input_ids=ids, position_ids=positions, **states).logits
         return logits
 
     def _with_states(self, n_variants: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kvalloc.errors import UnsupportedModelError
 from kvalloc.models.attention import AttentionStates, intercept_attention, probe_of
 from kvalloc.models.names import cache_keyword
-from kvalloc.models.structure import decoder_layers, decoder_of, evaluating, has_layer_inputs
+from kvalloc.models.structure import decoder_layers, decoder_of, evaluating
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -158,7 +158,7 @@ def check_seen(model: Any, layers: Iterable[int], seen: Container[int]) -> None:
 def run_apart(model: Any, *, states: bool = False) -> bool:
     """Return whether each layer of a model runs on what the one before it makes, and that alone.
 
-    Not where layers read others' entries, or have inputs of each token beside the hidden states.
+    Beside the tokens themselves. Not where layers read others' entries, or return more.
 
     Parameters
     ----------
@@ -166,9 +166,10 @@ def run_apart(model: Any, *, states: bool = False) -> bool:
     states : bool
         Whether layers may have states.
     """
-    layers = probe_of(model).layers
-    others = any(one.kind == "shared" or (one.state_bytes and not states) for one in layers)
-    return not (others or has_layer_inputs(model))
+    probe = probe_of(model)
+    others = any(one.kind == "shared" or (one.state_bytes and not states) for one in probe.layers)
+    others |= len(layers_of(model)) != len(probe.layers)  # LongCat's layers attend twice
+    return not (others or probe.passes_more)
 
 
 def layers_of(model: Any) -> Any:
@@ -217,27 +218,20 @@ class LayerInputs:
                 stack.callback(layer.register_forward_pre_hook(record, with_kwargs=True).remove)
             yield
 
-    @contextmanager
-    def begun(self, layer: int, ids: Tensor) -> Iterator[dict[str, Tensor]]:
-        """Let forwards begin at a layer if each layer runs apart; yield their inputs.
-
-        Parameters
-        ----------
-        layer : int
-        ids : Tensor of int64, (n_rows, n_tokens)
-            Rows of the tokens of the recorded forward.
-        """
+    def begun(self, layer: int, n_rows: int) -> AbstractContextManager[None]:
+        """Let forwards of so many rows of those tokens begin at a layer, if each runs apart."""
         if not self._apart:
-            yield {"input_ids": ids}
-            return
-        hidden = self._entering[self._layers[layer]].expand(len(ids), -1, -1)
-        with begun_at(self._layers, layer, hidden):
-            yield {"inputs_embeds": hidden}
+            return nullcontext()
+        hidden = self._entering[self._layers[layer]].repeat(n_rows, 1, 1)
+        return begun_at(self._layers, layer, hidden)
 
 
 @contextmanager
 def begun_at(layers: Any, begin: int, hidden: Tensor) -> Iterator[None]:
-    """Let the decoder begin at one layer, with known hidden states."""
+    """Let the decoder begin at one layer, with known hidden states.
+
+    It gets its tokens, too: some models add their embeddings later on.
+    """
 
     def enter(
         module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]

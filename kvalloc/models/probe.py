@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from kvalloc.models.rope import NO_ROTATION, UNKNOWN, Buffer, Rotation, layer_ro
 from kvalloc.models.structure import (
     check_layers,
     context_limit,
+    decoder_layers,
     evaluating,
     input_device,
     text_config,
@@ -55,6 +56,8 @@ class Probe:
         What each layer stores.
     n_query_heads : int
         Query heads of a layer that attends.
+    passes_more : bool
+        Whether decoder layers return more than hidden states.
     final : bool
         Whether a later probe would find the same. Not if queries were zeros.
     """
@@ -62,6 +65,7 @@ class Probe:
     rotations: Mapping[int, Rotation] = field(default_factory=dict)
     layers: tuple[LayerShape, ...] = ()
     n_query_heads: int = 0
+    passes_more: bool = False
     final: bool = False
 
     @property
@@ -116,7 +120,7 @@ def probe(
         raise
     except Exception as error:  # models fail in any way
         raised = f"it raises {type(error).__name__}: {one_line(error)}"
-        why = seen.fault() or raised
+        why = next(iter(seen.others), raised)
         raise UnsupportedModelError(
             f"{name} does not run over a few tokens, which shows what its layers store: {why}; try "
             f"a newer transformers, or {WITH_FULL_CACHE}"
@@ -143,6 +147,7 @@ def probe(
         rotations=rotations,
         layers=layer_shapes(decoder, seen.layers, sizes, seen.reads, latents),
         n_query_heads=seen.calls[-1].queries.shape[1],
+        passes_more=any(isinstance(one, tuple) and len(one) > 1 for one in seen.returned),
         final=final,
     )
 
@@ -166,6 +171,8 @@ class _Seen:
         What the cache returned, and copies of it, by layer.
     others : list of str
         What attention is computed of, or adds, that no cache returned.
+    returned : list
+        What each decoder layer returned.
     """
 
     decoder: Any
@@ -175,6 +182,7 @@ class _Seen:
     reads: dict[int, int] = field(default_factory=dict)
     stored: dict[int, list[Any]] = field(default_factory=lambda: defaultdict(list))
     others: list[str] = field(default_factory=list)
+    returned: list[Any] = field(default_factory=list)
 
     @property
     def latest(self) -> dict[int, Any]:
@@ -305,8 +313,13 @@ def _run(decoder: Any, seen: _Seen) -> Tensor:
     positions = torch.tensor(_POSITIONS, device=device).clamp(max=n_positions - 1)
     config = text_config(decoder)
     ids = torch.tensor(_TOKENS, device=device).clamp(max=config.vocab_size - 1)
+    hooks = ExitStack()
+    for layer in decoder_layers(decoder) or ():
+        handle = layer.register_forward_hook(lambda *call: seen.returned.append(call[-1]))
+        hooks.callback(handle.remove)
     # a router of experts may draw random numbers
-    with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+    drawn = torch.random.fork_rng([device] if device.type == "cuda" else [])
+    with hooks, torch.no_grad(), drawn:
         type(decoder).forward(
             decoder,
             input_ids=ids.repeat_interleave(len(positions))[:, None],

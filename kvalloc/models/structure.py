@@ -112,11 +112,6 @@ def evaluating(module: Any) -> Iterator[None]:
             part.training = True
 
 
-def has_layer_inputs(model: Any) -> bool:
-    """Return whether each layer has embeddings of the tokens beside its hidden states."""
-    return bool(getattr(text_config(model), "hidden_size_per_layer_input", 0))
-
-
 def token_kinds(model: Any) -> dict[str, int]:
     """Return the token ids that stand for pieces of images, videos and audio, by kind."""
     tokens = dict[str, int]()

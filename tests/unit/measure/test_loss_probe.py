@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from factories import make_budget_profile
+from named_models import named_model
 from runtime_oracle import logits_after
 from tiny_models import VOCABULARY, tiny_model
 
@@ -23,8 +24,10 @@ QUESTION, ANSWER = torch.tensor([11, 4, 7, 9, 30]), torch.tensor([5, 9, 17, 3])
 FULL_LAYERS = {"llama": (0, 1, 2), "qwen3": (0, 1, 2), "gemma3": (1,)}
 
 
-def make_probe(kind="llama", *, n_tokens=40, answer=None, question=None, **options):
-    model = tiny_model(kind, **options)
+def make_probe(
+    kind="llama", *, n_tokens=40, answer=None, question=None, make=tiny_model, **options
+):
+    model = make(kind, **options)
     ids = torch.randint(2, VOCABULARY, (n_tokens,), generator=torch.Generator().manual_seed(1))
     answer, question = (None if one is None else one.numpy() for one in (answer, question))
     sample = Sample(token_ids=ids.numpy(), answer_ids=answer, question_ids=question)
@@ -72,6 +75,17 @@ def test_loss_equals_that_of_a_masked_forward(kind, asked):
             expected = kl_of(full, reduced)[-probe.n_measured :]
             torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6)
             assert float(expected.max()) > 1e-3  # something was at stake
+
+
+@pytest.mark.parametrize("name", ["bamba", "ctrl", "longcat_flash", "zamba2", "zaya"])
+def test_a_forward_that_begins_at_a_layer_loses_what_a_whole_one_loses(name):
+    """Layers may return or read more than hidden states, write to them, or attend twice."""
+    model, ids, probe = make_probe(name, make=named_model)
+    for layer, entries in probe.scores.items():
+        keep = torch.rand(2, *entries.shape, generator=torch.Generator().manual_seed(5)) < 0.2
+        found = probe.losses(layer, keep)
+        torch.testing.assert_close(found, probe.joint_losses({layer: keep}), rtol=1e-3, atol=1e-6)
+        assert float(found.max()) > 1e-5
 
 
 def head_profile(model, context, budgets, bits=None):
