@@ -200,6 +200,7 @@ def _goal(
         )
         if profile.by_prompt
         or changed
+        or row.goes_on_observing  # it looks at new tokens even where all of them stay
         or layer in row.widths
         or (target < entries).any()
         or (store.kept is None and row.seen < store.seen)  # other columns are stored, too

@@ -59,6 +59,20 @@ def test_the_share_holds_at_the_end_of_every_turn(model, share):
             assert cache.share == stored / (entry * cache.get_seq_length())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_of_attention_go_on_where_a_turn_evicts_nothing_of_a_layer(dtype):
+    model = tiny.tiny_model(dtype=dtype)
+    cache = build_rows(model, [Way(profile=tiny.make_profile(model, 90, 0.5, scorer="h2o"))])
+    run(model, tiny.prompt(90), cache)
+    for tokens in [1] * 8 + [12]:
+        run(model, tiny.prompt(tokens, seed=tokens), cache)
+        cache.end_turn()
+        for store in cache.stores.values():
+            [note] = store.notes.observed.values()
+            assert note.n_tokens == cache.get_seq_length()
+            assert (note.columns.shape[-1] == store.kept.lengths).all()
+
+
 def test_what_scales_leave_as_a_conversation_grows_is_filled_with_entries(model):
     asked = {"bits": np.full((4, 2), 4), "target_share": 0.3}
     profile = tiny.make_profile(model, 40, 0.5, level="head", **asked)
