@@ -49,8 +49,12 @@ RECORDS = hasattr(DynamicSlidingWindowLayer, "activate_past_recording")
 STATES = ("qwen3_5", "falcon_h1")
 """Families with layers that have a state."""
 
-UNSERVED = [*((one, "flex_attention") for one in STATES), ("llama4", "padding_only")]
-"""Families and attention that transformers does not compute right; sdpa takes its place."""
+UNSERVED = {
+    **{(one, "flex_attention"): "sdpa" for one in (*STATES, "qwen2_5_vl")},
+    **{(one, "padding_only"): "sdpa" for one in ("llama4", "qwen2_5_vl")},
+    **{("gpt-oss", one): "eager" for one in ("sdpa", "flex_attention", "padding_only")},
+}
+"""Families and attention that transformers does not compute right here, and what it does."""
 
 # What stands for a policy, too: entries that each prompt hands out to heads by score.
 BY_PROMPT = "by_prompt"
@@ -81,6 +85,9 @@ class Setting:
         if policy == BY_PROMPT:
             profile = profile.replace(level="head", by_prompt=True)
         self.profile = profile
+        self.sees = hasattr(model.config, "vision_config") and not rotating(policy, scorer)
+        if hasattr(model.model, "rope_deltas"):  # transformers keeps those of an earlier prompt
+            model.model.rope_deltas = None
 
     def cache(self, decode_every: int | None = None, **changes: Any) -> Any:
         """Where each prompt hands out its entries at once, each layer hands out its own."""
@@ -103,39 +110,42 @@ class Setting:
         for row, tokens in enumerate(lengths):
             kept = cache.kept_tokens_by_row[row, full] - (cache.get_seq_length() - CONTEXT)
             budgets = self.profile.budgets_for(tokens)[full]
-            assert kept.sum() == budgets.sum()
-            assert self.profile.by_prompt or (kept == budgets).all()
+            self.kept_as(budgets, kept)
             if self.mode == "immediate":  # each layer hands out its own
-                assert (kept.sum(axis=1) == budgets.sum(axis=1)).all()
+                for of_layer in zip(budgets, kept, strict=True):
+                    self.kept_as(*of_layer)
             for layer in full if mask is not None else ():
                 columns = cache.kept_indices(layer)[row]
                 assert mask[row, columns[columns >= 0].long().cpu()].all()
 
     def met_again(self, cache: Any, lengths: Any = None) -> None:
-        """Rows, all of one length by default, keep the budgets of all tokens seen, to the entry.
-
-        Where each prompt hands them out, all together; at fewer bits heads of different length
-        may need one block of scales more each, and entries of as many bytes fewer.
-        """
+        """Rows, all of one length by default, keep the budgets of all tokens seen, to the entry."""
         full = list(self.profile.shape.full_layers)
         found = cache.kept_tokens_by_row[:, full]
         lengths = [cache.get_seq_length()] * len(found) if lengths is None else lengths
         for kept, tokens in zip(found, lengths, strict=True):
             budgets = self.profile.budgets_for(tokens)[full]
             budgets = budgets.clip(min(self.profile.policy.protected_tokens, tokens))
-            if self.profile.by_prompt:
-                left = budgets.sum() - kept.sum()
-                assert 0 <= left <= kept.size * self.entries_of_scales
-            else:
-                assert (kept == budgets).all()
+            self.kept_as(budgets, kept)
+
+    def kept_as(self, budgets: Any, kept: Any) -> None:
+        """What is kept are budgets, or their sum where each prompt hands them out.
+
+        At fewer bits heads of different length may need one block of scales more each then, and
+        entries of as many bytes fewer.
+        """
+        left = budgets.sum() - kept.sum()
+        assert 0 <= left <= kept.size * self.entries_of_scales
+        assert self.profile.by_prompt or (kept == budgets).all()
 
     @property
     def entries_of_scales(self) -> int:
         """Entries whose bytes the scales of one more block of keys take, at the profile's bits."""
         if self.profile.bits is None:
             return 0
-        dim, bits = self.profile.shape.head_dim, int(self.profile.bits.max())
-        return -(-2 * SCALE_BYTES * dim // sum(packed_row_bytes(bits, *self.profile.shape.dims)))
+        shape, by_layer = self.profile.shape, self.profile.bits
+        dim, bits = shape.head_dim, int(by_layer[list(shape.full_layers)].max())
+        return -(-2 * SCALE_BYTES * dim // sum(packed_row_bytes(bits, *shape.dims)))
 
     def as_alone(self, cache: Any, ids: torch.Tensor, mask: torch.Tensor) -> None:
         """Each row of a padded batch keeps what it keeps alone.
@@ -154,9 +164,11 @@ class Setting:
     def near(self, found: torch.Tensor, expected: torch.Tensor, mask: Any = None) -> None:
         assert tiny.worst(found, expected, mask) <= self.tolerance
 
-    def run(self, ids: torch.Tensor, cache: Any, mask: Any = None) -> torch.Tensor:
+    def run(
+        self, ids: torch.Tensor, cache: Any, mask: Any = None, **images: torch.Tensor
+    ) -> torch.Tensor:
         with torch.no_grad():
-            out = self.model(ids, attention_mask=mask, past_key_values=cache)
+            out = self.model(ids, attention_mask=mask, past_key_values=cache, **images)
         logits: torch.Tensor = out.logits
         return logits
 
@@ -168,11 +180,29 @@ class Setting:
         self.near(self.run(ids, cache, mask), shadow.logits(ids, mask))
 
     def prompted(self, batch: int = BATCH, seed: int = 0) -> tuple[Any, Any]:
-        """A cache that has read a prompt in one piece, and its oracle."""
+        """A cache that has read a prompt in one piece, with an image if it can, and its oracle."""
         cache, shadow, ids = self.cache(), self.shadow(), tiny.prompt(CONTEXT, batch, seed)
-        self.near(self.run(ids, cache), shadow.logits(ids))
+        images = with_image(ids) if self.sees else {}
+        self.near(self.run(ids, cache, **images), shadow.logits(ids, **images))
         self.follow(shadow, cache)
         return cache, shadow
+
+
+def rotating(policy: str, scorer: str) -> bool:
+    """Whether queries or keys are rotated by the numbers of tokens, which images do not have."""
+    return policy == "attention_matching" or get_scorer(scorer).rotates
+
+
+def with_image(ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Put an image at the fourth token of each row of a prompt; return what the model takes."""
+    ids[:, 3], ids[:, 4:8] = tiny.IMAGE_START, tiny.IMAGE
+    return {
+        "pixel_values": torch.randn(
+            16 * len(ids), 1176, generator=torch.Generator().manual_seed(3)
+        ),
+        "image_grid_thw": torch.tensor([[1, 4, 4]] * len(ids)),
+        "mm_token_type_ids": (ids == tiny.IMAGE).long(),
+    }
 
 
 def widths(profile: Any, bits: str, by_head: bool) -> Any:
@@ -442,6 +472,7 @@ FACTORS: dict[str, list[str]] = {
     "mode": ["immediate", "deferred"],
     "family": [
         *("llama", "phi3", "gemma3", "llama4", "gemma3n", "qwen3_5", "falcon_h1", "deepseek_v3"),
+        *("gpt-oss", "qwen2_5_vl"),
     ],
     "level": ["layer", "head"],
     "attention": ["sdpa", "eager", "flex_attention", "padding_only"],
@@ -458,11 +489,18 @@ def comparable(cell: Cell) -> bool:
     return not between or "padding_only" not in cell or not {"gemma3", "gemma3n"} & set(cell)
 
 
+UNFIT = [
+    *((one, "criticalkv") for one in ("gemma3n", "deepseek_v3")),  # outputs are of other heads
+    *((one, "knorm") for one in ("gemma3", "gemma3n", "qwen3_5")),  # norms make all keys as long
+    ("gpt-oss", "expected_attention"),  # it has sinks
+]
+"""Families, and scorers that are refused or rank by rounding alone there."""
+
+
 def scorer_of(cell: Cell) -> str:
     """The scorers of a mode in turn: none of them may matter to what the oracle says."""
     scorers = scorers_of(cell[0], cell[2])
-    if cell[3] in ("gemma3n", "deepseek_v3"):  # it weighs outputs, which are of other heads
-        scorers = [name for name in scorers if name != "criticalkv"]
+    scorers = [name for name in scorers if (cell[3], name) not in UNFIT]
     return scorers[sum(map(ord, "".join(cell))) % len(scorers)]
 
 
@@ -476,8 +514,7 @@ def scorers_of(policy: str, mode: str) -> list[str]:
 @functools.cache
 def model_of(family: str, attention: str, dtype: str) -> tuple[Any, float]:
     """A model and what may be off: in half precision, twice what the plain model is."""
-    if (family, attention) in UNSERVED:
-        attention = "sdpa"
+    attention = UNSERVED.get((family, attention), attention)
     if dtype == "float32":
         return tiny.tiny_model(family, attention), 1e-4
     # smaller weights: with peaky attention the model's own rounding would be all there is to see
@@ -515,7 +552,9 @@ def refusal(cell: Cell) -> str | None:
         return "takes back no drafts"
     if policy in READING and (uneven or arrival == "assisted"):
         return "leaves entries unread"
-    if arrival == "crop" and family in ("gemma3", "gemma3n", "llama4"):
+    if family == "qwen2_5_vl" and arrival == "saved" and not rotating(policy, scorer_of(cell)):
+        return "positions on several axes"
+    if arrival == "crop" and family in ("gemma3", "gemma3n", "gpt-oss", "llama4"):
         return "sliding-window layer"
     return None
 

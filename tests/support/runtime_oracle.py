@@ -27,6 +27,7 @@ from kvalloc.shape import ModelShape
 
 N_LAYERS, N_QUERY_HEADS, N_KV_HEADS, HEAD_DIM, VOCABULARY = 4, 4, 2, 16, 97
 SINKS, WINDOW = 2, 4
+IMAGE, IMAGE_START = 98, 97  # no other prompt has them
 
 
 def tiny_model(
@@ -68,7 +69,7 @@ def shape_of(model: Any, **changes: Any) -> ModelShape:
     if (
         {*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
         or (getattr(config, "kv_lora_rank", None) or getattr(config, "num_kv_shared_layers", None))
-        or hasattr(config, "mamba_d_ssm")
+        or any(hasattr(config, one) for one in ("mamba_d_ssm", "text_config"))
     ):
         return replace(looked_at(model, model_id="tiny"), **changes)
     types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers

@@ -44,8 +44,8 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "GptOssConfig",
         "GptOssForCausalLM",
         {
-            "num_local_experts": 2,
-            "num_experts_per_tok": 1,
+            # all experts: rounding chooses none of them
+            **{"sliding_window": 16, "num_local_experts": 2, "num_experts_per_tok": 2},
             "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
         },
     ),
@@ -91,6 +91,19 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "layer_types": ["chunked_attention", "full_attention"] * 2,
         },
     ),
+    "qwen2_5_vl": (
+        "Qwen2_5_VLConfig",
+        "Qwen2_5_VLForConditionalGeneration",
+        {
+            **{"image_token_id": 98, "video_token_id": 99, "vision_start_token_id": 97},
+            "text_config": {
+                "rope_parameters": {
+                    **{"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]},
+                },
+            },
+            "vision_config": {"hidden_size": 16, "depth": 1, "num_heads": 2, "out_hidden_size": 64},
+        },
+    ),
 }
 """Configuration, class and settings of each family; every other layer of gemma2 and 3 slides."""
 
@@ -103,6 +116,9 @@ def random_model(family: str, attention: str, seed: int, sizes: dict[str, Any]) 
         settings = settings | {
             "layer_types": [kinds[n % 2] for n in range(sizes["num_hidden_layers"])]
         }
+    if "text_config" in settings:
+        text = settings["text_config"] | sizes | {"vocab_size": sizes["vocab_size"] + 3}
+        settings, sizes = settings | {"text_config": text}, {}
     own = {name: settings[name] for name in ("num_key_value_heads", "head_dim") if name in settings}
     config = getattr(transformers, config_class)(**{**settings, **sizes, **own})
     torch.manual_seed(seed)
