@@ -37,7 +37,8 @@ a list of tensors, (n_image_tokens, hidden_size)."""
 BY_TOKEN = {
     **dict.fromkeys(("inputs_embeds", "per_layer_inputs"), 1),
     **dict.fromkeys(("input_ids", "position_ids", COLUMN, "token_type_ids", IMAGE_PLACES), -1),
-    **dict.fromkeys(("moe_mm_token_type_ids", "ple_input_ids"), -1),
+    **dict.fromkeys(("moe_mm_token_type_ids", "ple_input_ids", "task_type_ids"), -1),
+    **dict.fromkeys(("input_shape_ids", "input_pronunciation_ids"), -1),
 }
 """Arguments of a decoder with an axis of new tokens, and which one it is."""
 
@@ -53,7 +54,7 @@ KEPT_LOGITS = "logits_to_keep"
 ENCODED = "mm_encoder_outputs"
 """Argument of ``generate()``: images and the like as their encoders have returned them."""
 
-READ_AGAIN = ("input_ids", "inputs_embeds", "per_layer_inputs")
+READ_AGAIN = tuple(one for one in BY_TOKEN if one not in ("position_ids", COLUMN, IMAGE_PLACES))
 """Arguments of a decoder, (batch, n_new_tokens, ...), that say what the tokens are."""
 
 IMPLEMENTATION = "_attn_implementation"
@@ -435,6 +436,13 @@ def mark_constant(function: Callable[..., Any]) -> None:
     Sets the attribute that ``torch.compiler.assume_constant_result`` sets, which imports Dynamo.
     """
     vars(function)["_dynamo_marked_constant"] = True
+
+
+def is_tracing() -> bool:
+    """Return whether this thread makes a graph just now, outside of what is traced."""
+    from torch._guards import TracingContext
+
+    return TracingContext.try_get() is not None
 
 
 def break_graph(why: str) -> None:

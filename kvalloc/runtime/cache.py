@@ -82,7 +82,7 @@ class BudgetCache(CacheFigures, HookedCache):
         self.extensions: list[Extension] = []
         kinds = methods[0].profile.shape.layer_types
         self.attending = sum(kind not in ("state", "none") for kind in kinds)
-        self.traceable = not {*kinds} - {"full", "sliding", "chunked"}
+        self.traceable = not {*kinds} - {"full", "sliding"}
         shapes = enumerate(methods[0].profile.shape.by_layer)
         self.reads = {index: one.reads for index, one in shapes if one.reads is not None}
         self.last_readers = {source: index for index, source in self.reads.items()}

@@ -186,7 +186,7 @@ def before_traced(
         _refuse_graphs()
     tokens = kwargs.get("inputs_embeds")
     tokens = kwargs.get("input_ids") if tokens is None else tokens
-    implementation = names.base_implementation(module.config)
+    implementation, mask = names.base_implementation(module.config), kwargs.get("attention_mask")
     if (
         args
         or tokens is None
@@ -197,11 +197,11 @@ def before_traced(
         or not entry.switch.renames
         or kwargs.get("use_cache") is False
         or kwargs.get("output_attentions")
-        or isinstance(kwargs.get("attention_mask"), dict)
+        or not (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2))
         or not cache.traceable
     ):
         names.break_graph(UNCOMPILED)
-    tokens, seen = torch.ops.kvalloc.begin(cache.number, tokens, kwargs.get("attention_mask"))
+    tokens, seen = torch.ops.kvalloc.begin(cache.number, tokens, mask)
     names.set_implementation(module.config, ATTENTION)
     changed = {
         "input_ids" if tokens.ndim == 2 else "inputs_embeds": tokens,

@@ -151,11 +151,20 @@ def _release(decoder: weakref.ref[nn.Module]) -> None:
     with lock:
         entry: Installed = vars(module)[INSTALLED]
         entry.caches -= 1
-        if entry.caches == 0:
-            del vars(module)[INSTALLED]
-            for handle in entry.handles:
-                handle.remove()
-            give_to_copies(module, _without_hooks)
+        if not names.is_tracing():  # a graph is made with the hooks: they go later
+            _clear(module, entry)
+
+
+def _clear(module: nn.Module, entry: Installed) -> bool:
+    """Take the hooks off a module if no cache is left; return whether they are off."""
+    with lock:
+        if entry.caches or installed(module) is not entry:
+            return entry.caches == 0
+        del vars(module)[INSTALLED]
+        for handle in entry.handles:
+            handle.remove()
+        give_to_copies(module, _without_hooks)
+    return True
 
 
 class _PlainState:
@@ -232,7 +241,7 @@ def _before_eager(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     entry = installed(module)
-    if entry is None:  # its last cache has just gone
+    if entry is None or _clear(module, entry):  # its last cache has gone
         return None
     # torch skips post-hooks on KeyboardInterrupt: what such a forward left open ends here.
     close(entry, completed=False)

@@ -274,3 +274,32 @@ def test_a_model_that_breaks_the_graph_decodes_all_the_same(model, whole):
     handle.remove()
     assert model.config._attn_implementation == "sdpa"
     assert caches[1].interrupted is None
+
+
+@pytest.mark.parametrize("family", ["llama4", "llama"])
+def test_what_no_graph_holds_runs_uncompiled(family):
+    """A layer that sees its chunk alone; a mask of queries and keys."""
+    model, ids, inputs = tiny.tiny_model(family), tiny.prompt(60), {}
+    caches = [kvalloc.make_cache(model, tiny.make_profile(model, 60, 0.5)) for _ in range(2)]
+    logits = [model(ids, past_key_values=cache).logits for cache in caches]
+    if family == "llama":
+        inputs = {"attention_mask": torch.ones(1, 1, 1, 60, dtype=torch.bool)}
+    expected = decoded(model, caches[0], logits[0], 6, **inputs)
+    model.compile(backend="eager")
+    assert torch.equal(decoded(model, caches[1], logits[1], 6, **inputs), expected)
+
+
+def test_a_cache_may_go_while_a_graph_is_made(model):
+    """What Dynamo leaves keeps a cache alive until Python collects it, at any time."""
+
+    def collecting(graph, inputs):
+        gc.collect()
+        return graph
+
+    ids = [tiny.prompt(tokens) for tokens in (20, 50, 33)]
+    expected = [model(one, use_cache=False).logits for one in ids]
+    model.compile(backend=collecting)
+    for one, logits in zip(ids, expected, strict=True):
+        assert torch.equal(model(one, use_cache=False).logits, logits)
+        with kvalloc.apply(model, budget="50%"):
+            model.generate(one, max_new_tokens=4)
