@@ -54,6 +54,13 @@ class ReadTokens:
             for name in names.READ_AGAIN
             if isinstance(one := arguments.get(name), Tensor)
         }
+        for name in arguments.keys() - names.BY_TOKEN.keys() - {"attention_mask"}:
+            one, size = arguments[name], (batch.rows, batch.new)
+            if isinstance(one, Tensor) and one.shape[:2] == size:
+                raise UnsupportedRequestError(
+                    f"a scorer has the model repeat a prompt, and kvalloc does not repeat {name}, "
+                    "which it takes for each token; choose another scorer"
+                )
         read[names.IMAGE_PLACES] = self._places(arguments, batch)
         if seen and read.keys() != self.tokens.keys():
             raise UnsupportedRequestError(

@@ -199,6 +199,11 @@ def check_forward(
     if not stored_rows:  # looked for once a prompt; `hooks` notices layers compiled after it
         check_layers(decoder)
     _check_outputs(uses_cache=arguments.get("use_cache"), weights=weights)
+    if arguments.get("encoder_hidden_states") is not None:
+        raise UnsupportedRequestError(
+            "layers that attend to an encoder beside the text (cross-attention) store entries that "
+            "no budget is for; leave out encoder_hidden_states, or the kvalloc cache"
+        )
     if decoder.training and any(
         getattr(one, "gradient_checkpointing", False) for one in decoder.modules()
     ):

@@ -110,6 +110,13 @@ def made_for(model, budgets=0.3, **shape):
     make_cache(model, profile, allow_other_model="model_id" not in shape)
 
 
+def with_kinds_of_tokens(model):
+    """Of arguments that a decoder takes for each token, those that are known are repeated."""
+    profile = tiny.make_profile(model, CONTEXT, 0.3, scorer="reconstruction")
+    forward(model, made(model, profile), token_type_ids=torch.zeros(1, CONTEXT))
+    forward(model, made(model, profile), kinds=torch.zeros(1, CONTEXT))
+
+
 def full_layers_for_sliding(model):
     model = tiny.tiny_model("gemma3")
     shape = tiny.shape_of(model, layer_types=("full",) * 4, sliding_window=None)
@@ -280,6 +287,8 @@ CASES = {
         (one_hidden, "when they arrived"),
         (around_drafts, "cannot be read in pieces"),
         (in_two_forms, "token ids and as inputs_embeds"),
+        (with_kinds_of_tokens, "does not repeat kinds"),
+        (partial(forward, encoder_hidden_states=torch.zeros(1, 1, 64)), "cross-attention"),
         (partial(forward, input_ids=None), "neither input_ids nor inputs_embeds"),
         (trained, "gradient checkpointing"),
         (own_attention, "flash and flex attention, not on mine"),
