@@ -254,7 +254,7 @@ def decision_facts(decided: BudgetProfile, seconds: float) -> dict[str, Any]:
 def _summary(
     decided: BudgetProfile, seconds: float, interval: tuple[float, float] | None
 ) -> dict[str, str]:
-    heads = decided.budgets.size
+    heads = sum(one.kv_heads for one in decided.shape.by_layer)
     fields = wording.decision_fields(decided)
     fields["solver"] += f", {duration(seconds)}"
     fields["tokens"] = (

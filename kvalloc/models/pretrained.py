@@ -37,7 +37,7 @@ def quiet_transformers() -> Iterator[None]:
 def read_pretrained(
     folder: str, name: str, options: dict[str, Any] | None, **where: Any
 ) -> tuple[Any, Any]:
-    """Read a causal language model and its tokenizer.
+    """Read a causal language model, which may see images beside the text, and its tokenizer.
 
     Parameters
     ----------
@@ -61,15 +61,22 @@ def read_pretrained(
     UnsupportedModelError
         If transformers cannot read it, or weights are missing.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    import transformers
+    from transformers import AutoConfig, AutoTokenizer
 
-    kind: Any = AutoModelForCausalLM
+    kind: Any = transformers.AutoModelForCausalLM
     where["trust_remote_code"] = False  # or transformers would ask at the terminal
     try:
         with quiet_transformers():
             tokenizer = AutoTokenizer.from_pretrained(folder, **where)
             if options is None:
                 return None, tokenizer
+            if "gguf_file" not in where:
+                config = type(AutoConfig.from_pretrained(folder, **where))
+                if config not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and (
+                    config in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+                ):
+                    kind = transformers.AutoModelForImageTextToText
             where["output_loading_info"] = True
             model, read = kind.from_pretrained(folder, **where, **options)
     except ImportError as error:

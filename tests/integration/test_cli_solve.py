@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 from cli_tools import prose, run, save_tiny_model, succeed, write_prompts
-from factories import make_bits, make_losses, make_scores
+from factories import make_bits, make_losses, make_scores, make_shape
 from tiny_models import tiny_model
 
 from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.shape import LayerShape
 
 KEYS = """solver termination objective bound gap retention retained_tokens retained_bytes
 full_bytes seconds budgets requested context_tokens level output measured_loss value_per_mib"""
@@ -51,6 +52,16 @@ def test_solve_says_all_there_is_to_say(tmp_path, scores, target, words):
         assert ran.json["value_per_mib"] > 0
     shown = run(*asked, "-o", output).out
     assert [word for word in words if word not in shown] == []
+
+
+def test_layers_without_entries_do_not_count_in_the_mean(tmp_path):
+    full = LayerShape(kind="full", kv_heads=2, key_dim=4, value_dim=4)
+    layers = (LayerShape(kind="state", state_bytes=64), full, full)
+    shape = make_shape(layer_types=("state", "full", "full"), layers=layers)
+    make_scores(shape=shape).save(tmp_path / "s.safetensors")
+    files = tmp_path / "s.safetensors", "-o", tmp_path / "p.json"
+    ran = run("solve", *files, "--budget-tokens", "10")
+    assert "10.0 of 40.0 per KV head on average (40 entries)" in ran.out
 
 
 def test_a_certificate_on_a_solver_s_word_is_no_pass_for_a_script(tmp_path):

@@ -92,8 +92,8 @@ def make_scores(
         curves = curves_of(random_scores(rng, (*size, evictable)))
     if masses is None:
         masses = rng.random(size) + 0.1
-        sliding = [i for i, kind in enumerate(shape.layer_types) if kind == "sliding"]
-        masses[:, sliding] = 0.0
+        without = [i for i, kind in enumerate(shape.layer_types) if kind in ("sliding", "state")]
+        masses[:, without] = 0.0
     values: dict[str, Any] = {
         "shape": shape,
         "scorer": "xkv",

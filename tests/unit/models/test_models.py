@@ -6,6 +6,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+import families
 import pytest
 import torch
 from cli_tools import save_tiny_model, without
@@ -85,6 +86,12 @@ def test_a_config_that_names_more_than_there_are_weights_for(saved):
     config.write_text(json.dumps(stated | {"num_hidden_layers": stated["num_hidden_layers"] + 1}))
     with pytest.raises(UnsupportedModelError, match=r"no weights for .* such as model.layers"):
         load_model(saved)
+
+
+def test_a_model_that_sees_images_is_loaded_from_a_folder(tmp_path):
+    model = families.family("qwen2.5-vl")
+    loaded = load_model(save_tiny_model(tmp_path / "sees", model))
+    assert type(loaded.model) is type(model)
 
 
 def test_a_local_folder(saved, capfd):
