@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -10,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvalloc.accounting import IntArray
-from kvalloc.errors import InputError
+from kvalloc.errors import InputError, option
 from kvalloc.shape import ModelShape
 
 
@@ -67,6 +68,23 @@ POSITION_BYTES = 4
 
 MOST_BYTES = 2**60
 """Sums of costs are int64, and solvers scale them: above this they could overflow."""
+
+
+def checked_bits(bits: Iterable[int]) -> tuple[int, ...]:
+    """Return bit widths once each, the largest first.
+
+    Raises
+    ------
+    InputError
+        If there is none, or one that entries are not stored at.
+    """
+    widths = tuple(sorted(set(bits), reverse=True))
+    if not widths or any(width not in BIT_WIDTHS for width in widths):
+        raise InputError(
+            f"the bits are {list(widths)}, expected some of {', '.join(map(str, BIT_WIDTHS))}, "
+            f"such as {option('bits', (16, 8, 4))}"
+        )
+    return widths
 
 
 def stored_bytes(tokens: npt.ArrayLike, bits: npt.ArrayLike, shape: ModelShape) -> IntArray:

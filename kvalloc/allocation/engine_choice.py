@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -17,14 +17,14 @@ import numpy as np
 
 from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.accounting.costs import MOST_BYTES, bytes_in_share
-from kvalloc.accounting.engine_formats import ENGINES, WHOLE, Engine, part_bytes
+from kvalloc.accounting.engine_formats import ENGINES, WHOLE, Engine, Grain, part_bytes
 from kvalloc.allocation.request import Request, Target
 from kvalloc.allocation.verification import CheckedSolution, solve_problem
 from kvalloc.errors import InfeasibleError, InputError, command, one_of, option
 from kvalloc.formats.engine_choice import EngineChoice, EngineSetting
 from kvalloc.formats.format_losses import FormatLosses, Predicted
 from kvalloc.problem import AllocationProblem, Solver
-from kvalloc.problem.arrays import undominated
+from kvalloc.problem.arrays import padded, undominated
 from kvalloc.problem.registry import get_solver
 from kvalloc.shape import WINDOWED
 from kvalloc.units import bytes_text, parse_fraction, size
@@ -45,23 +45,38 @@ Units = list[IntArray]
 """Settings of each unit of a problem, ``(n_settings, n_layers, 2)`` each."""
 
 
-def _one_pair(pairs: IntArray, tables: FloatArray) -> list[Units]:
-    """Return one problem of one unit: a pair for all layers."""
-    return [[np.repeat(pairs[:, None], tables.shape[1], axis=1)]]
-
-
-def _by_layer(pairs: IntArray, tables: FloatArray) -> list[Units]:
-    """Return one problem with a unit a layer: any pair."""
-    layers = np.arange(tables.shape[1])
+def _by_layer(pairs: IntArray, n_layers: int) -> Units:
+    """Return a unit a layer: any pair."""
+    layers = np.arange(n_layers)
     settings = np.full((layers.size, len(pairs), layers.size, 2), LEFT)
     settings[layers, :, layers] = pairs
-    return [[*settings]]
+    return [*settings]
 
 
-def _with_skipped(pairs: IntArray, tables: FloatArray) -> list[Units]:
-    """Return a problem for each pair, with a unit a layer: this pair or 16 bits."""
-    whole = np.full(2, SIXTEEN)
-    return [_by_layer(np.stack([whole, pair]), tables)[0] for pair in pairs if pair.max() > SIXTEEN]
+def _units_of(grain: Grain, pairs: IntArray, tables: FloatArray) -> list[Units]:
+    """Return the units of the problems of an engine.
+
+    Of one that takes one pair: a problem with one unit. Of one that skips layers: a problem for
+    each pair, with a unit a layer, which has this pair or 16 bits. Of one that takes pairs by
+    layer: a problem with a unit a layer. See `_with_ends` for the ends.
+
+    Parameters
+    ----------
+    grain : str
+    pairs : ndarray of int64, (n_pairs, 2)
+    tables : ndarray
+        See `PosedEngine.tables`.
+    """
+    n_layers, whole = tables.shape[1], np.full(2, SIXTEEN)
+    match grain:
+        case "model":
+            return [[np.repeat(pairs[:, None], n_layers, axis=1)]]
+        case "layer":
+            return [_by_layer(pairs, n_layers)]
+        case "skip":
+            rounded = pairs[pairs.max(axis=1) > SIXTEEN]
+            return [_by_layer(np.stack([whole, pair]), n_layers) for pair in rounded]
+    return _with_ends(pairs, tables)
 
 
 def _with_ends(pairs: IntArray, tables: FloatArray) -> list[Units]:
@@ -106,15 +121,6 @@ def _ends_of(part: int, formats: Sequence[int], tables: FloatArray) -> IntArray:
     settings = np.full((kept.size, n_layers, 2), LEFT)
     settings[..., part] = np.take_along_axis(codes[np.stack(ends, axis=1)], which, axis=1)
     return settings
-
-
-_GRAINS: dict[str, Callable[[IntArray, FloatArray], list[Units]]] = {
-    "model": _one_pair,
-    "ends": _with_ends,
-    "skip": _with_skipped,
-    "layer": _by_layer,
-}
-"""What makes the problems of an engine, by its grain, of pairs and `PosedEngine.tables`."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -178,28 +184,26 @@ class PosedEngine:
                 f"no format of {engine.name} was measured on {losses.shape.model_id}; measure them "
                 f"with {command('profile', formats=engine.name)}"
             )
-        return [*map(self._problem, _GRAINS[engine.grain](np.array(pairs), self.tables))]
+        return [*map(self._problem, _units_of(engine.grain, np.array(pairs), self.tables))]
 
     def _problem(self, units: Units) -> tuple[AllocationProblem, Units]:
         """Return a problem of the settings that are worth their bytes, and these."""
         windowed = np.isin(self.losses.shape.layer_types, WINDOWED) & (
             not self.engine.rounds_windows
         )
-        kept, options = [], []
+        kept, losses, costs = [], [], []
         for settings in units:
             settings = settings[(settings[:, windowed] <= SIXTEEN).all(axis=(1, 2))]
             loss, cost = self.totals(settings)
             worth = undominated(-loss[None], cost.astype(np.int64))[0][0]
             kept.append(settings[worth])
-            options.append(np.stack([-loss, cost])[:, worth])
-        counts = np.array([len(one) for one in kept])
-        pads = [((0, 0), (0, missing)) for missing in counts.max() - counts]
-        padded = [np.pad(one, pad, mode="edge") for one, pad in zip(options, pads, strict=True)]
-        values, costs = np.stack(padded, axis=1)
+            losses.append(loss[worth])
+            costs.append(cost[worth])
+        values, counts = -padded(losses), np.array([len(one) for one in kept])
         problem = AllocationProblem(
             tokens=np.full(values.shape, self.context_tokens),
             values=values,
-            costs=costs.astype(np.int64),
+            costs=padded(costs).astype(np.int64),
             bits=np.indices(values.shape)[1],  # says that options differ in more than tokens
             option_counts=counts,
             weights=np.ones(counts.size),

@@ -13,7 +13,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, Unpack, get_args
 
-from kvalloc.accounting.costs import BIT_WIDTHS, bytes_in_share
+from kvalloc.accounting.costs import bytes_in_share, checked_bits
 from kvalloc.errors import InfeasibleError, InputError, OptionNames, one_line, one_of, option
 from kvalloc.units import (
     Option,
@@ -458,12 +458,7 @@ class Request:
                 limit = f"{option(name, MOST_TOKENS)} or less"
             raise InputError(f"{option(name, value)} is not possible; give {limit}")
         if self.bits is not None:
-            widths = tuple(sorted(set(self.bits), reverse=True))
-            if not widths or any(width not in BIT_WIDTHS for width in widths):
-                raise InputError(
-                    f"the bits are {list(self.bits)}, expected some of "
-                    f"{', '.join(map(str, BIT_WIDTHS))}, such as {option('bits', (16, 8, 4))}"
-                )
+            widths = checked_bits(self.bits)
             object.__setattr__(self, "bits", None if widths == (16,) else widths)
         kind = self.target.kind
         implied = self.objective is None and self.bits is not None and kind != "retention"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from kvalloc.errors import ModelMismatchError, UnsupportedRequestError, option
 from kvalloc.extensions.making import extended
-from kvalloc.files import atomic_write
+from kvalloc.formats.record import save_tensors
 from kvalloc.formats.saved_cache import SavedCacheHeader, StoredTensor, tensor_digest
 from kvalloc.models.structure import computing_device, decoder_layers, decoder_of
 from kvalloc.models.weights import weights_digest
@@ -57,7 +57,6 @@ def save_cache(
     InputError
         If the folder does not exist or is read-only.
     """
-    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     if cache.interrupted is not None:
@@ -116,11 +115,7 @@ def save_cache(
         notes=dict(notes or {}),
     )
     metadata = {header.METADATA: json.dumps(header.record(), sort_keys=True)}
-    with atomic_write(path) as temporary:
-        try:
-            save_file(tensors, temporary, metadata=metadata)
-        except SafetensorError as error:  # a full disk is not an OSError there
-            raise OSError(str(error)) from error
+    save_tensors(save_file, tensors, path, metadata)
 
 
 def _tensors_of(cache: BudgetCache) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
@@ -543,16 +543,11 @@ class ArrayRecord(FileRecord):
         InputError
             If the folder does not exist or is read-only.
         """
-        from safetensors import SafetensorError
         from safetensors.numpy import save_file
 
         arrays = {name: np.ascontiguousarray(array) for name, array in self.arrays().items()}
         stated = json.dumps({**self.header(), "digest": self.digest}, sort_keys=True)
-        with atomic_write(path) as temporary:
-            try:
-                save_file(arrays, temporary, metadata={self.METADATA: stated})
-            except SafetensorError as error:  # a full disk is not an OSError there
-                raise OSError(str(error)) from error
+        save_tensors(save_file, arrays, path, {self.METADATA: stated})
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -598,6 +593,25 @@ class ArrayRecord(FileRecord):
 
     def _digest_over(self, content: dict[str, Any]) -> str:
         return digest_over(json.dumps(content, sort_keys=True), self.arrays())
+
+
+def save_tensors(
+    save_file: Callable[..., None], tensors: Mapping[str, Any], path: str | Path, stated: Any
+) -> None:
+    """Write tensors and metadata atomically by one of safetensors' functions.
+
+    Raises
+    ------
+    InputError
+        If they cannot be written.
+    """
+    from safetensors import SafetensorError
+
+    with atomic_write(path) as temporary:
+        try:
+            save_file(tensors, temporary, metadata=stated)
+        except SafetensorError as error:  # a full disk is not an OSError there
+            raise OSError(str(error)) from error
 
 
 def digest_over(header: str, arrays: Mapping[str, npt.NDArray[Any]]) -> str:

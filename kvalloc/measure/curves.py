@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvalloc.accounting import FloatArray, IntArray
-from kvalloc.accounting.costs import BIT_WIDTHS
-from kvalloc.errors import InputError, SampleError, option
+from kvalloc.accounting.costs import checked_bits
+from kvalloc.errors import SampleError
 from kvalloc.formats.score_profile import interpolate_curves
 from kvalloc.units import parse_numbers
 
@@ -145,10 +145,5 @@ def checked_widths(bits: str | Sequence[int] | None) -> tuple[int, ...]:
     """
     if bits is None:
         return ()
-    widths = tuple(sorted(set(parse_numbers(bits)), reverse=True))
-    if not widths or any(width not in BIT_WIDTHS for width in widths):
-        known = ", ".join(map(str, BIT_WIDTHS))
-        raise InputError(
-            f"the bits are {bits}, expected some of {known}, such as {option('bits', (16, 8, 4))}"
-        )
+    widths = checked_bits(parse_numbers(bits))
     return tuple(width for width in widths if width != 16)

@@ -658,6 +658,12 @@ def cap_tree(caps: Sequence[GroupCap]) -> Any:
     return tree
 
 
+def padded(rows: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    """Return rows of any length as one array, the last number of each repeated to its end."""
+    longest = max(map(len, rows))
+    return np.array([np.pad(row, (0, longest - len(row)), mode="edge") for row in rows])
+
+
 def undominated(values: FloatArray, costs: IntArray) -> tuple[IntArray, IntArray]:
     """Return each unit's options by rising cost, each worth more than all cheaper ones.
 
@@ -694,5 +700,4 @@ def undominated(values: FloatArray, costs: IntArray) -> tuple[IntArray, IntArray
         better[1:] = worth[order][1:] > reached[:-1]
         rows.append(order[better])
     counts = np.array([row.size for row in rows], dtype=np.int64)
-    kept = [np.pad(row, (0, int(counts.max()) - row.size), mode="edge") for row in rows]
-    return np.array(kept), counts
+    return padded(rows), counts
