@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, Unpack
 
@@ -21,7 +21,7 @@ from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.format_losses import FormatLosses
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.formats.shipped_profiles import load_file, load_scores
-from kvalloc.online.conflicts import given_names
+from kvalloc.online.conflicts import check_conflicts, given_names
 from kvalloc.problem.registry import get_solver
 from kvalloc.prompts.texts import read_prompts
 from kvalloc.report import wording
@@ -87,13 +87,15 @@ def solve(
     kvalloc solve s.safetensors --target-loss 0.02 --level head --measure demo -o p.json
     kvalloc solve m.formats.safetensors --engine llama.cpp --memory 3GiB --context 32k
     """
+    kinds = (options, measuring, solving)
+    pairs = [(kind, one) for kind in kinds for one in fields(kind) if one.name != "scores"]
+    names = {one.name for kind, one in pairs if getattr(kind, one.name) != one.default}
+    check_conflicts(names | ({"scores"} if options.scores[1:] else set()))
     if options.engine is not None:
-        return _solve_engine(options, options.engine, measuring, solving, request_options)
+        return _solve_engine(options, options.engine, solving, request_options)
     if options.scores[1:]:
-        return _solve_pool(options, measuring, solving, request_options)
-    scores, output, fairness = options.scores[0], options.output, options.fairness
-    if fairness != "sum":
-        raise InputError(f"{option('fairness', fairness)} is for several score profiles; add one")
+        return _solve_pool(options, solving, request_options)
+    scores, output = options.scores[0], options.output
     request = Request.parse(**request_options)  # before anything is read
     if (names := given_names(vars(measuring))) and measuring.measure is None:
         raise InputError(f"{option(min(names))} goes with --measure MODEL; name the model")
@@ -125,17 +127,10 @@ def solve(
 def _solve_engine(
     options: SolveOptions,
     engine: str,
-    measuring: MeasureOptions,
     solving: SolverOptions,
     request: Mapping[str, Any],
 ) -> None:
     """Decide what another engine is told."""
-    names = given_names(vars(measuring))
-    names |= {"average"} if solving.average != "curves" else set()
-    names |= {"fairness"} if options.fairness != "sum" else set()
-    if names or options.scores[1:]:
-        more = option(min(names)) if names else "a second file"
-        raise InputError(f"{more} does not go with {option('engine')}; leave it out")
     output = options.output
     if output is not None:
         check_writable(output, stream=True)
@@ -152,19 +147,9 @@ def _solve_engine(
     print_result(facts, fields, lines=frontier_lines(choice), notes=[KL_NOTE])
 
 
-def _solve_pool(
-    options: SolveOptions,
-    measuring: MeasureOptions,
-    solving: SolverOptions,
-    request: RequestOptions,
-) -> None:
+def _solve_pool(options: SolveOptions, solving: SolverOptions, request: RequestOptions) -> None:
     """Decide the budgets of several score profiles that share a memory; write FOLDER/NAME.json."""
     scores, output = options.scores, options.output
-    names = given_names(vars(measuring))
-    if solving.average != "curves":
-        names.add("average")
-    if names:
-        raise InputError(f"{option(min(names))} is for one score profile, and these are several")
     if (memory := request.pop("memory", None)) is None:
         raise InputError(f"several score profiles share a memory; give {option('memory', '2GiB')}")
     files = [f"{Path(one).stem}.json" for one in scores]

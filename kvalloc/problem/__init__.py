@@ -1,7 +1,7 @@
 """What a solver sees: arrays, constraints, bounds, and the contract that it keeps.
 
 All that the author of a solver needs is here. Each module uses only those before it: `arrays`;
-`constraints`, `bounds` and `dominance`; `solver`; `registry`.
+`bounds`; `solver`; `registry`.
 """
 
 from kvalloc.problem.arrays import Aggregate as Aggregate
