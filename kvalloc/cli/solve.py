@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Unpack
 
@@ -87,9 +87,9 @@ def solve(
     kvalloc solve s.safetensors --target-loss 0.02 --level head --measure demo -o p.json
     kvalloc solve m.formats.safetensors --engine llama.cpp --memory 3GiB --context 32k
     """
-    kinds = (options, measuring, solving)
-    pairs = [(kind, one) for kind in kinds for one in fields(kind) if one.name != "scores"]
-    names = {one.name for kind, one in pairs if getattr(kind, one.name) != one.default}
+    names = given_names({**vars(measuring), "engine": options.engine})
+    names |= {"average"} if solving.average != "curves" else set()
+    names |= {"fairness"} if options.fairness != "sum" else set()
     check_conflicts(names | ({"scores"} if options.scores[1:] else set()))
     if options.engine is not None:
         return _solve_engine(options, options.engine, solving, request_options)
