@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvalloc.errors import InputError, option
 from kvalloc.prompts.cases import LONG_ANSWER_TOKENS, Case
 from kvalloc.prompts.chat import encode
-from kvalloc.prompts.examples import Example, Question, fitted, render
+from kvalloc.prompts.examples import Draft, Example, Question, render
 from kvalloc.prompts.splits import Split, split_texts, stream
 
 if TYPE_CHECKING:
@@ -175,23 +175,6 @@ class Brief:
         return Draft(make=make, min_items=20, max_items=len(words))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Draft:
-    """One example in any size.
-
-    Attributes
-    ----------
-    make : callable
-        ``make(size)``: draws no random numbers.
-    min_items, max_items : int
-        Smallest and largest size.
-    """
-
-    make: Callable[[int], Example]
-    min_items: int
-    max_items: int
-
-
 def by_rule(name: str, recipe: Callable[[Brief], Draft], *, most_turns: int = 1) -> Task:
     """Return a task with prompts made by rule.
 
@@ -227,9 +210,7 @@ def by_rule(name: str, recipe: Callable[[Brief], Draft], *, most_turns: int = 1)
                 depth=(index + 0.5) / request.n_cases,
                 words_per_token=ratios[source],
             )
-            draft = recipe(brief)
-            sizes = (draft.min_items, max(draft.min_items, draft.max_items))
-            example = fitted(request.tokenizer, draft.make, sizes, request.n_tokens, task=name)
+            example = recipe(brief).fitted(request.tokenizer, request.n_tokens, task=name)
             where = {"after": request.after, "opened": request.opened}
             cases.append(render(request.tokenizer, example, **where))
         return cases
