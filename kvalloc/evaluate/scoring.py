@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvalloc.accounting import FloatArray
-from kvalloc.engine.contract import Advance, Engine, Failed, engine_of, none_failed
+from kvalloc.engine.contract import Advance, Engine, Failed, engine_of, result_of
 from kvalloc.errors import InputError, SampleError
 from kvalloc.evaluate.methods import Answer, Compressed, answer_greedily, end_tokens, full_cache
 from kvalloc.measure.job import Steps
@@ -225,10 +225,10 @@ class CaseWork:
         InputError
             If one is called as the full cache is, or cannot be made for the model.
         """
-        (names,) = none_failed(engine.run(self, {0: None}, lambda steps: None)).values()
+        names = [*result_of(engine, self)]
         if FULL in names:
             raise InputError(f"a method cannot be called {FULL!r}; give it another name")
-        return [*names]
+        return names
 
 
 def evaluate(
