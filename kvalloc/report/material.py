@@ -248,9 +248,7 @@ class UnitCurves:
         ranks = np.unique(np.rint(steps * scores.evictable_tokens)).astype(np.float64)
         marks = {}
         for name, at in _ranks(scores, profiles):
-            heads = np.empty(scores.curves.shape[:3])
-            for unit in np.ndindex(*heads.shape):
-                heads[unit] = np.interp(at[unit[1:]], scores.ranks, scores.curves[unit])
+            heads = _curve_values(at, scores.ranks, scores.curves)
             kept = np.concatenate([at.mean(axis=1, keepdims=True), at], axis=1)
             marks[name] = (_shares(scores, kept), with_layers(heads[..., None])[..., 0])
         drawn = with_layers(interpolate_curves(scores.curves, scores.ranks, ranks))
@@ -279,9 +277,7 @@ class UnitCurves:
             losses = np.full(kept.shape, np.nan)
             # where whole layers were measured, their heads had one budget
             if places.stop is None or profiles[name].level == "layer":
-                for unit in np.ndindex(*curves.shape[:2]):
-                    place = (unit[0], unit[1] + places.start)
-                    losses[place] = np.interp(kept[place], levels, curves[unit], left=np.nan)
+                losses[:, places] = _curve_values(kept[:, places], levels, curves, left=np.nan)
             marks[name] = (kept / scores.context_tokens, losses)
         layers, shares = scores.shape.full_layers, levels / scores.context_tokens
         return cls(layers=layers, what=LOSS, shares=shares, values=values, marks=marks)
@@ -316,6 +312,10 @@ def _ranks(
     for name, profile in profiles.items():
         if profile.context_tokens > scores.protected_tokens:
             yield name, evictable_rank(scores, profile.budgets, profile.context_tokens)
+
+
+_curve_values = np.vectorize(np.interp, excluded=("left",), signature="(),(points),(points)->()")
+"""Values of curves, each at a budget of its own."""
 
 
 def _shares(scores: ScoreProfile, ranks: FloatArray) -> FloatArray:

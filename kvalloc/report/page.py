@@ -15,19 +15,16 @@ from kvalloc.accounting.costs import full_bytes
 from kvalloc.errors import InputError
 from kvalloc.files import check_writable, provenance, write_text
 from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.formats.evaluation import Evaluation
-from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.report import charts
 from kvalloc.report.material import Material, Row, UnitCurves
 from kvalloc.report.wording import (
-    budget_fields,
     cap_lines,
     decision_cells,
     decision_fields,
-    evaluation_fields,
     evaluation_tables,
     model_text,
     proof_text,
+    record_fields,
     score_fields,
 )
 
@@ -275,15 +272,10 @@ def _decision_table(material: Material) -> Table:
 
 def _sources(material: Material) -> list[dict[str, Any]]:
     """Return the fields of every file, in the words of `kvalloc inspect`."""
-    words: dict[type, Any] = {
-        BudgetProfile: budget_fields,
-        ScoreProfile: score_fields,
-        Evaluation: evaluation_fields,
-    }
     sources = []
     for name, record in material.records.items():
-        fields = {"file": material.files[name], **words[type(record)](record)}
-        fields["digest"] = record.digest
+        stated = record_fields(record)
+        fields = {"file": material.files[name], **stated, "digest": record.digest}
         shown = [(label, text) for label, text in fields.items() if text]
         sources.append({"name": name, "kind": record.NAME, "fields": shown})
     return sources
