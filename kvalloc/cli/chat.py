@@ -17,7 +17,7 @@ import typer
 from kvalloc.allocation.request import RequestOptions
 from kvalloc.cli.answers import OF_A_PROMPT, Conversation, PromptOptions, check_text
 from kvalloc.cli.options import takes
-from kvalloc.cli.output import ProgressBar, is_quiet, note, print_json, wants_json
+from kvalloc.cli.output import ProgressBar, is_quiet, note, print_result, wants_json
 from kvalloc.errors import InputError, plain
 from kvalloc.formats.saved_cache import SavedCacheHeader
 from kvalloc.online.conflicts import given_names
@@ -81,19 +81,19 @@ def chat(options: ChatOptions, **target: Unpack[RequestOptions]) -> None:
     conversation.save()
     only_reads = options.save_cache is not None and not questions
     rows = [] if only_reads else _answers(conversation, questions)
-    if wants_json():
-        facts = {
-            "model": conversation.loaded.model_id,
-            "cache": options.cache,
-            "saved": options.save_cache,
-            "profile": options.profile,
-            "document": conversation.document or None,
-            "document_tokens": document_tokens or conversation.seen_tokens,
-            **({} if conversation.cache is None else conversation.facts()),
-            "read_seconds": conversation.read_seconds,
-            "load_seconds": conversation.load_seconds,
-        }
-        print_json({**facts, "answers": rows})
+    facts = {
+        "model": conversation.loaded.model_id,
+        "cache": options.cache,
+        "saved": options.save_cache,
+        "profile": options.profile,
+        "document": conversation.document or None,
+        "document_tokens": document_tokens or conversation.seen_tokens,
+        **({} if conversation.cache is None else conversation.facts()),
+        "read_seconds": conversation.read_seconds,
+        "load_seconds": conversation.load_seconds,
+        "answers": rows,
+    }
+    print_result(facts)
 
 
 def _check_questions(
