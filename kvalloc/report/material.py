@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +48,13 @@ class Material:
     ----------
     files : dict of str
         Where each comes from.
-    scores, profiles, evaluations : dict
+    profiles, scores, evaluations : dict
     """
 
     files: dict[str, str]
-    scores: dict[str, ScoreProfile] = field(default_factory=dict)
-    profiles: dict[str, BudgetProfile] = field(default_factory=dict)
-    evaluations: dict[str, Evaluation] = field(default_factory=dict)
+    profiles: dict[str, BudgetProfile]
+    scores: dict[str, ScoreProfile]
+    evaluations: dict[str, Evaluation]
 
     @classmethod
     def read(cls, files: Sequence[str | Path]) -> Material:
@@ -112,6 +112,13 @@ class Material:
         shape: ModelShape = next(iter(self.records.values())).shape
         return shape
 
+    @property
+    def decided_elsewhere(self) -> list[str]:
+        """Return the names of profiles that were decided by other curves than these."""
+        digests = {scores.digest for scores in self.scores.values()}
+        others = (name for name, one in self.profiles.items() if one.score_digest not in digests)
+        return [*others] if digests else []
+
     def budget_rows(self) -> list[Row]:
         """Return a row for each profile and layer: tokens and bits of each KV head."""
         return [
@@ -131,7 +138,7 @@ class Material:
 
         Beside curves stand those profiles alone that were decided by them.
         """
-        digests = {scores.digest for scores in self.scores.values()}
+        elsewhere = self.decided_elsewhere
         points = [
             {
                 "name": name,
@@ -141,7 +148,7 @@ class Material:
                 "loss": profile.predicted_loss,
             }
             for name, profile in self.profiles.items()
-            if not digests or profile.score_digest in digests
+            if name not in elsewhere
         ]
         for by, objective, what in FRONTIERS:
             best = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -31,8 +31,8 @@ from kvalloc.report.wording import (
 MAX_TOKENS = 2**17
 """Longest prompt of the memory calculator where the model does not say one."""
 
-Table = tuple[str, Sequence[str], list[list[str]]]
-"""Caption, headings and cells."""
+Table = tuple[Sequence[str], list[list[str]]]
+"""Headings and cells."""
 
 
 def write_report(files: Sequence[str | Path], output: str | Path) -> None:
@@ -107,7 +107,7 @@ def _facts(material: Material) -> dict[str, Any]:
         "files": material.files,
         "profiles": list(profiles),
         "summary": _summary(material),
-        "missing": _missing(material, measured),
+        "material": material,
         "charts": specs,
         "layers": _layer_table(material),
         "frontiers": frontiers,
@@ -204,37 +204,6 @@ def _summary(material: Material) -> list[dict[str, str]]:
     return lines
 
 
-def _missing(material: Material, measured: Sequence[Row]) -> list[str]:
-    """Return what these files leave out, and what would add it."""
-    lines = []
-    if not material.profiles:
-        lines.append(
-            "No budget profile: nothing says what is kept. Make one with 'kvalloc solve "
-            "SCORES --budget 20% -o p.json' and add it."
-        )
-    if not material.scores:
-        lines.append(
-            "No score profile: there are no curves, and the best possible is not known. Add the "
-            "one that the budgets were decided from ('kvalloc profile MODEL -o s.safetensors')."
-        )
-    digests = {scores.digest for scores in material.scores.values()}
-    for name, profile in material.profiles.items():
-        if digests and profile.score_digest not in digests:
-            lines.append(
-                f"{name} was decided by other curves than these: no best possible stands beside "
-                "what it predicts. Add the score profile that it was decided from."
-            )
-    for name, evaluation in material.evaluations.items():
-        if not evaluation.rows:
-            lines.append(f"{name} holds no rows: nothing was measured. Run 'kvalloc eval' again.")
-    if not measured:
-        lines.append(
-            "No measurement of answers: retention and predicted loss say little of quality. Add "
-            "what 'kvalloc eval MODEL --profile P.json -o result.json' writes."
-        )
-    return lines
-
-
 def _layer_table(material: Material) -> Table:
     """Return the tokens of each layer, mean over its heads, a column a profile."""
     means = [one.budgets.mean(axis=1) for one in material.profiles.values()]
@@ -242,23 +211,17 @@ def _layer_table(material: Material) -> Table:
         [str(layer), *(f"{mean[layer]:,.0f}" for mean in means)]
         for layer in material.shape.full_layers
     ]
-    return "Tokens per KV head, mean of each layer", ("layer", *material.profiles), rows
+    return ("layer", *material.profiles), rows
 
 
-def _evaluated_tables(material: Material) -> Iterator[Table]:
-    """Yield the tables of an evaluation, as `kvalloc eval` prints them."""
+def _evaluated_tables(material: Material) -> list[Table]:
+    """Return the tables of evaluations, as `kvalloc eval` prints them."""
     rows: list[Row] = [
         {"from": source, **row}
         for source, evaluation in material.evaluations.items()
         for row in evaluation.rows
     ]
-    captions = (
-        "Measured harm: KL to the full cache in nats per token, and scores",
-        "Each method against the first one, the first one against the full cache",
-    )
-    if rows:
-        for caption, (headings, cells) in zip(captions, evaluation_tables(rows), strict=False):
-            yield caption, headings, cells
+    return [*evaluation_tables(rows)] if rows else []
 
 
 def _decision_table(material: Material) -> Table:
@@ -267,7 +230,7 @@ def _decision_table(material: Material) -> Table:
     ]
     headings = [*dict.fromkeys(heading for one in decisions for heading in one)]
     rows = [[one.get(heading, "-") for heading in headings] for one in decisions]
-    return "Decisions side by side", headings, rows
+    return headings, rows
 
 
 def _sources(material: Material) -> list[dict[str, Any]]:
