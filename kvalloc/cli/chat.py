@@ -113,7 +113,7 @@ def _with_document(
     conversation = Conversation.begin(options, target)
     ids = conversation.form.document_ids(conversation.loaded.tokenizer, text)
     _check_questions(conversation, questions, len(ids))
-    conversation.open_cache(ids)
+    conversation.cache = conversation.make_cache(ids)
     with ProgressBar(f"reading {name}"):
         start = time.perf_counter()
         conversation.read(ids)
@@ -149,7 +149,7 @@ def _with_saved(path: Path, options: ChatOptions, questions: Sequence[str]) -> C
     if options.chat is None:
         options = replace(options, chat=bool(notes.get("chat")))
     conversation = Conversation(
-        options=options, target={}, loaded=loaded, make_cache=lambda tokens: cache, cache=cache,
+        options=options, loaded=loaded, make_cache=lambda tokens: cache, cache=cache,
         document=str(notes.get("document") or path), answered=bool(notes.get("answered")),
         read_seconds=header.read_seconds, load_seconds=seconds,
     )  # fmt: skip
@@ -177,7 +177,7 @@ def _with_documents(
         )  # fmt: skip
 
     conversation = Conversation(
-        options=options, target={}, loaded=loaded, make_cache=put, has_documents=True,
+        options=options, loaded=loaded, make_cache=put, has_documents=True,
         document=", ".join(Path(path).name for path in paths),
     )  # fmt: skip
     before = encode(loaded.tokenizer, conversation.form.before)
