@@ -254,9 +254,8 @@ class UnitCurves:
         steps = np.linspace(0, 1, CURVE_POINTS) ** 2  # closer where curves bend
         ranks = np.unique(np.rint(steps * scores.evictable_tokens)).astype(np.float64)
         marks = {}
-        for name, at in _ranks(scores, profiles):
-            heads = _curve_values(at, scores.ranks, scores.curves)
-            kept = np.concatenate([at.mean(axis=1, keepdims=True), at], axis=1)
+        for name, kept in _kept_ranks(scores, profiles):
+            heads = _curve_values(kept[:, 1:], scores.ranks, scores.curves)
             marks[name] = (_shares(scores, kept), with_layers(heads[..., None])[..., 0])
         drawn = with_layers(interpolate_curves(scores.curves, scores.ranks, ranks))
         layers, shares = scores.shape.full_layers, _shares(scores, ranks)
@@ -278,14 +277,13 @@ class UnitCurves:
         values = np.full((len(curves), 1 + scores.shape.n_kv_heads, levels.size), np.nan)
         values[:, places] = curves
         marks = {}
-        for name, ranks in _ranks(scores, profiles):
-            at = ranks + scores.protected_tokens
-            kept = np.concatenate([at.mean(axis=1, keepdims=True), at], axis=1)
+        for name, ranks in _kept_ranks(scores, profiles):
+            kept = ranks + scores.protected_tokens
             losses = np.full(kept.shape, np.nan)
             # where whole layers were measured, their heads had one budget
             if places.stop is None or profiles[name].level == "layer":
                 losses[:, places] = _curve_values(kept[:, places], levels, curves, left=np.nan)
-            marks[name] = (kept / scores.context_tokens, losses)
+            marks[name] = (_shares(scores, ranks), losses)
         layers, shares = scores.shape.full_layers, levels / scores.context_tokens
         return cls(layers=layers, what=LOSS, shares=shares, values=values, marks=marks)
 
@@ -312,13 +310,17 @@ class UnitCurves:
         ]
 
 
-def _ranks(
+def _kept_ranks(
     scores: ScoreProfile, profiles: Mapping[str, BudgetProfile]
 ) -> Iterator[tuple[str, FloatArray]]:
-    """Yield the kept evictable entries of each profile, at the score profile's context."""
+    """Yield the kept evictable entries of each profile, at the score profile's context.
+
+    They are ``(n_layers, 1 + n_kv_heads)``, the mean of a layer first.
+    """
     for name, profile in profiles.items():
         if profile.context_tokens > scores.protected_tokens:
-            yield name, evictable_rank(scores, profile.budgets, profile.context_tokens)
+            heads = evictable_rank(scores, profile.budgets, profile.context_tokens)
+            yield name, np.column_stack([heads.mean(axis=1), heads])
 
 
 _curve_values = np.vectorize(np.interp, excluded=("left",), signature="(),(points),(points)->()")

@@ -131,19 +131,14 @@ def _facts(material: Material) -> dict[str, Any]:
     }
 
 
-def _frontiers(material: Material, specs: dict[str, charts.Spec]) -> list[tuple[str, str]]:
-    """Add charts of the frontiers; return their names and captions."""
+def _frontiers(material: Material, specs: dict[str, charts.Spec]) -> list[tuple[str, str, bool]]:
+    """Add charts of the frontiers; return names, rows' fields, and whether there are lines."""
     shown = []
     for by, what, best, reached in material.frontiers():
         if best or len(reached) > 1:
             name = f"frontier-{by}"
             specs[name] = charts.frontier_chart(best, reached, by=by, what=what)
-            lines = (
-                "Lines are the best that any budgets can reach by these curves. " if best else ""
-            )
-            better = "lower" if by == "loss" else "higher"
-            text = f"Predicted {by} against bytes: {better} and further left is better. {lines}"
-            shown.append((name, f"{text}Each mark is a budget profile."))
+            shown.append((name, by, bool(best)))
     return shown
 
 
