@@ -18,7 +18,7 @@ from kvalloc.prompts.cases import Case
 from kvalloc.prompts.examples import Example, Question, prompt_ids, render
 from kvalloc.prompts.metrics import METRICS
 from kvalloc.prompts.tasks.task import PromptRequest, Task
-from kvalloc.prompts.texts import Fields, Prompt, prompt_of, read_objects
+from kvalloc.prompts.texts import Fields, Prompt, read_objects
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,10 +107,7 @@ def read_records(path: str | Path, *, metric: str | None = None) -> list[Record]
     """
     if metric is not None:
         one_of("metric", metric, METRICS)
-    return [
-        _record(prompt_of(fields, Path(path).name, line), fields, metric)
-        for line, fields in read_objects(path)
-    ]
+    return [_record(prompt, fields, metric) for prompt, fields in read_objects(path)]
 
 
 def file_task(path: Path, records: Sequence[Record], *, cut: bool) -> Task:
