@@ -162,6 +162,7 @@ def row(scores: Sequence[Score]) -> dict[str, Any]:
 
     first, nll = scores[0], mean("nll")
     counts = ("retained_bytes", "full_bytes", "kept_bytes", "bytes_at_16_bits")
+    qualities = ("exact_tokens", "top1_agreement", "exact_match", "score")
     speeds = [_tokens_per_second(one) for one in outcomes]
     return {
         "name": first.name,
@@ -175,10 +176,7 @@ def row(scores: Sequence[Score]) -> dict[str, Any]:
             name: mean_of(lambda one, piece=piece: one.kl_at(piece))  # type: ignore[misc]
             for name, piece in POSITIONS.items()
         },
-        "exact_tokens": mean("exact_tokens"),
-        "top1_agreement": mean("top1_agreement"),
-        "exact_match": mean("exact_match"),
-        "score": mean("score"),
+        **{name: mean(name) for name in qualities},
         "score_ci95": interval(values(outcomes, attrgetter("score"))),
         "perplexity": math.exp(nll) if nll is not None and len(scores) == 1 else None,
         "n": sum(len(score.outcomes) for score in scores),
