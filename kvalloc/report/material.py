@@ -182,7 +182,6 @@ def _traced(scores: ScoreProfile, level: Any, objective: Any) -> list[FrontierPo
 def _facts(point: FrontierPoint) -> Row:
     return {
         "share": point.share,
-        "bytes": point.cost_bytes,
         "retention": point.retention,
         "loss": point.predicted_loss,
     }
@@ -198,7 +197,7 @@ def _measured(row: Mapping[str, Any], source: str) -> Row:
         "share": row["share_of_16_bits"],
         "low": low,
         "high": high,
-        **{key: row[key] for key in ("name", "kl", "top1_agreement", "score", "n")},
+        **{key: row[key] for key in ("name", "kl", "score", "n")},
     }
 
 

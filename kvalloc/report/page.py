@@ -104,8 +104,6 @@ def _facts(material: Material) -> dict[str, Any]:
         "shape": shape,
         "model": model_text(shape),
         **provenance(),
-        "files": material.files,
-        "profiles": list(profiles),
         "summary": _summary(material),
         "material": material,
         "charts": specs,
@@ -116,7 +114,6 @@ def _facts(material: Material) -> dict[str, Any]:
         "tasks": list(tasks),
         "chosen_task": task,
         "curves": curves,
-        "curve_layers": list(shape.full_layers),
         "memory": memory,
         "proofs": [(name, proof_text(one), cap_lines(one)) for name, one in profiles.items()],
         "decisions": _decision_table(material),
@@ -143,17 +140,14 @@ def _frontiers(material: Material, specs: dict[str, charts.Spec]) -> list[tuple[
 
 
 def _curves(material: Material, specs: dict[str, charts.Spec]) -> list[dict[str, str]]:
-    """Add charts of the units' curves; return their names and captions."""
+    """Add charts of the units' curves; return their names, and what they are of."""
     shown = []
     for place, (name, scores) in enumerate(material.scores.items()):
         for curves in UnitCurves.all_of(scores, material.profiles):
             chart = f"curves-{place}-{curves.what[:4]}"
             specs[chart] = charts.curve_chart(curves)
-            text = (
-                f"{name}: {curves.what.partition(',')[0]} of one unit by scorer {scores.scorer} "
-                "(thick), all others thin. Marks are what the budget profiles chose for it."
-            )
-            shown.append({"name": chart, "text": text})
+            value, _, _ = curves.what.partition(",")
+            shown.append({"name": chart, "file": name, "value": value, "scorer": scores.scorer})
     return shown
 
 
