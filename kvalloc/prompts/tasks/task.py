@@ -142,13 +142,6 @@ class Brief:
     depth: float
     words_per_token: float
 
-    def excerpt_words(self) -> list[str]:
-        """Return the words of the text from a random place on, somewhat more than will fit."""
-        words = self.text.split()
-        enough = math.ceil(SPARE * self.words_per_token * self.request.n_tokens)
-        begin = self.draw.randrange(max(1, len(words) - enough))
-        return words[begin : begin + enough]
-
     def scattered(
         self,
         lead: str,
@@ -158,6 +151,8 @@ class Brief:
     ) -> Draft:
         """Return questions about sentences that are scattered over an excerpt of the text.
 
+        The excerpt begins at a random place, and is somewhat longer than will fit.
+
         Parameters
         ----------
         lead : str
@@ -166,7 +161,10 @@ class Brief:
             See `scatter`.
         questions : sequence of Question
         """
-        words = self.excerpt_words()
+        text_words = self.text.split()
+        enough = math.ceil(SPARE * self.words_per_token * self.request.n_tokens)
+        begin = self.draw.randrange(max(1, len(text_words) - enough))
+        words = text_words[begin : begin + enough]
 
         def make(size: int) -> Example:
             text = scatter(" ".join(words[:size]), sentences, depths)
