@@ -130,9 +130,8 @@ def _solve_engine(
     request: Mapping[str, Any],
 ) -> None:
     """Decide what another engine is told."""
-    names = given_names(vars(measuring))
-    names |= {"average"} if solving.average != "curves" else set()
-    names |= {"fairness"} if options.fairness != "sum" else set()
+    averages, is_fair = solving.average != "curves", options.fairness != "sum"
+    names = given_names({**vars(measuring), "average": averages, "fairness": is_fair})
     if names or options.scores[1:]:
         more = option(min(names)) if names else "a second file"
         raise InputError(f"{more} does not go with {option('engine')}; leave it out")
@@ -160,10 +159,7 @@ def _solve_pool(
 ) -> None:
     """Decide the budgets of several score profiles that share a memory; write FOLDER/NAME.json."""
     scores, output = options.scores, options.output
-    names = given_names(vars(measuring))
-    if solving.average != "curves":
-        names.add("average")
-    if names:
+    if names := given_names({**vars(measuring), "average": solving.average != "curves"}):
         raise InputError(f"{option(min(names))} is for one score profile, and these are several")
     if (memory := request.pop("memory", None)) is None:
         raise InputError(f"several score profiles share a memory; give {option('memory', '2GiB')}")
