@@ -131,8 +131,6 @@ class Brief:
     depth : float
         Where in the prompt the answer of the first question should stand, 0..1, evenly spread
         over the examples.
-    words_per_token : float
-        Of the text.
     """
 
     request: PromptRequest
@@ -140,7 +138,6 @@ class Brief:
     source: str
     text: str
     depth: float
-    words_per_token: float
 
     def scattered(
         self,
@@ -161,8 +158,9 @@ class Brief:
             See `scatter`.
         questions : sequence of Question
         """
-        text_words = self.text.split()
-        enough = math.ceil(SPARE * self.words_per_token * self.request.n_tokens)
+        text_words, request = self.text.split(), self.request
+        words_per_token = len(text_words) / len(encode(request.tokenizer, self.text))
+        enough = math.ceil(SPARE * words_per_token * request.n_tokens)
         begin = self.draw.randrange(max(1, len(text_words) - enough))
         words = text_words[begin : begin + enough]
 
@@ -193,10 +191,6 @@ def by_rule(name: str, recipe: Callable[[Brief], Draft], *, most_turns: int = 1)
     def build(request: PromptRequest) -> list[Case]:
         draw = stream(request.split, name, request.seed)
         texts = list(split_texts(request.split).items())
-        ratios = {
-            name: len(text.split()) / len(encode(request.tokenizer, text))
-            for name, text in texts[: request.n_cases]
-        }
         cases = []
         for index in range(request.n_cases):
             source, text = texts[index % len(texts)]
@@ -206,7 +200,6 @@ def by_rule(name: str, recipe: Callable[[Brief], Draft], *, most_turns: int = 1)
                 source=source,
                 text=text,
                 depth=(index + 0.5) / request.n_cases,
-                words_per_token=ratios[source],
             )
             example = recipe(brief).fitted(request.tokenizer, request.n_tokens, task=name)
             where = {"after": request.after, "opened": request.opened}
