@@ -167,13 +167,7 @@ def _bytes_axis(rows: Sequence[Row], of: str) -> Spec:
     smallest = min((row["share"] for row in rows), default=1.0)
     below = max((tick for tick in _PERCENT_TICKS if tick <= smallest), default=smallest)
     ticks = [tick for tick in _PERCENT_TICKS if tick >= below]
-    return {
-        "field": "share",
-        "type": "quantitative",
-        "title": f"bytes kept, {of}",
-        "scale": {"type": "log", "nice": False, "domain": [below, 1], "clamp": True},
-        "axis": {"format": "~%", "values": ticks, "labelOverlap": "parity"},
-    }
+    return chart("bytes", title=f"bytes kept, {of}", domain=[below, 1], ticks=ticks)
 
 
 def selectable(spec: Spec, field: str, value: str) -> Spec:
