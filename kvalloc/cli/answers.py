@@ -182,11 +182,9 @@ class Conversation:
     Attributes
     ----------
     options : PromptOptions
-    target : mapping
-        Target of each prompt, as typed.
     loaded : LoadedModel
     make_cache : callable
-        Makes an empty cache for a prompt of these tokens.
+        Makes an empty cache for a prompt of these tokens, and names the default's method for them.
     cache : transformers.Cache or None
         All tokens that were read; None before the first turn.
     answered : bool
@@ -202,7 +200,6 @@ class Conversation:
     """
 
     options: PromptOptions
-    target: Mapping[str, Any]
     loaded: LoadedModel
     make_cache: Callable[[Sequence[int]], Any]
     cache: Any = None
@@ -227,6 +224,7 @@ class Conversation:
         from kvalloc.extensions.lossless import verify_with
         from kvalloc.online.application import decision_of
         from kvalloc.online.decision import PromptSize
+        from kvalloc.online.default import Default
         from kvalloc.runtime.options import CacheOptions
 
         names = ("policy", "decode_every", "allow_other_model", "fitted")
@@ -241,9 +239,11 @@ class Conversation:
             cache = decision.cache(loaded.model, PromptSize(tokens=row.size, rows=(row,)))
             if options.lossless:
                 verify_with(cache, loaded.model)
+            if isinstance(decision, Default) and not is_verbose():  # which logs the method
+                note(f"{row.size:,} tokens: {cache.profile.detail}")
             return cache
 
-        return cls(options=options, target=target, loaded=loaded, make_cache=make_cache)
+        return cls(options=options, loaded=loaded, make_cache=make_cache)
 
     @property
     def in_chat(self) -> bool:
@@ -285,15 +285,6 @@ class Conversation:
                 f" the {limit:,} tokens of {self.loaded.model_id}; shorten the text, or "
                 "--max-new-tokens"
             )
-
-    def open_cache(self, ids: Sequence[int]) -> None:
-        """Make the cache for a prompt of these tokens, and name the default's method for them."""
-        from kvalloc.online.default import Default
-
-        self.cache, options = self.make_cache(ids), self.options
-        how = {name: getattr(options, name) for name in ("profile", "policy", "solver")}
-        if Default.applies(**how, **self.target) and not is_verbose():  # which logs the method
-            note(f"{len(ids):,} tokens: {self.cache.profile.detail}")
 
     def note_whole(self, n_tokens: int) -> None:
         """Note it if the prompt was kept whole."""
@@ -351,7 +342,7 @@ class Conversation:
         ends = end_tokens(self.loaded.model, tokenizer)
         self.check_room(len(ids))
         if self.cache is None:
-            self.open_cache(ids)
+            self.cache = self.make_cache(ids)
         streamer: Any = TextStreamer(tokenizer, skip_special_tokens=True)
         written, times = list[int](), [time.perf_counter()]
         with ExitStack() as until_first, quiet_transformers():

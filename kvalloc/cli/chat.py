@@ -17,7 +17,7 @@ import typer
 from kvalloc.allocation.request import RequestOptions
 from kvalloc.cli.answers import OF_A_PROMPT, Conversation, PromptOptions, check_text
 from kvalloc.cli.options import takes
-from kvalloc.cli.output import ProgressBar, is_quiet, note, print_json, wants_json
+from kvalloc.cli.output import ProgressBar, is_quiet, note, print_result, wants_json
 from kvalloc.errors import InputError, plain
 from kvalloc.formats.saved_cache import SavedCacheHeader
 from kvalloc.online.conflicts import given_names
@@ -81,19 +81,19 @@ def chat(options: ChatOptions, **target: Unpack[RequestOptions]) -> None:
     conversation.save()
     only_reads = options.save_cache is not None and not questions
     rows = [] if only_reads else _answers(conversation, questions)
-    if wants_json():
-        facts = {
-            "model": conversation.loaded.model_id,
-            "cache": options.cache,
-            "saved": options.save_cache,
-            "profile": options.profile,
-            "document": conversation.document or None,
-            "document_tokens": document_tokens or conversation.seen_tokens,
-            **({} if conversation.cache is None else conversation.facts()),
-            "read_seconds": conversation.read_seconds,
-            "load_seconds": conversation.load_seconds,
-        }
-        print_json({**facts, "answers": rows})
+    facts = {
+        "model": conversation.loaded.model_id,
+        "cache": options.cache,
+        "saved": options.save_cache,
+        "profile": options.profile,
+        "document": conversation.document or None,
+        "document_tokens": document_tokens or conversation.seen_tokens,
+        **({} if conversation.cache is None else conversation.facts()),
+        "read_seconds": conversation.read_seconds,
+        "load_seconds": conversation.load_seconds,
+        "answers": rows,
+    }
+    print_result(facts)
 
 
 def _check_questions(
@@ -113,7 +113,7 @@ def _with_document(
     conversation = Conversation.begin(options, target)
     ids = conversation.form.document_ids(conversation.loaded.tokenizer, text)
     _check_questions(conversation, questions, len(ids))
-    conversation.open_cache(ids)
+    conversation.cache = conversation.make_cache(ids)
     with ProgressBar(f"reading {name}"):
         start = time.perf_counter()
         conversation.read(ids)
@@ -149,7 +149,7 @@ def _with_saved(path: Path, options: ChatOptions, questions: Sequence[str]) -> C
     if options.chat is None:
         options = replace(options, chat=bool(notes.get("chat")))
     conversation = Conversation(
-        options=options, target={}, loaded=loaded, make_cache=lambda tokens: cache, cache=cache,
+        options=options, loaded=loaded, make_cache=lambda tokens: cache, cache=cache,
         document=str(notes.get("document") or path), answered=bool(notes.get("answered")),
         read_seconds=header.read_seconds, load_seconds=seconds,
     )  # fmt: skip
@@ -177,7 +177,7 @@ def _with_documents(
         )  # fmt: skip
 
     conversation = Conversation(
-        options=options, target={}, loaded=loaded, make_cache=put, has_documents=True,
+        options=options, loaded=loaded, make_cache=put, has_documents=True,
         document=", ".join(Path(path).name for path in paths),
     )  # fmt: skip
     before = encode(loaded.tokenizer, conversation.form.before)

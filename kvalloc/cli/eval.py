@@ -238,8 +238,11 @@ def _methods(
         make()  # refuses a profile of another model before anything runs
         methods[name] = CacheMethod(make_cache=make)
     if applied := _typed(options, APPLIED):
-        with apply(model, **applied):
-            methods[several(**applied)] = AppliedMethod(options=applied)
+        how = dict(applied)
+        if options.fitted is not None:  # without a file it is about profiles alone
+            how["allow_other_model"] = options.allow_other_model
+        with apply(model, **how):
+            methods[several(**applied)] = AppliedMethod(options=how)
     for bits in parse_numbers(options.plain_bits or ()):
         methods[f"{bits} bits"] = rounded_cache(model, bits)
     return methods | peer_methods(peers, tokenizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,6 +31,8 @@ TOKENS_NOTE = (
     "tokens per KV head that keep 50%, 90% and 99% of a layer's score mass, sinks and window "
     "included"
 )
+
+Content = tuple[dict[str, Any], dict[str, str], Iterable[str], Iterable[str]]
 
 
 @dataclass(frozen=True)
@@ -62,40 +65,40 @@ def inspect(options: InspectOptions) -> None:
             return
         others = (FittedModel, FormatLosses, EngineChoice, SavedCacheHeader)
         record = load_file(path, (*KINDS, *others))
+    facts, fields, lines, notes = _content(record)
+    shown = {record.NAME: file, **fields}
+    print_result({"file": file, **facts}, shown, lines=lines, notes=notes, always=True)
+
+
+def _content(record: Any) -> Content:
+    """Return what a file holds: as plain values, its fields and lines for people, and notes."""
     if record.NAME == "budget profile":
-        _show_budgets(file, record)
-    elif record.NAME == "score profile":
-        _show_scores(file, record)
-    elif record.NAME == "format profile":
+        return _budgets(record)
+    if record.NAME == "score profile":
+        return _scores(record)
+    if record.NAME == "format profile":
         lines = ["", table_text(*wording.format_table(record))]
-        shown = {"format profile": file, **wording.format_fields(record)}
-        print_result({"file": file, **format_facts(record)}, shown, lines=lines, always=True)
-    elif record.NAME == "engine choice":
-        shown = {"engine choice": file, **choice_fields(record)}
-        facts = {"file": file, **choice_facts(record)}
-        print_result(facts, shown, lines=frontier_lines(record), always=True)
-    elif record.NAME == "fitted file":
-        facts = {"file": file, **record.header(), "digest": record.digest}
-        shown = {"fitted file": file, **wording.fitted_fields(record)}
-        print_result(facts, shown, always=True)
-    else:
-        facts = {"file": file, **record.record(), "prompts": None}
-        fields = {"evaluation": file, **wording.evaluation_fields(record)}
-        tables = [table_text(*table, keys=2) for table in wording.evaluation_tables(record.rows)]
-        print_result(facts, fields, lines=["", *tables], always=True)
+        return format_facts(record), wording.format_fields(record), lines, ()
+    if record.NAME == "engine choice":
+        return choice_facts(record), choice_fields(record), frontier_lines(record), ()
+    if record.NAME == "fitted file":
+        facts = {**record.header(), "digest": record.digest}
+        return facts, wording.fitted_fields(record), (), ()
+    tables = [table_text(*table, keys=2) for table in wording.evaluation_tables(record.rows)]
+    facts = {**record.record(), "prompts": None}
+    return facts, wording.evaluation_fields(record), ["", *tables], ()
 
 
-def _show_budgets(file: str, profile: BudgetProfile) -> None:
+def _budgets(profile: BudgetProfile) -> Content:
     low, mean, high = wording.budget_spread(profile)
     spread = {"min_tokens": low, "mean_tokens": mean, "max_tokens": high}
-    facts = {"file": file, **profile.record(), **spread}
-    shown = {"budget profile": file, **wording.budget_fields(profile, brief=not is_verbose())}
     lines = ["", *wording.cap_lines(profile), *budget_picture(profile)]
     notes = [] if is_verbose() else ["parameters of solver, policy and scorer: --verbose"]
-    print_result(facts, shown, lines=lines, notes=notes, always=True)
+    fields = wording.budget_fields(profile, brief=not is_verbose())
+    return {**profile.record(), **spread}, fields, lines, notes
 
 
-def _show_scores(file: str, profile: ScoreProfile) -> None:
+def _scores(profile: ScoreProfile) -> Content:
     needed = {level: wording.tokens_for(profile, level) for level in LEVELS}
     rows = [
         [str(layer), *("-" if count is None else f"{count:,}" for count in counts)]
@@ -104,10 +107,9 @@ def _show_scores(file: str, profile: ScoreProfile) -> None:
     headings = ("layer", *(f"{level:.0%}" for level in LEVELS))
     drawn = [(count or 0) / profile.context_tokens for count in needed[0.9]]
     tokens = {f"{level:g}": tokens for level, tokens in needed.items()}
-    facts = {"file": file, **score_facts(profile), "tokens_for_retention": tokens}
-    shown = {"score profile": file, **wording.score_fields(profile)}
+    facts = {**score_facts(profile), "tokens_for_retention": tokens}
     lines = ["", *layer_bars(headings, rows, drawn, profile, "90%, ")]
-    print_result(facts, shown, lines=lines, notes=[TOKENS_NOTE], always=True)
+    return facts, wording.score_fields(profile), lines, [TOKENS_NOTE]
 
 
 def score_facts(profile: ScoreProfile) -> dict[str, Any]:

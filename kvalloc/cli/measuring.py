@@ -109,13 +109,16 @@ def measure(
     if makes_prompts and not texts:
         tasks = tasks or ",".join(KINDS)
     if tasks is not None:
-        make = _maker(options, tasks, context, per_kind, keywords.get("samples"))
+        made = _prompts_of(options, tasks, context, per_kind, keywords.get("samples"))
     elif about := {"question_at", "lengths"} & given_names(vars(options)):
         raise InputError(f"{option(max(about))} is about prompts that --tasks makes; add --tasks")
     start = time.perf_counter()
     with options.running(options.model) as loaded:
         if tasks is not None:
-            texts = make(loaded.tokenizer)
+            try:
+                texts = [*calibration_prompts(loaded.tokenizer, **made)]
+            except InputError as error:
+                raise InputError(f"{error}; or bring your own with --prompts or --text") from error
             arguments["samples"] = len(texts)
         with ProgressBar("measuring", unit=unit) as progress:
             measured = function(
@@ -146,15 +149,15 @@ def _read(options: MeasuringOptions) -> list[Document | Prompt]:
     return texts + [prompt for file in options.prompts or () for prompt in read_prompts(file)]
 
 
-def _maker(
+def _prompts_of(
     options: MeasuringOptions, tasks: str, context: int, per_kind: int, samples: int | None
-) -> Callable[[Any], list[Document | Prompt]]:
-    """Return what makes prompts by tasks for a tokenizer; by default ``per_kind`` of each form.
+) -> dict[str, Any]:
+    """Return which prompts tasks make, for `calibration_prompts`; by default some of each form.
 
     Raises
     ------
     InputError
-        If there is no such task or length; from the callable, if prompts cannot be made.
+        If there is no such task or length.
     """
     kinds = tuple(task.name for task in find_tasks([name.strip() for name in tasks.split(",")]))
     question = options.question_at or "inside"
@@ -167,20 +170,10 @@ def _maker(
             "--context"
         )
     count = per_kind * len(kinds) * len(lengths) * len(STANDINGS[question])
-
-    def make(tokenizer: Any) -> list[Document | Prompt]:
-        try:
-            return [
-                *calibration_prompts(
-                    tokenizer,
-                    count if samples is None else samples,
-                    lengths,
-                    kinds=kinds,
-                    question=question,
-                    seed=options.seed,
-                )
-            ]
-        except InputError as error:
-            raise InputError(f"{error}; or bring your own with --prompts or --text") from error
-
-    return make
+    return {
+        "n_prompts": count if samples is None else samples,
+        "n_tokens": lengths,
+        "kinds": kinds,
+        "question": question,
+        "seed": options.seed,
+    }

@@ -100,7 +100,7 @@ def print_result(
     Parameters
     ----------
     facts : object
-        Plain values, for ``--json``.
+        Plain values, dataclasses, arrays and paths, for ``--json``; none is NaN.
     fields : mapping of str to str, optional
         Names and texts for people; see `kvalloc.report.terminal.field_lines`.
     lines : iterable of str
@@ -111,18 +111,13 @@ def print_result(
         Whether ``--quiet`` shows it, too.
     """
     if wants_json():
-        print_json(facts)
+        print(json.dumps(facts, indent=2, allow_nan=False, default=_as_plain))
         return
     if always or not is_quiet():
         for line in (*field_lines(fields or {}), *lines):
             print(line)
     for text in notes:
         note(text)
-
-
-def print_json(data: Any) -> None:
-    """Print one JSON document of plain values, dataclasses, arrays and paths; none is NaN."""
-    print(json.dumps(data, indent=2, allow_nan=False, default=_as_plain))
 
 
 def _as_plain(value: Any) -> Any:

@@ -7,7 +7,7 @@ not depend on which worker ran what, or when.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -203,17 +203,15 @@ def engine_of(model: Any) -> Engine:
     return engine
 
 
-def none_failed(results: Iterable[tuple[int, Any]]) -> dict[int, Any]:
-    """Return all results by number, for jobs that need every one.
+def result_of(engine: Engine, work: Work) -> Any:
+    """Return the result of work that takes no item.
 
     Raises
     ------
     Exception
-        That of the first item that failed.
+        That of the work, if it failed.
     """
-    by_number: dict[int, Any] = {}
-    for number, result in results:
-        if isinstance(result, Failed):
-            raise result.error
-        by_number[number] = result
-    return by_number
+    ((_, result),) = engine.run(work, {0: None}, lambda steps: None)
+    if isinstance(result, Failed):
+        raise result.error
+    return result

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from kvalloc.accounting import FloatArray
 from kvalloc.errors import InputError
-from kvalloc.evaluate.scoring import FULL, Outcome, Score, row
+from kvalloc.evaluate.scoring import FULL, Outcome, Score, known, mean_of_tasks, row, values
 from kvalloc.prompts.intervals import interval
 
-Pair = tuple[float | None, float | None]
+Pair = tuple[Outcome, Outcome]
 
 
-def compare(scores: Sequence[Score], other: Sequence[Score], *, seed: int = 0) -> dict[str, Any]:
+def compare(scores: Sequence[Score], other: Sequence[Score]) -> dict[str, Any]:
     """Compare two methods prompt by prompt, tasks with equal weight.
 
     Prompts are drawn with replacement, the same ones for both methods, within each task. What is
@@ -26,8 +26,6 @@ def compare(scores: Sequence[Score], other: Sequence[Score], *, seed: int = 0) -
     ----------
     scores, other : sequence of Score, (n_tasks,)
         Of the same tasks in the same order.
-    seed : int
-        Of the bootstrap.
 
     Returns
     -------
@@ -45,19 +43,20 @@ def compare(scores: Sequence[Score], other: Sequence[Score], *, seed: int = 0) -
     shapes = [[(score.task, len(score.outcomes)) for score in one] for one in (scores, other)]
     if shapes[0] != shapes[1] or not scores:
         raise InputError("methods can be compared on the same prompts only; evaluate them together")
-    kls = _pairs(scores, other, _shared_kls)
-    points = _pairs(scores, other, lambda one, two: (one.score, two.score))
-    kl, score = (_means(pairs) for pairs in (kls, points))
+    tasks = zip(scores, other, strict=True)
+    pairs = [[*zip(one.outcomes, two.outcomes, strict=True)] for one, two in tasks]
+    kls, points = values(pairs, _shared_kls), values(pairs, _both_scores)
+    kl, score = mean_of_tasks(kls), mean_of_tasks(points)
     ratio = kl[0] / kl[1] if kl is not None and kl[1] > 0 else None
-    by = None if ratio is None else interval(kls, lambda m: m[:, 0] / m[:, 1], seed=seed)
+    by = None if ratio is None else interval(kls, lambda m: m[:, 0] / m[:, 1])
     return {
         "against": other[0].name,
         "kl_difference": None if kl is None else kl[0] - kl[1],
-        "kl_difference_ci95": interval(kls, _difference, seed=seed),
+        "kl_difference_ci95": interval(kls, _difference),
         "kl_ratio": ratio,
         "kl_ratio_ci95": by,
         "score_difference": None if score is None else score[0] - score[1],
-        "score_difference_ci95": interval(points, _difference, seed=seed),
+        "score_difference_ci95": interval(points, _difference),
     }
 
 
@@ -96,35 +95,18 @@ def _paired(by_name: Mapping[str, list[Score]], name: str) -> list[dict[str, Any
     return [compare(by_name[name], by_name[other]) for other in against]
 
 
-def _shared_kls(one: Outcome, two: Outcome) -> Pair:
+def _shared_kls(pair: Pair) -> FloatArray | None:
     """Return the KL of both, over the tokens that both predicted after their eviction."""
+    one, two = pair
     both = (zip(*turns, strict=True) for turns in zip(one.kls, two.kls, strict=True))
-    shared = [[pair for pair in turn if None not in pair] for turn in both]
+    shared = [[kls for kls in turn if None not in kls] for turn in both]
     means = [np.array(turn, dtype=np.float64).mean(axis=0) for turn in shared if turn]
-    if not means:
-        return None, None
-    first, second = np.mean(means, axis=0).tolist()
-    return first, second
+    return np.mean(means, axis=0) if means else None
 
 
-def _pairs(
-    scores: Sequence[Score], other: Sequence[Score], of: Callable[[Outcome, Outcome], Pair]
-) -> list[FloatArray]:
-    """Return the values that both have: of each task with some, ``(n_prompts, 2)``."""
-    tasks = []
-    for one, two in zip(scores, other, strict=True):
-        pairs = [of(a, b) for a, b in zip(one.outcomes, two.outcomes, strict=True)]
-        known = [pair for pair in pairs if None not in pair]
-        if known:
-            tasks.append(np.array(known, dtype=np.float64))
-    return tasks
-
-
-def _means(tasks: Sequence[FloatArray]) -> list[float] | None:
-    if not tasks:
-        return None
-    means: list[float] = np.mean([task.mean(axis=0) for task in tasks], axis=0).tolist()
-    return means
+def _both_scores(pair: Pair) -> list[float] | None:
+    scores = known(outcome.score for outcome in pair)
+    return scores if len(scores) == len(pair) else None
 
 
 def _difference(means: FloatArray) -> FloatArray:

@@ -6,12 +6,13 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from kvalloc.accounting import FloatArray
-from kvalloc.engine.contract import Advance, Engine, Failed, engine_of, none_failed
+from kvalloc.engine.contract import Advance, Engine, Failed, engine_of, result_of
 from kvalloc.errors import InputError, SampleError
 from kvalloc.evaluate.methods import Answer, Compressed, answer_greedily, end_tokens, full_cache
 from kvalloc.measure.job import Steps
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from kvalloc.evaluate.methods import Method
     from kvalloc.prompts.cases import Case
     from kvalloc.prompts.tasks import Task
+
+T = TypeVar("T")
 
 FULL = "full"
 ALL_TASKS = "all tasks"
@@ -123,10 +126,17 @@ class Score:
     outcomes: tuple[Outcome, ...]
 
 
-def values(scores: Sequence[Score], of: Callable[[Outcome], float | None]) -> list[FloatArray]:
-    """Return the known values of the outcomes: of each task that has some, ``(n_prompts,)``."""
-    tasks = (known(of(outcome) for outcome in score.outcomes) for score in scores)
-    return [np.array(task, dtype=np.float64) for task in tasks if task]
+def values(
+    tasks: Iterable[Iterable[T]], of: Callable[[T], npt.ArrayLike | None]
+) -> list[FloatArray]:
+    """Return the known values of each task that has some, ``(n_prompts, ...)``."""
+    arrays = [[value for one in task if (value := of(one)) is not None] for task in tasks]
+    return [np.array(array, dtype=np.float64) for array in arrays if array]
+
+
+def mean_of_tasks(tasks: Sequence[FloatArray]) -> Any:
+    """Return the mean over tasks of equal weight of their prompts' mean; None without a task."""
+    return np.mean([task.mean(axis=0) for task in tasks], axis=0).tolist() if tasks else None
 
 
 def row(scores: Sequence[Score]) -> dict[str, Any]:
@@ -142,16 +152,18 @@ def row(scores: Sequence[Score]) -> dict[str, Any]:
     dict
         ``ci95`` is the interval of the KL; see `kvalloc.prompts.intervals.interval`.
     """
+    outcomes = [score.outcomes for score in scores]
 
-    def mean_of(of: Callable[[Outcome], float | None]) -> float | None:
-        return _mean_or_none([float(task.mean()) for task in values(scores, of)])
+    def mean_of(of: Callable[[Outcome], float | None]) -> Any:
+        return mean_of_tasks(values(outcomes, of))
 
-    def mean(name: str) -> float | None:
+    def mean(name: str) -> Any:
         return mean_of(attrgetter(name))
 
     first, nll = scores[0], mean("nll")
     counts = ("retained_bytes", "full_bytes", "kept_bytes", "bytes_at_16_bits")
-    speeds = [_tokens_per_second(score.outcomes) for score in scores]
+    qualities = ("exact_tokens", "top1_agreement", "exact_match", "score")
+    speeds = [_tokens_per_second(one) for one in outcomes]
     return {
         "name": first.name,
         "task": first.task if len(scores) == 1 else ALL_TASKS,
@@ -159,16 +171,13 @@ def row(scores: Sequence[Score]) -> dict[str, Any]:
         **{name: round(mean(name) or 0) for name in counts},
         "share_of_16_bits": mean_of(lambda one: one.bytes_at_16_bits / one.full_bytes_at_16_bits),
         "kl": mean("kl"),
-        "ci95": interval(values(scores, attrgetter("kl"))),
+        "ci95": interval(values(outcomes, attrgetter("kl"))),
         "kl_by_position": {
             name: mean_of(lambda one, piece=piece: one.kl_at(piece))  # type: ignore[misc]
             for name, piece in POSITIONS.items()
         },
-        "exact_tokens": mean("exact_tokens"),
-        "top1_agreement": mean("top1_agreement"),
-        "exact_match": mean("exact_match"),
-        "score": mean("score"),
-        "score_ci95": interval(values(scores, attrgetter("score"))),
+        **{name: mean(name) for name in qualities},
+        "score_ci95": interval(values(outcomes, attrgetter("score"))),
         "perplexity": math.exp(nll) if nll is not None and len(scores) == 1 else None,
         "n": sum(len(score.outcomes) for score in scores),
         "prefill_seconds": mean("prefill_seconds"),
@@ -214,10 +223,10 @@ class CaseWork:
         InputError
             If one is called as the full cache is, or cannot be made for the model.
         """
-        (names,) = none_failed(engine.run(self, {0: None}, lambda steps: None)).values()
+        names = [*result_of(engine, self)]
         if FULL in names:
             raise InputError(f"a method cannot be called {FULL!r}; give it another name")
-        return [*names]
+        return names
 
 
 def evaluate(

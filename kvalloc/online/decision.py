@@ -64,11 +64,6 @@ class PromptSize:
             self, lengths=tuple(max(lengths[row], 1) for row in indices), rows=(), scattered=()
         )
 
-    @property
-    def announced(self) -> int | None:
-        """Return what `kvalloc.make_cache` takes as ``prompt_tokens``."""
-        return (self.tokens or 1) if self.chunked else None
-
 
 UNKNOWN = PromptSize()
 """Size of a prompt that has not come yet."""
@@ -109,8 +104,8 @@ class Decision(ABC):
         shape, begun = shape_of(model), time.perf_counter()
         ways = self.ways(model, shape, size)
         seconds = time.perf_counter() - begun
-        lengths = size.lengths if size.chunked else None
-        cache = build_rows(model, ways, prompt_tokens=size.announced, lengths=lengths, shape=shape)
+        announced, lengths = (size.tokens or 1, size.lengths) if size.chunked else (None, None)
+        cache = build_rows(model, ways, prompt_tokens=announced, lengths=lengths, shape=shape)
         if any(way.once for way in ways):
             cache.decision_seconds = seconds
         return cache

@@ -16,7 +16,7 @@ from typing import Any, Unpack
 import numpy as np
 
 from kvalloc.accounting import FloatArray
-from kvalloc.engine.contract import Advance, Engine, engine_of, none_failed
+from kvalloc.engine.contract import Advance, Engine, engine_of, result_of
 from kvalloc.errors import InputError, option
 from kvalloc.files import make_folder
 from kvalloc.formats.budget_profile import BudgetProfile
@@ -116,8 +116,7 @@ def fit(
     require_run_packages()
     engine = engine_of(model)
     facts = engine.facts(model_id)
-    check = partial(_check_rotation, facts.shape.full_layers)
-    rotates = none_failed(engine.run(check, {0: None}, lambda steps: None))[0]
+    rotates = result_of(engine, partial(_check_rotation, facts.shape.full_layers))
     output = _output_in_cache(facts.shape) if output is None else output
     context, seed = options.get("context", 1024), options.get("seed", 0)
     second, losses, other_samples = _samples(

@@ -7,7 +7,7 @@ schedule.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -225,19 +225,15 @@ class Load:
         Of one row.
     answer : int
         Tokens of the answer.
-    parts : tuple of (int, int, int, int)
-        Of each part of the answer between two evictions: its tokens, those
-        seen before it, the bytes of kept entries, and of the tail in the mean.
-    plain : bool
-        Whether the cache is a plain one.
+    seconds : callable
+        Time that a row's cache takes of all steps of the answer, by the times of a machine.
     """
 
     share: float
     predicted_loss: float
     peak_bytes: int
     answer: int
-    parts: tuple[tuple[int, int, int, int], ...]
-    plain: bool = False
+    seconds: Callable[[StepTimes], float]
 
     @classmethod
     def of(cls, method: Solved, shape: ModelShape, prompt: int, answer: int) -> Load:
@@ -251,27 +247,35 @@ class Load:
             filled = profile.filled_bytes_at(seen) - int(head_bytes[list(shape.full_layers)].sum())
             kept = int(head_bytes.sum()) + max(filled, 0)
             followed = min(due, end - seen)
-            parts.append((followed, seen, kept, followed * token // 2))
+            parts.append((followed, seen, kept, followed * token // 2))  # of the tail in the mean
             peak = max(peak, kept + room_for(followed, due) * token)
             seen += followed
+
+        def seconds(times: StepTimes) -> float:
+            total = 0.0
+            for tokens, before, kept, followed in parts:  # between two evictions
+                step = times.kept.at(kept) + times.followed.at(followed)
+                total += tokens * step + times.evicting.at(before) + times.entered.at(tokens)
+            return total
+
         return cls(
             share=method.setting.share,
             predicted_loss=method.predicted_loss,
             peak_bytes=peak,
             answer=answer,
-            parts=tuple(parts),
+            seconds=seconds,
         )
 
     @classmethod
     def of_plain(cls, shape: ModelShape, prompt: int, answer: int) -> Load:
         """Return the load of a plain cache, which holds all at its end."""
+        mean_bytes = plain_bytes(shape, prompt + answer // 2)
         return cls(
             share=1.0,
             predicted_loss=0.0,
             peak_bytes=plain_bytes(shape, prompt + answer),
             answer=answer,
-            parts=((answer, prompt, plain_bytes(shape, prompt + answer // 2), 0),),
-            plain=True,
+            seconds=lambda times: answer * times.plain.at(mean_bytes),
         )
 
     def planned(self, memory: int, times: StepTimes) -> PlannedBatch:
@@ -290,12 +294,5 @@ class Load:
 
     def tokens_per_second(self, rows: int, times: StepTimes) -> float:
         """Return the tokens of all rows over the seconds of their answers."""
-        seconds = self.answer * times.of_model(rows)
-        for tokens, seen, kept, followed in self.parts:
-            if self.plain:
-                seconds += rows * tokens * times.plain.at(kept)
-            else:
-                step = times.kept.at(kept) + times.followed.at(followed)
-                competing = times.evicting.at(seen) + times.entered.at(tokens)
-                seconds += rows * (tokens * step + competing)
+        seconds = self.answer * times.of_model(rows) + rows * self.seconds(times)
         return rows * self.answer / seconds

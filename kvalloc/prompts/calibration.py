@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Literal
 
 from kvalloc.errors import InputError
@@ -85,14 +86,12 @@ def calibration_prompts(
         for task in find_tasks(kinds)
     ]
     made = []
-    for place, (task, length, after, own_seed) in enumerate(series):
+    for place, (task, length, after, own_seed) in enumerate(series[:n_prompts]):
         n_cases = len(range(place, n_prompts, len(series)))
-        if n_cases:
-            how = {"split": "profiling", "after": after, "answer_tokens": MEASURED_TOKENS}
-            cases = task.make(tokenizer, n_cases, length, own_seed, **how)
-            made.append([_prompt(tokenizer, case, task.name) for case in cases])
-    rounds = max(map(len, made))
-    return [prompts[index] for index in range(rounds) for prompts in made if index < len(prompts)]
+        how = {"split": "profiling", "after": after, "answer_tokens": MEASURED_TOKENS}
+        cases = task.make(tokenizer, n_cases, length, own_seed, **how)
+        made.append([_prompt(tokenizer, case, task.name) for case in cases])
+    return [prompt for prompts in zip_longest(*made) for prompt in prompts if prompt is not None]
 
 
 def _prompt(tokenizer: PreTrainedTokenizerBase, case: Case, task: str) -> Prompt:

@@ -106,70 +106,74 @@ def render(
     """
     if opened:
         example = replace(example, questions=(OPENING, *example.questions))
-    context, rest = _first(tokenizer, example)
-    # A chat template writes its special tokens itself.
-    special = not _chats(tokenizer, example)
-    whole = encode(tokenizer, context + rest, special=special)
+    form, context, rest = _first(tokenizer, example)
     first, *later = example.questions
-    bare = encode(tokenizer, (context + rest).removesuffix(first.prefix), special=special)
+    whole = encode(tokenizer, context + rest, special=form.special)
+    bare = encode(tokenizer, (context + rest).removesuffix(first.prefix), special=form.special)
     question = encode(tokenizer, rest) if after else ()
     turns = [replace(first.turn(question, len(whole) - len(bare)), measured=not opened)]
-    turns += [one.turn(encode(tokenizer, _later(tokenizer, example, one))) for one in later]
-    prompt = encode(tokenizer, context, special=special) if after else whole
+    turns += [one.turn(encode(tokenizer, _asking(form, one, form.turn))) for one in later]
+    prompt = encode(tokenizer, context, special=form.special) if after else whole
     return Case(input_ids=prompt, turns=tuple(turns), source=example.source)
 
 
-def fitted(
-    tokenizer: PreTrainedTokenizerBase,
-    make: Callable[[int], Example],
-    sizes: tuple[int, int],
-    n_tokens: int,
-    *,
-    task: str,
-) -> Example:
-    """Return the largest example that fits as a prompt, first question included.
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    """One example in any size.
 
-    Parameters
+    Attributes
     ----------
-    tokenizer : PreTrainedTokenizerBase
     make : callable
-        ``make(size)`` gives the example of a size; a larger one is not shorter.
-    sizes : tuple of int
+        ``make(size)`` gives the example of a size; a larger one is not shorter. It draws no random
+        numbers.
+    min_items, max_items : int
         Smallest and largest size.
-    n_tokens : int
-        Longest prompt, tokens.
-    task : str
-        For messages.
-
-    Returns
-    -------
-    Example
-        Of at least `LEAST_SHARE` of these tokens.
-
-    Raises
-    ------
-    InputError
-        If even the smallest is too long, or the largest too short.
     """
 
-    def length(size: int) -> int:
-        example = make(size)
-        special = not _chats(tokenizer, example)
-        return len(encode(tokenizer, "".join(_first(tokenizer, example)), special=special))
+    make: Callable[[int], Example]
+    min_items: int
+    max_items: int
 
-    smallest, largest = sizes
-    size = smallest - 1 + bisect_right(range(smallest, largest + 1), n_tokens, key=length)
-    if size < smallest:
-        raise InputError(
-            f"no prompt of the task {task} fits into {n_tokens} tokens; ask for a longer "
-            f"{option('context')}"
-        )
-    if length(size) < LEAST_SHARE * n_tokens:
-        raise InputError(
-            f"the task {task} cannot be made {n_tokens} tokens long from {make(size).source}; "
-            f"ask for another {option('context')}"
-        )
-    return make(size)
+    def fitted(self, tokenizer: PreTrainedTokenizerBase, n_tokens: int, *, task: str) -> Example:
+        """Return the largest example that fits as a prompt, first question included.
+
+        Parameters
+        ----------
+        tokenizer : PreTrainedTokenizerBase
+            The model's own.
+        n_tokens : int
+            Longest prompt, tokens.
+        task : str
+            For messages.
+
+        Returns
+        -------
+        Example
+            Of at least `LEAST_SHARE` of these tokens.
+
+        Raises
+        ------
+        InputError
+            If even the smallest is too long, or the largest too short.
+        """
+
+        def length(size: int) -> int:
+            form, context, rest = _first(tokenizer, self.make(size))
+            return len(encode(tokenizer, context + rest, special=form.special))
+
+        sizes = range(self.min_items, max(self.min_items, self.max_items) + 1)
+        if not (fitting := bisect_right(sizes, n_tokens, key=length)):
+            raise InputError(
+                f"no prompt of the task {task} fits into {n_tokens} tokens; ask for a longer "
+                f"{option('context')}"
+            )
+        example = self.make(size := sizes[fitting - 1])
+        if length(size) < LEAST_SHARE * n_tokens:
+            raise InputError(
+                f"the task {task} cannot be made {n_tokens} tokens long from {example.source}; "
+                f"ask for another {option('context')}"
+            )
+        return example
 
 
 def prompt_ids(tokenizer: Any, prompt: Prompt) -> tuple[int, ...]:
@@ -189,32 +193,17 @@ def prompt_ids(tokenizer: Any, prompt: Prompt) -> tuple[int, ...]:
     return encode(tokenizer, text)  # the template writes the special tokens
 
 
-def _chats(tokenizer: Any, example: Example) -> bool:
-    return example.chat and bool(getattr(tokenizer, "chat_template", None))
+def _first(tokenizer: Any, example: Example) -> tuple[DocumentForm, str, str]:
+    """Return the form, the context as the model reads it, and the text up to the first answer."""
+    chat = None if example.chat else False
+    form = DocumentForm.of(tokenizer, chat, way_out="use a model without one")
+    if form.special:  # a chat form writes its special tokens itself
+        form = replace(form, turn=example.joint)
+    rest = _asking(form, example.questions[0], example.joint)
+    return form, f"{form.before}{example.context}", rest
 
 
-def _form(tokenizer: Any) -> DocumentForm:
-    return DocumentForm.of(tokenizer, way_out="use a model without one")
-
-
-def _first(tokenizer: Any, example: Example) -> tuple[str, str]:
-    """Return the context as the model reads it, and the text from there to the first answer."""
-    question = example.questions[0]
-    if not _chats(tokenizer, example):
-        return example.context, _plain(example, question)
-    form = _form(tokenizer)
-    rest = f"{example.joint}{question.text}{form.after}{question.prefix}"
-    return f"{form.before}{example.context}", rest
-
-
-def _later(tokenizer: Any, example: Example, question: Question) -> str:
-    """Return the text between an answer and the answer to the next question."""
-    if not _chats(tokenizer, example):
-        return _plain(example, question)
-    form = _form(tokenizer)
-    return f"{form.turn}{question.text}{form.after}{question.prefix}"
-
-
-def _plain(example: Example, question: Question) -> str:
-    lead = "\n" if question.text and question.prefix else ""
-    return f"{example.joint}{question.text}{lead}{question.prefix}"
+def _asking(form: DocumentForm, question: Question, joint: str) -> str:
+    """Return the text from what was read before to the question's answer."""
+    after = "" if form.special and not (question.text and question.prefix) else form.after
+    return f"{joint}{question.text}{after}{question.prefix}"

@@ -187,37 +187,38 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     Raises
     ------
     InputError
-        As `read_objects`, and if an object holds no prompt; names file, line and field.
+        As `read_objects`.
     """
-    return [prompt_of(fields, Path(path).name, line) for line, fields in read_objects(path)]
+    return [prompt for prompt, _ in read_objects(path)]
 
 
-def read_objects(path: str | Path) -> Iterator[tuple[int, Fields]]:
+def read_objects(path: str | Path) -> Iterator[tuple[Prompt, Fields]]:
     """Read the objects of a JSONL file, empty lines skipped.
 
     Yields
     ------
-    line : int
-        Counted from 1.
+    prompt : Prompt
+        See `read_prompts`.
     fields : Fields
         The object, whose texts can be written as UTF-8.
 
     Raises
     ------
     InputError
-        If the file does not exist, is empty or not UTF-8 text, or a line is not such an object;
-        names file, line and field.
+        If the file does not exist, is empty or not UTF-8 text, or a line is not such an object or
+        holds no prompt; names file, line and field.
     """
     file, empty = Path(path), True
     for number, line in enumerate(read_utf8(file).split("\n"), start=1):
         if line.strip():
             empty = False
-            yield number, _parse_object(line, f"{file.name}, line {number}")
+            fields = _parse_object(line, f"{file.name}, line {number}")
+            yield _prompt_of(fields, file.name, number), fields
     if empty:
         raise InputError(f"{path} is empty; give a JSONL file with one prompt a line")
 
 
-def prompt_of(fields: Fields, name: str, line: int) -> Prompt:
+def _prompt_of(fields: Fields, name: str, line: int) -> Prompt:
     """Return the prompt of one object; see `read_prompts`."""
     joined = "\n\n".join(filter(None, (fields.context, fields.input)))
     prompt = Prompt(

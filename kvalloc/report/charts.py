@@ -26,23 +26,17 @@ _PERCENT_TICKS = [0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1]
 
 
 @cache
+def _specs(file: str) -> dict[str, Spec]:
+    specs: dict[str, Spec] = json.loads((resources.files(__package__) / file).read_text("utf-8"))
+    return specs
+
+
 def themes() -> dict[str, Spec]:
     """Return Vega-Lite's configuration for a light and a dark background, by name.
 
     The colours are Okabe and Ito's palette and one of Tol's, distinct for any colour vision.
     """
-    themes: dict[str, Spec] = json.loads(_resource("themes.json"))
-    return themes
-
-
-def _resource(name: str) -> str:
-    return (resources.files("kvalloc.report") / name).read_text("utf-8")
-
-
-@cache
-def _charts() -> dict[str, Spec]:
-    charts: dict[str, Spec] = json.loads(_resource("charts.json"))
-    return charts
+    return _specs("themes.json")
 
 
 def chart(name: str, **values: Any) -> Spec:
@@ -65,7 +59,7 @@ def chart(name: str, **values: Any) -> Spec:
         is_name = isinstance(part, str) and part.startswith("$")
         return values[part[1:]] if is_name else part
 
-    spec: Spec = filled(_charts()[name])
+    spec: Spec = filled(_specs("charts.json")[name])
     return spec
 
 
@@ -173,13 +167,7 @@ def _bytes_axis(rows: Sequence[Row], of: str) -> Spec:
     smallest = min((row["share"] for row in rows), default=1.0)
     below = max((tick for tick in _PERCENT_TICKS if tick <= smallest), default=smallest)
     ticks = [tick for tick in _PERCENT_TICKS if tick >= below]
-    return {
-        "field": "share",
-        "type": "quantitative",
-        "title": f"bytes kept, {of}",
-        "scale": {"type": "log", "nice": False, "domain": [below, 1], "clamp": True},
-        "axis": {"format": "~%", "values": ticks, "labelOverlap": "parity"},
-    }
+    return chart("bytes", title=f"bytes kept, {of}", domain=[below, 1], ticks=ticks)
 
 
 def selectable(spec: Spec, field: str, value: str) -> Spec:

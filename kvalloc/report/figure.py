@@ -125,11 +125,7 @@ def _overview(material: Material) -> list[Spec]:
         heading = {"text": "Measured harm", "subtitle": [harm[0]["task"], note]}
         below.append({**charts.chart("harm", rows=harm), "title": heading})
     half = {"width": WIDTH // 2 - 40, "height": 300}
-    lower = {
-        "hconcat": [{**half, **panel} for panel in below],
-        "spacing": 30,
-        "resolve": {"scale": {"color": "independent"}},
-    }
+    lower = charts.chart("beside", panels=[{**half, **panel} for panel in below])
     upper = [charts.chart("strips", rows=strips, width=WIDTH)] if strips else []
     return [*upper, *([lower] if below else [])]
 
@@ -138,8 +134,4 @@ def _stacked(panels: Sequence[Spec], title: str) -> Spec:
     """Return panels below each other, each with its own scales and legends."""
     size = {"width": WIDTH, "height": 260}
     sized = [{**size, **panel} if "layer" in panel else panel for panel in panels]
-    apart = {"color": "independent", "shape": "independent", "strokeDash": "independent"}
-    resolve = {"scale": apart, "legend": apart}
-    heading = {"text": title, "fontSize": 17, "offset": 14}
-    whole = {"title": heading, "vconcat": sized, "align": "none", "spacing": 24}
-    return {**whole, "resolve": resolve}
+    return charts.chart("stacked", panels=sized, title=title)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +48,13 @@ class Material:
     ----------
     files : dict of str
         Where each comes from.
-    scores, profiles, evaluations : dict
+    profiles, scores, evaluations : dict
     """
 
     files: dict[str, str]
-    scores: dict[str, ScoreProfile] = field(default_factory=dict)
-    profiles: dict[str, BudgetProfile] = field(default_factory=dict)
-    evaluations: dict[str, Evaluation] = field(default_factory=dict)
+    profiles: dict[str, BudgetProfile]
+    scores: dict[str, ScoreProfile]
+    evaluations: dict[str, Evaluation]
 
     @classmethod
     def read(cls, files: Sequence[str | Path]) -> Material:
@@ -112,6 +112,13 @@ class Material:
         shape: ModelShape = next(iter(self.records.values())).shape
         return shape
 
+    @property
+    def decided_elsewhere(self) -> list[str]:
+        """Return the names of profiles that were decided by other curves than these."""
+        digests = {scores.digest for scores in self.scores.values()}
+        others = (name for name, one in self.profiles.items() if one.score_digest not in digests)
+        return [*others] if digests else []
+
     def budget_rows(self) -> list[Row]:
         """Return a row for each profile and layer: tokens and bits of each KV head."""
         return [
@@ -131,7 +138,7 @@ class Material:
 
         Beside curves stand those profiles alone that were decided by them.
         """
-        digests = {scores.digest for scores in self.scores.values()}
+        elsewhere = self.decided_elsewhere
         points = [
             {
                 "name": name,
@@ -141,7 +148,7 @@ class Material:
                 "loss": profile.predicted_loss,
             }
             for name, profile in self.profiles.items()
-            if not digests or profile.score_digest in digests
+            if name not in elsewhere
         ]
         for by, objective, what in FRONTIERS:
             best = [
@@ -175,7 +182,6 @@ def _traced(scores: ScoreProfile, level: Any, objective: Any) -> list[FrontierPo
 def _facts(point: FrontierPoint) -> Row:
     return {
         "share": point.share,
-        "bytes": point.cost_bytes,
         "retention": point.retention,
         "loss": point.predicted_loss,
     }
@@ -191,7 +197,7 @@ def _measured(row: Mapping[str, Any], source: str) -> Row:
         "share": row["share_of_16_bits"],
         "low": low,
         "high": high,
-        **{key: row[key] for key in ("name", "kl", "top1_agreement", "score", "n")},
+        **{key: row[key] for key in ("name", "kl", "score", "n")},
     }
 
 
@@ -247,11 +253,8 @@ class UnitCurves:
         steps = np.linspace(0, 1, CURVE_POINTS) ** 2  # closer where curves bend
         ranks = np.unique(np.rint(steps * scores.evictable_tokens)).astype(np.float64)
         marks = {}
-        for name, at in _ranks(scores, profiles):
-            heads = np.empty(scores.curves.shape[:3])
-            for unit in np.ndindex(*heads.shape):
-                heads[unit] = np.interp(at[unit[1:]], scores.ranks, scores.curves[unit])
-            kept = np.concatenate([at.mean(axis=1, keepdims=True), at], axis=1)
+        for name, kept in _kept_ranks(scores, profiles):
+            heads = _curve_values(kept[:, 1:], scores.ranks, scores.curves)
             marks[name] = (_shares(scores, kept), with_layers(heads[..., None])[..., 0])
         drawn = with_layers(interpolate_curves(scores.curves, scores.ranks, ranks))
         layers, shares = scores.shape.full_layers, _shares(scores, ranks)
@@ -273,16 +276,13 @@ class UnitCurves:
         values = np.full((len(curves), 1 + scores.shape.n_kv_heads, levels.size), np.nan)
         values[:, places] = curves
         marks = {}
-        for name, ranks in _ranks(scores, profiles):
-            at = ranks + scores.protected_tokens
-            kept = np.concatenate([at.mean(axis=1, keepdims=True), at], axis=1)
+        for name, ranks in _kept_ranks(scores, profiles):
+            kept = ranks + scores.protected_tokens
             losses = np.full(kept.shape, np.nan)
             # where whole layers were measured, their heads had one budget
             if places.stop is None or profiles[name].level == "layer":
-                for unit in np.ndindex(*curves.shape[:2]):
-                    place = (unit[0], unit[1] + places.start)
-                    losses[place] = np.interp(kept[place], levels, curves[unit], left=np.nan)
-            marks[name] = (kept / scores.context_tokens, losses)
+                losses[:, places] = _curve_values(kept[:, places], levels, curves, left=np.nan)
+            marks[name] = (_shares(scores, ranks), losses)
         layers, shares = scores.shape.full_layers, levels / scores.context_tokens
         return cls(layers=layers, what=LOSS, shares=shares, values=values, marks=marks)
 
@@ -309,13 +309,21 @@ class UnitCurves:
         ]
 
 
-def _ranks(
+def _kept_ranks(
     scores: ScoreProfile, profiles: Mapping[str, BudgetProfile]
 ) -> Iterator[tuple[str, FloatArray]]:
-    """Yield the kept evictable entries of each profile, at the score profile's context."""
+    """Yield the kept evictable entries of each profile, at the score profile's context.
+
+    They are ``(n_layers, 1 + n_kv_heads)``, the mean of a layer first.
+    """
     for name, profile in profiles.items():
         if profile.context_tokens > scores.protected_tokens:
-            yield name, evictable_rank(scores, profile.budgets, profile.context_tokens)
+            heads = evictable_rank(scores, profile.budgets, profile.context_tokens)
+            yield name, np.column_stack([heads.mean(axis=1), heads])
+
+
+_curve_values = np.vectorize(np.interp, excluded=("left",), signature="(),(points),(points)->()")
+"""Values of curves, each at a budget of its own."""
 
 
 def _shares(scores: ScoreProfile, ranks: FloatArray) -> FloatArray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -15,27 +15,24 @@ from kvalloc.accounting.costs import full_bytes
 from kvalloc.errors import InputError
 from kvalloc.files import check_writable, provenance, write_text
 from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.formats.evaluation import Evaluation
-from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.report import charts
 from kvalloc.report.material import Material, Row, UnitCurves
 from kvalloc.report.wording import (
-    budget_fields,
     cap_lines,
     decision_cells,
     decision_fields,
-    evaluation_fields,
     evaluation_tables,
     model_text,
     proof_text,
+    record_fields,
     score_fields,
 )
 
 MAX_TOKENS = 2**17
 """Longest prompt of the memory calculator where the model does not say one."""
 
-Table = tuple[str, Sequence[str], list[list[str]]]
-"""Caption, headings and cells."""
+Table = tuple[Sequence[str], list[list[str]]]
+"""Headings and cells."""
 
 
 def write_report(files: Sequence[str | Path], output: str | Path) -> None:
@@ -107,10 +104,8 @@ def _facts(material: Material) -> dict[str, Any]:
         "shape": shape,
         "model": model_text(shape),
         **provenance(),
-        "files": material.files,
-        "profiles": list(profiles),
         "summary": _summary(material),
-        "missing": _missing(material, measured),
+        "material": material,
         "charts": specs,
         "layers": _layer_table(material),
         "frontiers": frontiers,
@@ -119,7 +114,6 @@ def _facts(material: Material) -> dict[str, Any]:
         "tasks": list(tasks),
         "chosen_task": task,
         "curves": curves,
-        "curve_layers": list(shape.full_layers),
         "memory": memory,
         "proofs": [(name, proof_text(one), cap_lines(one)) for name, one in profiles.items()],
         "decisions": _decision_table(material),
@@ -134,34 +128,26 @@ def _facts(material: Material) -> dict[str, Any]:
     }
 
 
-def _frontiers(material: Material, specs: dict[str, charts.Spec]) -> list[tuple[str, str]]:
-    """Add charts of the frontiers; return their names and captions."""
+def _frontiers(material: Material, specs: dict[str, charts.Spec]) -> list[tuple[str, str, bool]]:
+    """Add charts of the frontiers; return names, rows' fields, and whether there are lines."""
     shown = []
     for by, what, best, reached in material.frontiers():
         if best or len(reached) > 1:
             name = f"frontier-{by}"
             specs[name] = charts.frontier_chart(best, reached, by=by, what=what)
-            lines = (
-                "Lines are the best that any budgets can reach by these curves. " if best else ""
-            )
-            better = "lower" if by == "loss" else "higher"
-            text = f"Predicted {by} against bytes: {better} and further left is better. {lines}"
-            shown.append((name, f"{text}Each mark is a budget profile."))
+            shown.append((name, by, bool(best)))
     return shown
 
 
 def _curves(material: Material, specs: dict[str, charts.Spec]) -> list[dict[str, str]]:
-    """Add charts of the units' curves; return their names and captions."""
+    """Add charts of the units' curves; return their names, and what they are of."""
     shown = []
     for place, (name, scores) in enumerate(material.scores.items()):
         for curves in UnitCurves.all_of(scores, material.profiles):
             chart = f"curves-{place}-{curves.what[:4]}"
             specs[chart] = charts.curve_chart(curves)
-            text = (
-                f"{name}: {curves.what.partition(',')[0]} of one unit by scorer {scores.scorer} "
-                "(thick), all others thin. Marks are what the budget profiles chose for it."
-            )
-            shown.append({"name": chart, "text": text})
+            value, _, _ = curves.what.partition(",")
+            shown.append({"name": chart, "file": name, "value": value, "scorer": scores.scorer})
     return shown
 
 
@@ -207,37 +193,6 @@ def _summary(material: Material) -> list[dict[str, str]]:
     return lines
 
 
-def _missing(material: Material, measured: Sequence[Row]) -> list[str]:
-    """Return what these files leave out, and what would add it."""
-    lines = []
-    if not material.profiles:
-        lines.append(
-            "No budget profile: nothing says what is kept. Make one with 'kvalloc solve "
-            "SCORES --budget 20% -o p.json' and add it."
-        )
-    if not material.scores:
-        lines.append(
-            "No score profile: there are no curves, and the best possible is not known. Add the "
-            "one that the budgets were decided from ('kvalloc profile MODEL -o s.safetensors')."
-        )
-    digests = {scores.digest for scores in material.scores.values()}
-    for name, profile in material.profiles.items():
-        if digests and profile.score_digest not in digests:
-            lines.append(
-                f"{name} was decided by other curves than these: no best possible stands beside "
-                "what it predicts. Add the score profile that it was decided from."
-            )
-    for name, evaluation in material.evaluations.items():
-        if not evaluation.rows:
-            lines.append(f"{name} holds no rows: nothing was measured. Run 'kvalloc eval' again.")
-    if not measured:
-        lines.append(
-            "No measurement of answers: retention and predicted loss say little of quality. Add "
-            "what 'kvalloc eval MODEL --profile P.json -o result.json' writes."
-        )
-    return lines
-
-
 def _layer_table(material: Material) -> Table:
     """Return the tokens of each layer, mean over its heads, a column a profile."""
     means = [one.budgets.mean(axis=1) for one in material.profiles.values()]
@@ -245,23 +200,17 @@ def _layer_table(material: Material) -> Table:
         [str(layer), *(f"{mean[layer]:,.0f}" for mean in means)]
         for layer in material.shape.full_layers
     ]
-    return "Tokens per KV head, mean of each layer", ("layer", *material.profiles), rows
+    return ("layer", *material.profiles), rows
 
 
-def _evaluated_tables(material: Material) -> Iterator[Table]:
-    """Yield the tables of an evaluation, as `kvalloc eval` prints them."""
+def _evaluated_tables(material: Material) -> list[Table]:
+    """Return the tables of evaluations, as `kvalloc eval` prints them."""
     rows: list[Row] = [
         {"from": source, **row}
         for source, evaluation in material.evaluations.items()
         for row in evaluation.rows
     ]
-    captions = (
-        "Measured harm: KL to the full cache in nats per token, and scores",
-        "Each method against the first one, the first one against the full cache",
-    )
-    if rows:
-        for caption, (headings, cells) in zip(captions, evaluation_tables(rows), strict=False):
-            yield caption, headings, cells
+    return [*evaluation_tables(rows)] if rows else []
 
 
 def _decision_table(material: Material) -> Table:
@@ -270,20 +219,15 @@ def _decision_table(material: Material) -> Table:
     ]
     headings = [*dict.fromkeys(heading for one in decisions for heading in one)]
     rows = [[one.get(heading, "-") for heading in headings] for one in decisions]
-    return "Decisions side by side", headings, rows
+    return headings, rows
 
 
 def _sources(material: Material) -> list[dict[str, Any]]:
     """Return the fields of every file, in the words of `kvalloc inspect`."""
-    words: dict[type, Any] = {
-        BudgetProfile: budget_fields,
-        ScoreProfile: score_fields,
-        Evaluation: evaluation_fields,
-    }
     sources = []
     for name, record in material.records.items():
-        fields = {"file": material.files[name], **words[type(record)](record)}
-        fields["digest"] = record.digest
+        stated = record_fields(record)
+        fields = {"file": material.files[name], **stated, "digest": record.digest}
         shown = [(label, text) for label, text in fields.items() if text]
         sources.append({"name": name, "kind": record.NAME, "fields": shown})
     return sources

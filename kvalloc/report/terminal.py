@@ -7,7 +7,8 @@ import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
-from unicodedata import combining, east_asian_width
+
+from rich.cells import cell_len
 
 from kvalloc.errors import one_line, plain
 from kvalloc.shape import REDUCIBLE
@@ -35,7 +36,8 @@ def table_lines(
 ) -> list[str]:
     r"""Align cells in columns as wide as they need.
 
-    Columns are one space apart where two do not fit into the terminal.
+    Columns are one space apart where two do not fit into the terminal. Wide characters take two
+    columns of it, combining ones none.
 
     Parameters
     ----------
@@ -59,23 +61,18 @@ def table_lines(
     """
     flush_left = {place % len(headings) for place in left}
     cells = [[plain(cell) for cell in row] for row in (headings, *rows)]
-    widths = [max(map(_columns, column)) for column in zip(*cells, strict=True)]
+    widths = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
     wide = sum(widths) + 2 * (len(widths) - 1)
     space = "  " if wide <= terminal_width() else " "
     lines = []
     for row in cells:
-        padding = [" " * (width - _columns(cell)) for cell, width in zip(row, widths, strict=True)]
+        padding = [" " * (width - cell_len(cell)) for cell, width in zip(row, widths, strict=True)]
         aligned = (
             cell + padding[place] if place in flush_left else padding[place] + cell
             for place, cell in enumerate(row)
         )
         lines.append(space.join(aligned).rstrip())
     return lines
-
-
-def _columns(text: str) -> int:
-    """Return the terminal columns of a text: two for wide characters, none for combining ones."""
-    return sum(1 + (east_asian_width(one) in "WF") for one in text if not combining(one))
 
 
 def table_text(headings: Sequence[str], rows: Sequence[Sequence[str]], *, keys: int = 1) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from kvalloc.report.terminal import number_text
 from kvalloc.units import duration, gap_text, share_text, size
 
 if TYPE_CHECKING:
-    from kvalloc.formats.budget_profile import BudgetProfile, Limit, Policy
+    from kvalloc.formats.budget_profile import BudgetProfile, Limit
     from kvalloc.formats.evaluation import Evaluation
     from kvalloc.formats.score_profile import ScoreProfile
     from kvalloc.shape import ModelShape
@@ -124,8 +124,9 @@ def budget_fields(profile: BudgetProfile, *, brief: bool = False) -> dict[str, s
     brief : bool
         Leave out the parameters of solver, policy and scorer.
     """
-    options = "" if brief else _parameters(profile.solver_options)
     policy, share = profile.policy, profile.share_of_16_bits
+    listed = (profile.solver_options, policy.parameters, policy.scorer_parameters)
+    options, parameters, of_scorer = ("" if brief else _parameters(one) for one in listed)
     same = "number of" if profile.length_rule == "fixed" else "share of the evictable"
     lengths = f"the same {same} entries"
     if share is not None:
@@ -145,7 +146,7 @@ def budget_fields(profile: BudgetProfile, *, brief: bool = False) -> dict[str, s
         **stated,
         "budgets": f"{low:,} to {high:,} tokens per KV head, {mean:,.1f} on average{handed_out}",
         "other lengths": lengths,
-        "policy": f"{f'{policy.name} by {policy.scorer}' if brief else _policy_text(policy)}, "
+        "policy": f"{policy.name}{parameters} by {policy.scorer}{of_scorer}, "
         f"{policy.sinks} sinks, window {policy.window}",
     }
 
@@ -396,11 +397,6 @@ def losses_per(profile: ScoreProfile) -> str | None:
     return "layer" if profile.losses.shape[2] == 1 else "head"
 
 
-def _policy_text(policy: Policy) -> str:
-    by = f"{policy.scorer}{_parameters(policy.scorer_parameters)}"
-    return f"{policy.name}{_parameters(policy.parameters)} by {by}"
-
-
 def _parameters(parameters: dict[str, Any]) -> str:
     listed = ", ".join(f"{key}={value}" for key, value in parameters.items())
     return f" ({listed})" if listed else ""
@@ -555,6 +551,18 @@ def fitted_fields(fitted: FittedModel) -> dict[str, str]:
         f"{scores.text_description}",
         "whole caches": f"lose, of the sum of single losses in nats: {errors}" if errors else "",
     }
+
+
+_FIELDS: dict[str, Callable[[Any], dict[str, str]]] = {
+    "budget profile": budget_fields,
+    "score profile": score_fields,
+    "evaluation": evaluation_fields,
+}
+
+
+def record_fields(record: Any) -> dict[str, str]:
+    """Return the fields of a profile or an evaluation, for people."""
+    return _FIELDS[record.NAME](record)
 
 
 def saved_fields(file: str, facts: dict[str, Any], profile: BudgetProfile) -> dict[str, str]:

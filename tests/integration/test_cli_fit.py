@@ -1,9 +1,10 @@
 """``kvalloc fit`` on tiny models: from an empty cache folder to prompts that are read once."""
 
+import json
 import re
 import shlex
 
-from cli_tools import generate_arguments, refused, run
+from cli_tools import generate_arguments, refused, run, succeed
 
 from kvalloc.cli.output import ProgressBar
 
@@ -50,6 +51,12 @@ def test_a_fitted_file_is_named(models, profiles, folder):
     assert "predicted loss" in run("generate", models / "tiny", *named).err
     words = (f"the fitted file {file} is for the weights of tiny", "--allow-other-model")
     refused(folder, "generate", models / "twin", *named, words=words)
+    asked = folder / "asked.jsonl"
+    asked.write_text(json.dumps({"prompt": "w1 w2 w3 " * 16, "answer": "w7"}))
+    twin = ("eval", models / "twin", *named[:-2], "--prompts", asked)
+    refused(folder, *twin, words=words)
+    accepted = succeed(*twin, "--allow-other-model", "--json").json
+    assert [row["name"] for row in accepted] == ["full", f"--budget 40% --fitted {file}"]
     assert "does not exist" in refused(folder, *fit, folder / "no" / "s.safetensors")
     short = ("--context", 16, "--samples", 2)
     said = refused(folder, *fit, folder / "g.safetensors", *short)

@@ -15,9 +15,9 @@ from itertools import accumulate
 from pathlib import Path
 
 from kvalloc.errors import InputError, option
-from kvalloc.prompts.examples import Example, Question
+from kvalloc.prompts.examples import Draft, Example, Question
 from kvalloc.prompts.splits import Split, belongs
-from kvalloc.prompts.tasks.task import Brief, Draft, by_rule
+from kvalloc.prompts.tasks.task import Brief, by_rule
 
 MIN_CHARACTERS = 12
 """A shorter next line, such as ``else:``, says little."""

@@ -18,7 +18,7 @@ from kvalloc.prompts.cases import Case
 from kvalloc.prompts.examples import Example, Question, prompt_ids, render
 from kvalloc.prompts.metrics import METRICS
 from kvalloc.prompts.tasks.task import PromptRequest, Task
-from kvalloc.prompts.texts import Fields, Prompt, prompt_of, read_objects
+from kvalloc.prompts.texts import Fields, Prompt, read_objects
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,15 +76,12 @@ class Record:
     ----------
     prompt : Prompt
         File, line, and the text of a plain prompt.
-    question : Question
-        The question and the right answers.
-    example : Example or None
-        LongBench's context with the question; None for a plain prompt.
+    example : Example
+        LongBench's context, empty for a plain prompt, with the question and the right answers.
     """
 
     prompt: Prompt
-    question: Question
-    example: Example | None = None
+    example: Example
 
 
 def read_records(path: str | Path, *, metric: str | None = None) -> list[Record]:
@@ -110,10 +107,7 @@ def read_records(path: str | Path, *, metric: str | None = None) -> list[Record]
     """
     if metric is not None:
         one_of("metric", metric, METRICS)
-    return [
-        _record(prompt_of(fields, Path(path).name, line), fields, metric)
-        for line, fields in read_objects(path)
-    ]
+    return [_record(prompt, fields, metric) for prompt, fields in read_objects(path)]
 
 
 def file_task(path: Path, records: Sequence[Record], *, cut: bool) -> Task:
@@ -157,13 +151,12 @@ def _record(prompt: Prompt, fields: Fields, metric: str | None) -> Record:
         raise InputError(
             f"{where} has no answer; give 'answer' a right one as a string, or 'answers' a list"
         )
-    question = replace(kind, text="", answers=answers, metric=metric, classes=classes)
-    if not is_longbench:
-        return Record(prompt=prompt, question=question)
-    fields.require_context(where)
-    if not fields.has("input"):
+    if is_longbench:
+        fields.require_context(where)
+    if is_longbench and not fields.has("input"):
         raise InputError(f"{where} has no field 'input'; give it the question, or an empty string")
-    question = replace(question, text=kind.text.format(input=fields.input.strip()).strip())
+    text = kind.text.format(input=fields.input.strip()).strip()
+    question = replace(kind, text=text, answers=answers, metric=metric, classes=classes)
     example = Example(
         context=fields.context.strip(),
         questions=(question,),
@@ -171,7 +164,7 @@ def _record(prompt: Prompt, fields: Fields, metric: str | None) -> Record:
         joint="\n\n" if kind.chat else "\n",
         chat=kind.chat,
     )
-    return Record(prompt=prompt, question=question, example=example)
+    return Record(prompt=prompt, example=example)
 
 
 def _kind(fields: Fields, where: str) -> Kind:
@@ -185,7 +178,7 @@ def _kind(fields: Fields, where: str) -> Kind:
 
 def _case(request: PromptRequest, record: Record, longest: int | None) -> Case:
     example = record.example
-    if example is None:
+    if not example.context:
         return _plain_case(request, record)
 
     def made(context: str) -> Case:
@@ -221,4 +214,4 @@ def _plain_case(request: PromptRequest, record: Record) -> Case:
             f"the compression; give both, or leave out {option('question_at', where)}"
         )
     ids = prompt_ids(tokenizer, prompt)
-    return Case(input_ids=ids, turns=(record.question.turn(()),), source=prompt.where)
+    return Case(input_ids=ids, turns=(record.example.questions[0].turn(()),), source=prompt.where)

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from kvalloc.errors import InputError
-from kvalloc.prompts.examples import Question
+from kvalloc.prompts.examples import Draft, Question
 from kvalloc.prompts.splits import KEYS
-from kvalloc.prompts.tasks.task import MOST_TURNS, Brief, Draft, by_rule
+from kvalloc.prompts.tasks.task import MOST_TURNS, Brief, by_rule
 
 LEAD = "Read the text and remember what it says.\n\n"
 NEEDLE = "The secret number of the {key} is {number}."

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import re
 
-from kvalloc.prompts.examples import Example, Question
+from kvalloc.prompts.examples import Draft, Example, Question
 from kvalloc.prompts.splits import Split, belongs, split_texts
-from kvalloc.prompts.tasks.task import MOST_TURNS, Brief, Draft, by_rule
+from kvalloc.prompts.tasks.task import MOST_TURNS, Brief, by_rule
 
 LEAD = "Here are keys and their values.\n\n"
 EXAMPLES = "Some of the keys again, each with its value:\n\n"

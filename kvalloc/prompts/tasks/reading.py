@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvalloc.data import words
-from kvalloc.prompts.examples import Question
+from kvalloc.prompts.examples import Draft, Question
 from kvalloc.prompts.splits import belongs
-from kvalloc.prompts.tasks.task import MOST_TURNS, Brief, Draft, by_rule
+from kvalloc.prompts.tasks.task import MOST_TURNS, Brief, by_rule
 
 WRITTEN = {
     "towns": "{name} was born in {fact}.",

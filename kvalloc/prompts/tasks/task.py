@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvalloc.errors import InputError, option
 from kvalloc.prompts.cases import LONG_ANSWER_TOKENS, Case
 from kvalloc.prompts.chat import encode
-from kvalloc.prompts.examples import Example, Question, fitted, render
+from kvalloc.prompts.examples import Draft, Example, Question, render
 from kvalloc.prompts.splits import Split, split_texts, stream
 
 if TYPE_CHECKING:
@@ -131,8 +131,6 @@ class Brief:
     depth : float
         Where in the prompt the answer of the first question should stand, 0..1, evenly spread
         over the examples.
-    words_per_token : float
-        Of the text.
     """
 
     request: PromptRequest
@@ -140,14 +138,6 @@ class Brief:
     source: str
     text: str
     depth: float
-    words_per_token: float
-
-    def excerpt_words(self) -> list[str]:
-        """Return the words of the text from a random place on, somewhat more than will fit."""
-        words = self.text.split()
-        enough = math.ceil(SPARE * self.words_per_token * self.request.n_tokens)
-        begin = self.draw.randrange(max(1, len(words) - enough))
-        return words[begin : begin + enough]
 
     def scattered(
         self,
@@ -158,6 +148,8 @@ class Brief:
     ) -> Draft:
         """Return questions about sentences that are scattered over an excerpt of the text.
 
+        The excerpt begins at a random place, and is somewhat longer than will fit.
+
         Parameters
         ----------
         lead : str
@@ -166,30 +158,17 @@ class Brief:
             See `scatter`.
         questions : sequence of Question
         """
-        words = self.excerpt_words()
+        text_words, request = self.text.split(), self.request
+        words_per_token = len(text_words) / len(encode(request.tokenizer, self.text))
+        enough = math.ceil(SPARE * words_per_token * request.n_tokens)
+        begin = self.draw.randrange(max(1, len(text_words) - enough))
+        words = text_words[begin : begin + enough]
 
         def make(size: int) -> Example:
             text = scatter(" ".join(words[:size]), sentences, depths)
             return Example(context=f"{lead}{text}", questions=tuple(questions), source=self.source)
 
         return Draft(make=make, min_items=20, max_items=len(words))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Draft:
-    """One example in any size.
-
-    Attributes
-    ----------
-    make : callable
-        ``make(size)``: draws no random numbers.
-    min_items, max_items : int
-        Smallest and largest size.
-    """
-
-    make: Callable[[int], Example]
-    min_items: int
-    max_items: int
 
 
 def by_rule(name: str, recipe: Callable[[Brief], Draft], *, most_turns: int = 1) -> Task:
@@ -212,10 +191,6 @@ def by_rule(name: str, recipe: Callable[[Brief], Draft], *, most_turns: int = 1)
     def build(request: PromptRequest) -> list[Case]:
         draw = stream(request.split, name, request.seed)
         texts = list(split_texts(request.split).items())
-        ratios = {
-            name: len(text.split()) / len(encode(request.tokenizer, text))
-            for name, text in texts[: request.n_cases]
-        }
         cases = []
         for index in range(request.n_cases):
             source, text = texts[index % len(texts)]
@@ -225,11 +200,8 @@ def by_rule(name: str, recipe: Callable[[Brief], Draft], *, most_turns: int = 1)
                 source=source,
                 text=text,
                 depth=(index + 0.5) / request.n_cases,
-                words_per_token=ratios[source],
             )
-            draft = recipe(brief)
-            sizes = (draft.min_items, max(draft.min_items, draft.max_items))
-            example = fitted(request.tokenizer, draft.make, sizes, request.n_tokens, task=name)
+            example = recipe(brief).fitted(request.tokenizer, request.n_tokens, task=name)
             where = {"after": request.after, "opened": request.opened}
             cases.append(render(request.tokenizer, example, **where))
         return cases

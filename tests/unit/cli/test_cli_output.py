@@ -14,8 +14,9 @@ from kvalloc.report.terminal import table_text
 
 
 def test_nan_is_never_printed_as_json():
-    with pytest.raises(ValueError, match="JSON"):
-        output.print_json({"x": float("nan")})
+    as_json = output.printing(output.Printing(json=True))
+    with as_json, pytest.raises(ValueError, match="JSON"):
+        output.print_result({"x": float("nan")})
 
 
 def in_terminal(monkeypatch):
