@@ -26,6 +26,7 @@ from kvalloc.runtime.quantization import (
     magnitudes,
     rotated,
     value_numbers,
+    within,
 )
 from kvalloc.shape import HALF_BYTES
 
@@ -44,7 +45,8 @@ FLOAT16_END = 65520.0
 """Numbers from here on are infinite in float16."""
 
 LEAST_NUMBER, LEAST_CHANNEL = 2.0**-14, 2.0**-20
-"""Below 2**-14 float16 loses digits, and has fewer than bfloat16 from 2**-17 on."""
+"""A segment, or a channel of one, that is all below is too small for float16: below 2**-14 it loses
+digits, and has fewer than bfloat16 from 2**-17 on."""
 
 WORK_BYTES = 20
 """Bytes of a segment in `Work`."""
@@ -63,20 +65,11 @@ def halved(*tensors: Tensor, lengths: IntArray) -> list[Tensor]:
     """
     if all(tensor.itemsize <= HALF_BYTES for tensor in tensors) or not lengths.any():
         return [tensor if tensor.itemsize <= HALF_BYTES else tensor.half() for tensor in tensors]
-    fits = torch.stack([_fits_float16(segment_max(tensor.abs(), lengths)) for tensor in tensors])
+    limits = FLOAT16_END, LEAST_NUMBER, LEAST_CHANNEL
+    largest = [segment_max(tensor.abs(), lengths) for tensor in tensors]
+    fits = torch.stack([within(one, *limits) for one in largest])
     pairs = zip(tensors, fits.tolist(), strict=True)
     return [tensor.half() if fit else tensor.bfloat16() for tensor, fit in pairs]
-
-
-def _fits_float16(channels: Tensor) -> Tensor:
-    """Return whether float16 holds numbers, by the largest of each segment and channel.
-
-    A segment must not be all below `LEAST_NUMBER`, nor a channel below `LEAST_CHANNEL`.
-    """
-    heads = channels.amax(dim=1)
-    small = (heads > 0) & (heads < LEAST_NUMBER)
-    fits: Tensor = ((heads < FLOAT16_END) & ~small).all()
-    return fits & ~((channels > 0) & (channels < LEAST_CHANNEL)).any()
 
 
 def segment_max(values: Tensor, lengths: IntArray) -> Tensor:
@@ -357,18 +350,14 @@ def _packed_segments(
     spans = fresh.spans
     places = spans.block_places()
     known: Tensor | None = None
-    for part in before:
+    for part in before:  # one of them at most has such scales
         if part.bits != bits or part.key_scales is None or part.key_scales.dtype != kind:
             continue
+        known = part.key_scales.new_full((len(places), *part.key_scales.shape[1:]), nan)
         _, new_places, old_places = np.intersect1d(
             fresh.segments, part.segments, return_indices=True
         )
         both = (fresh.lengths[new_places] > 0) & (part.lengths[old_places] > 0)
-        if not both.any():
-            continue
-        if known is None:
-            shape = (len(places), 2, fresh.keys.shape[1])
-            known = fresh.keys.new_full(shape, nan, dtype=kind)
         first, old = (
             on_device(source.first_scales[index[both]], spans.device)
             for source, index in ((spans, new_places), (part.spans, old_places))
@@ -415,7 +404,7 @@ def extended(part: Part, more: Part) -> Part:
     old, new = part.lengths, more.lengths
 
     def appended(stored: Tensor, added: Tensor) -> Tensor:
-        return _interleaved(torch.split(stored, old.tolist()), torch.split(added, new.tolist()))
+        return _interleaved((stored, old), (added, new))
 
     result = replace(part, positions=appended(part.positions, more.positions), lengths=old + new)
     if part.key_scales is None:
@@ -431,15 +420,12 @@ def extended(part: Part, more: Part) -> Part:
     unfilled = part.keys[_gathered(spans.starts + stay, last, device)]
     blocks_of = on_device(np.repeat(spans.first_scales[:-1] + full, last), device)
     filling = key_numbers(unfilled, part.key_scales[blocks_of], part.bits).to(more.keys.dtype)
-    unpacked = _interleaved(
-        torch.split(filling, last.tolist()), torch.split(more.keys, new.tolist())
-    )
     tail = Spans(last + new, device)
-    blocks = unpacked[tail.block_places()]
+    blocks = _interleaved((filling, last), (more.keys, new))[tail.block_places()]
     keys, key_scales, key_exact = encode_keys(blocks, part.bits, kind=kind)
     values, value_exact = encode_values(more.values, part.bits, kind)
     if len(values):  # a head that is stored in float16 is not small
-        fits = fits_float16(torch.cat([key_exact.flatten(), value_exact.flatten()]).abs())
+        fits = fits_float16(torch.cat([key_exact.flatten(), value_exact.flatten()]).abs()[None])
         if not _fits(fits, kind, key_exact, value_exact):
             before = part.unpacked((more.keys, more.values))
             return pack(extended(before, more), part.bits, kind=torch.bfloat16)
@@ -447,14 +433,9 @@ def extended(part: Part, more: Part) -> Part:
     kept_scales = part.key_scales[_gathered(spans.first_scales[:-1], full, device)]
     return replace(
         result,
-        keys=_interleaved(
-            torch.split(kept_keys, stay.tolist()),
-            torch.split(_without_ends(keys, tail), tail.lengths.tolist()),
-        ),
+        keys=_interleaved((kept_keys, stay), (_without_ends(keys, tail), tail.lengths)),
         values=appended(part.values, values),
-        key_scales=_interleaved(
-            torch.split(kept_scales, full.tolist()), torch.split(key_scales, tail.blocks.tolist())
-        ),
+        key_scales=_interleaved((kept_scales, full), (key_scales, tail.blocks)),
     )
 
 
@@ -463,9 +444,10 @@ def _of_a_type(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     return (one, other) if one.dtype == other.dtype else (one.bfloat16(), other.bfloat16())
 
 
-def _interleaved(*pieces: tuple[Tensor, ...]) -> Tensor:
-    """Return of each segment one piece behind the other."""
-    return torch.cat([one for segment in zip(*pieces, strict=True) for one in segment])
+def _interleaved(*pieces: tuple[Tensor, IntArray]) -> Tensor:
+    """Return of each segment one piece behind the other; pieces come with its lengths."""
+    divided = [torch.split(tensor, lengths.tolist()) for tensor, lengths in pieces]
+    return torch.cat([one for segment in zip(*divided, strict=True) for one in segment])
 
 
 # A layer
