@@ -237,12 +237,6 @@ class Observed:
         columns = None if self.columns is None else self.columns.gather(-1, indices)
         return replace(self, columns=columns)
 
-    def rows(self, indices: Tensor) -> Observed:
-        """Return the notes of other rows of the batch, ``(n_rows,)``."""
-        columns = None if self.columns is None else self.columns[indices.to(self.columns.device)]
-        totals = {name: total[indices.to(total.device)] for name, total in self.totals.items()}
-        return replace(self, columns=columns, totals=totals)
-
 
 AttentionResult: TypeAlias = "tuple[Tensor, Tensor | None]"
 

@@ -20,7 +20,7 @@ from kvalloc.models.attention import AttentionStates, Observed, without_autocast
 from kvalloc.runtime.checks import ensure
 from kvalloc.runtime.door import Batch, Door
 from kvalloc.runtime.kept import Part, joined, packed
-from kvalloc.runtime.notes import of_head, of_row
+from kvalloc.runtime.notes import of_head, of_row, of_rows
 from kvalloc.runtime.plan import widest
 from kvalloc.runtime.policies.base import FEW_ENTRIES, EvictionPolicy, Limits
 from kvalloc.runtime.policies.score import Score
@@ -134,17 +134,25 @@ class Eviction:
     scored: dict[tuple[int, bytes, int | None], Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, row: Row, rows: IntArray, policy: EvictionPolicy, **event: Any) -> Eviction:
-        """Return an eviction in rows that are kept as one of them is."""
-        limits, by_prompt = row.profile.policy, row.profile.by_prompt
-        return cls(
-            rows=rows,
-            policy=policy,
-            sinks=limits.sinks,
-            window=limits.window,
-            by_prompt=by_prompt,
-            **event,
-        )
+    def of(
+        cls, cache: Any, row: Row, rows: Sequence[int], policy: EvictionPolicy, **event: Any
+    ) -> Eviction:
+        """Return an eviction in rows of a cache that are kept as one of them is.
+
+        By default of all that they have seen, which is stored as it will stay.
+        """
+        profile, tokens = row.profile, cache.tokens
+        known: dict[str, Any] = {
+            "tokens": tokens,
+            "prompt": tokens,
+            "widths": row.widths,
+            "remember": row.goes_on_observing,
+            "sinks": profile.policy.sinks,
+            "window": profile.policy.window,
+            "by_prompt": profile.by_prompt,
+        }
+        numbers = np.array(rows, dtype=np.int64)
+        return cls(rows=numbers, policy=policy, door=cache.door, **{**known, **event})
 
     def by_layers(
         self, goals: Mapping[int, Mapping[int, IntArray]]
@@ -249,8 +257,8 @@ class Eviction:
             absent=candidates.absent,
             counts=candidates.counts,
             older=max(int(queries.shape[2]) - new, 0),
-            observed=store.notes.observed_of(rows.tolist(), head, n_heads),
-            later=store.notes.later_of(rows.tolist(), head, n_heads),
+            observed=of_rows(store.notes.observed, rows, head, n_heads),
+            later=of_rows(store.notes.later, rows, head, n_heads),
             positions=None if store.kept is None else candidates.positions,
         )
         if (bits := self.widths.get(layer)) is not None and (bits != 16).any():
@@ -309,20 +317,14 @@ class Eviction:
         profiles : sequence of BudgetProfile
             Of each row; its bytes are not exceeded.
         """
-        targets, kept_counts = np.stack([*granted.values()], axis=1), []
-        by_row: list[list[Tensor]] = [[] for _ in self.rows]
-        for layer in granted:
-            store = stores[layer]
-            none = np.zeros_like(targets[:, 0])
-            kept = store.kept is not None and self.new_only
-            kept_counts.append(store.kept.lengths[self.rows] if kept and store.kept else none)
-            for row, scores in zip(by_row, self._evictable_scores(layer, store), strict=True):
-                row.append(scores)
-        kept_by_layer = np.stack(kept_counts, axis=1)
-        for place, row_scores in enumerate(by_row):
-            if row_scores[0].shape[-1]:  # else a row of nothing but sinks and window
+        targets = np.stack([*granted.values()], axis=1)
+        kept = np.stack([stores[layer].kept_counts[self.rows] for layer in granted], axis=1)
+        kept *= self.new_only
+        by_layer = [self._evictable_scores(layer, stores[layer]) for layer in granted]
+        for place, scores in enumerate(zip(*by_layer, strict=True)):
+            if scores[0].shape[-1]:  # else a row of nothing but sinks and window
                 targets[place] = self._within_bytes(
-                    row_scores, targets[place], kept_by_layer[place], profiles[place]
+                    scores, targets[place], kept[place], profiles[place]
                 )
         return {layer: targets[:, place] for place, layer in enumerate(granted)}
 
@@ -441,27 +443,22 @@ class Eviction:
 
     def _as_stored(self, stores: Mapping[int, Store], fresh: Part) -> list[list[Part]]:
         """Return the kept entries of each layer as they will be stored."""
-        layers, first = [*stores], next(iter(stores.values()))
-        if len(layers) == 1:
-            widths = self.widths.get(layers[0])
-            return [first.as_stored(fresh, self.rows, widths, beside_kept=self.new_only)]
-
-        def divided(parts: Sequence[Part]) -> list[list[Part]]:
-            each: list[list[Part]] = [[] for _ in layers]
+        sizes = len(stores), int(next(iter(stores.values())).keys.shape[1])
+        widths_of = [self.widths[layer] for layer in stores if layer in self.widths]
+        parts = [fresh]
+        if widths_of and len(stores) > 1:
+            widths = np.concatenate(widths_of)
+            parts = packed(fresh, widths[fresh.segments % len(widths)])
+        if len(stores) > 1 and not any(part.has_wide_scales(fresh) for part in parts):
+            by_layer: list[list[Part]] = [[] for _ in stores]
             for part in parts:
-                for place, one in part.by_layer(len(layers), int(first.keys.shape[1])):
-                    each[place].append(one)
-            return each
-
-        widths_of = [self.widths[layer] for layer in layers if layer in self.widths]
-        if not widths_of:
-            return divided([fresh])
-        widths = np.concatenate(widths_of)
-        parts = packed(fresh, widths[fresh.segments % len(widths)])
-        if not any(part.has_wide_scales(fresh) for part in parts):
-            return divided(parts)
-        own = zip(stores.values(), divided([fresh]), widths_of, strict=True)  # each by itself
-        return [store.as_stored(one, self.rows, bits) for store, (one,), bits in own]
+                for place, one in part.by_layer(*sizes):
+                    by_layer[place].append(one)
+            return by_layer
+        return [  # each by itself
+            store.as_stored(one, self.rows, self.widths.get(layer), beside_kept=self.new_only)
+            for (layer, store), (_, one) in zip(stores.items(), fresh.by_layer(*sizes), strict=True)
+        ]
 
     def _rest(self, store: Store) -> list[Part]:
         """Return all that other rows have, of a layer that has been whole until now."""

@@ -102,11 +102,16 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
         """
         return tokens if self.tail is None else self.tail.lengths
 
+    @property
+    def kept_counts(self) -> IntArray:
+        """Entries that earlier evictions kept of each row and KV head, (rows, n_kv_heads)."""
+        if self.kept is None:
+            return np.zeros((self.rows, int(self.keys.shape[1])), dtype=np.int64)
+        return self.kept.lengths
+
     def counts(self, tokens: IntArray) -> IntArray:
         """Return the entries of each row and KV head, (rows, n_kv_heads)."""
-        heads = np.zeros((1, int(self.keys.shape[1])), dtype=np.int64)
-        kept = heads if self.kept is None else self.kept.lengths
-        return np.asarray(kept + self.latest(tokens)[:, None])
+        return np.asarray(self.kept_counts + self.latest(tokens)[:, None])
 
     def stored_tensors(self) -> list[Tensor]:
         """Return all tensors that are allocated now, positions of kept entries too."""
@@ -174,9 +179,7 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
 
     def is_even(self, row: int) -> bool:
         """Return whether all KV heads of a row hold as many entries."""
-        return self.kept is None or bool(
-            (self.kept.lengths[row] == self.kept.lengths[row, 0]).all()
-        )
+        return len({*self.kept_counts[row].tolist()}) == 1
 
     def candidates(
         self,
