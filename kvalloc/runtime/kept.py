@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import nan
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,6 +56,13 @@ WORK_BYTES = 20
 def on_device(array: IntArray, device: torch.device) -> Tensor:
     """Return a tensor of numbers, without a wait for the device."""
     return torch.from_numpy(array).to(device, non_blocking=device.type == "cuda")
+
+
+def index_of(numbers: IntArray, device: torch.device) -> slice | Tensor:
+    """Return what picks increasing places: a slice, so that nothing is copied, or the places."""
+    if len(numbers) and int(numbers[-1] - numbers[0]) == len(numbers) - 1:
+        return slice(int(numbers[0]), int(numbers[-1]) + 1)
+    return on_device(numbers, device)
 
 
 def halved(*tensors: Tensor, lengths: IntArray) -> list[Tensor]:
@@ -263,25 +271,14 @@ def joined(several: Sequence[Part]) -> tuple[Part, ...]:
     for same in by_kind.values():
         first = same[0]
         if len(same) > 1:
-            keys, values, positions = (
-                torch.cat([getattr(one, name) for one in same])
-                for name in ("keys", "values", "positions")
-            )
-            scales = [one.key_scales for one in same if one.key_scales is not None]
-            segments, lengths = (
-                np.concatenate([getattr(one, name) for one in same])
-                for name in ("segments", "lengths")
-            )
-            whole = replace(
-                first,
-                keys=keys,
-                values=values,
-                positions=positions,
-                key_scales=torch.cat(scales) if scales else None,
-                segments=segments,
-                lengths=lengths,
-            )
-            first = whole.taken(segments.argsort())
+            stored = ["keys", "values", "positions"]
+            stored += ["key_scales"] if first.key_scales is not None else []
+            fields: dict[str, Any] = {
+                name: torch.cat([getattr(one, name) for one in same]) for name in stored
+            }
+            for name in ("segments", "lengths"):
+                fields[name] = np.concatenate([getattr(one, name) for one in same])
+            first = replace(first, **fields).taken(fields["segments"].argsort())
         parts.append(first)
     return tuple(sorted(parts, key=lambda part: -part.bits))
 
@@ -494,10 +491,7 @@ class Kept:
     @cached_property
     def lengths(self) -> IntArray:
         """Entries of each row and head, (rows, heads)."""
-        result = np.zeros(self.rows * self.heads, dtype=np.int64)
-        for part in self.parts:
-            result[part.segments] = part.lengths
-        return result.reshape(self.rows, self.heads)
+        return (self.spans[:, 1] - self.spans[:, 0]).reshape(self.rows, self.heads)
 
     @cached_property
     def spans(self) -> IntArray:
@@ -525,7 +519,7 @@ class Kept:
         """
         if length not in self._work:
             self._work.clear()
-            lengths = self.spans[:, 1] - self.spans[:, 0]
+            lengths = self.lengths.ravel()
             segments = np.column_stack([self.spans, np.cumsum(-(-lengths // length))])
             self._work[length] = Work(
                 length=length,
@@ -584,19 +578,16 @@ class Kept:
         parts = self.of_rows(rows, head)
         if len(parts) == 1 and (lengths == shape[2]).all():
             whole = parts[0].unpacked(self.like)
-            keys, values = (
-                tensor.view(*shape, tensor.shape[-1]) for tensor in (whole.keys, whole.values)
-            )
-            return keys, values, whole.positions.view(shape)
+            flat = whole.keys, whole.values, whole.positions
+            keys, values, positions = (one.view(*shape, *one.shape[1:]) for one in flat)
+            return keys, values, positions
         places = int(np.prod(shape))
         keys, values = (tensor.new_zeros(places, tensor.shape[-1]) for tensor in self.like)
         positions = torch.full((places,), NO_COLUMN, dtype=torch.int32, device=keys.device)
         order = np.searchsorted(self._numbers_of(rows, head), np.arange(self.rows * self.heads))
         for part in parts:
             unpacked = part.unpacked(self.like)
-            firsts = order[part.segments] * shape[2] - part.spans.starts
-            index = np.repeat(firsts, part.lengths) + np.arange(int(part.lengths.sum()))
-            at = on_device(index, keys.device)
+            at = _gathered(order[part.segments] * shape[2], part.lengths, keys.device)
             keys[at], values[at], positions[at] = unpacked.keys, unpacked.values, unpacked.positions
         keys, values = (tensor.view(*shape, tensor.shape[-1]) for tensor in (keys, values))
         return keys, values, positions.view(shape)

@@ -21,6 +21,7 @@ from kvalloc.models.attention import (
     without_autocast,
 )
 from kvalloc.models.structure import context_limit
+from kvalloc.runtime.kept import index_of
 from kvalloc.runtime.notes import of_readers
 from kvalloc.runtime.states import state_of, with_state
 from kvalloc.scorers import Scorer
@@ -61,13 +62,11 @@ class LaterLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Return all keys and values, later tokens behind."""
-        prompt = (
-            self._held
-            if self._places is None
-            else [_taken(one, self._places) for one in self._held]
-        )
-        pairs = zip(prompt, (key_states, value_states), strict=True)
-        keys, values = (torch.cat(pair, dim=-2) for pair in pairs)
+        shown: Any = slice(None)
+        if self._places is not None:
+            shown = index_of(self._places.numpy(), key_states.device)
+        pairs = zip(self._held, (key_states, value_states), strict=True)
+        keys, values = (torch.cat([held[:, :, shown], new], dim=-2) for held, new in pairs)
         return keys, values
 
     def get_seq_length(self) -> int:
@@ -79,14 +78,6 @@ class LaterLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         new = query_length.shape[0] if isinstance(query_length, Tensor) else query_length
         shown = int(self._held[0].shape[2]) if self._places is None else len(self._places)
         return shown + int(new), self._tokens - shown
-
-
-def _taken(states: Tensor, places: Tensor) -> Tensor:
-    """Return increasing places of the tokens: a view where they follow each other."""
-    count = len(places)
-    if count and int(places[-1] - places[0]) == count - 1:
-        return states.narrow(2, int(places[0]), count)
-    return states.index_select(2, places.to(states.device))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

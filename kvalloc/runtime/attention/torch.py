@@ -11,11 +11,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kvalloc.accounting import IntArray
 from kvalloc.accounting.costs import KEY_BLOCK_TOKENS, turns
 from kvalloc.models.attention import without_autocast
 from kvalloc.runtime.attention.call import AttentionCall, Backend
-from kvalloc.runtime.kept import Kept, Part, on_device
+from kvalloc.runtime.kept import Kept, Part, index_of
 from kvalloc.runtime.quantization import key_numbers, rotated, value_numbers
 
 SCRATCH_NUMBERS = 1 << 18
@@ -39,7 +38,7 @@ class TorchBackend(Backend):
         with without_autocast(output):
             for part in kept.parts:
                 for places in _equal_segments(call, part):
-                    segments = _index(part.segments[places], output.device)
+                    segments = index_of(part.segments[places], output.device)
                     latest = following[0][segments], following[1][segments]
                     n_keys = int(part.lengths[places.start]) + int(latest[0].shape[1])
                     step = SCRATCH_NUMBERS // (len(latest[0]) * queries.shape[1] * n_keys)
@@ -57,14 +56,6 @@ class TorchBackend(Backend):
                         )
                         answers[segments, :, tokens] = result.to(answers.dtype)
         return output.transpose(1, 2).contiguous()
-
-
-def _index(segments: IntArray, device: torch.device) -> slice | Tensor:
-    """Return increasing numbers of segments as what picks them."""
-    first, count = int(segments[0]), len(segments)
-    if int(segments[-1]) - first == count - 1:
-        return slice(first, first + count)
-    return on_device(segments, device)
 
 
 def _equal_segments(call: AttentionCall, part: Part) -> Iterator[slice]:
