@@ -332,15 +332,12 @@ class DenseLayer:
             if place:
                 by = torch.tensor([place], device=keys.device)
                 turned = rotate(turned, by, rotation, keys=True)
-            if store.kept is None:
-                keys[:, :, shown], values[:, :, shown] = turned, entries.values
-            else:
-                _, head, at = (entries.positions < store.seen).nonzero(as_tuple=True)
-                column = place + entries.positions[0, head, at].long()
-                keys[0, head, column] = turned[0, head, at]
-                values[0, head, column] = entries.values[0, head, at]
-                present[:, :, shown] = False
-                present[0, head, column] = True
+            _, head, at = (entries.positions < store.seen).nonzero(as_tuple=True)
+            column = place + entries.positions[0, head, at].long()
+            keys[0, head, column] = turned[0, head, at]
+            values[0, head, column] = entries.values[0, head, at]
+            present[:, :, shown] = False
+            present[0, head, column] = True
             place += store.seen
         reduced = [store.kept for store in stores if store.kept is not None]
         return cls(

@@ -42,8 +42,8 @@ class Running:
         Latest queries of each row that are stored; 0 for none.
     n_queries_after : int
         How many of them stay once policies have looked at a chunk of the prompt.
-    planned : dict of int to list of (Eviction, ndarray)
-        Evictions of each layer once it has attended.
+    planned : list of (Eviction, dict of int to ndarray)
+        Evictions of layers once they have attended, with their targets.
     observing : list of Eviction
         For rows in which a layer evicts nothing after a chunk: their policies note it.
     together : int
@@ -58,20 +58,19 @@ class Running:
     interval: int
     n_queries: int = 0
     n_queries_after: int = 0
-    planned: dict[int, list[tuple[Eviction, IntArray]]] = field(default_factory=dict)
+    planned: list[tuple[Eviction, dict[int, IntArray]]] = field(default_factory=list)
     observing: list[Eviction] = field(default_factory=list)
     together: int = 1
     waiting: list[int] = field(default_factory=list)
     sees: Tensor | None = None
 
-    def due(self) -> dict[Eviction, dict[int, IntArray]]:
-        """Return the evictions of the layers that wait, with their targets; none wait then."""
-        evictions: dict[Eviction, dict[int, IntArray]] = {}
-        for layer in self.waiting:
-            for eviction, targets in self.planned[layer]:
-                evictions.setdefault(eviction, {})[layer] = targets
-        self.waiting = []
-        return evictions
+    def of_layers(self, layers: Sequence[int]) -> list[tuple[Eviction, dict[int, IntArray]]]:
+        """Return the planned evictions of some layers, with their targets."""
+        result = []
+        for eviction, targets in self.planned:
+            if due := {layer: targets[layer] for layer in layers if layer in targets}:
+                result.append((eviction, due))
+        return result
 
 
 Bundle: TypeAlias = "tuple[IntArray, int | None]"
@@ -205,7 +204,7 @@ class Eviction:
 
     def look(
         self, stores: Mapping[int, Store], bundle: Bundle, *, latest: bool = False
-    ) -> tuple[AttentionStates, Tensor, int]:
+    ) -> tuple[AttentionStates, Tensor]:
         """Return the candidates of one bundle of layers that go together.
 
         Parameters
@@ -220,19 +219,17 @@ class Eviction:
         AttentionStates
         Tensor of int32, (n_rows, n_kv_heads of all layers, n)
             Which token of its row each candidate is.
-        int
-            How many of the first candidates were kept by earlier evictions.
         """
         looks = [self._look(*one, bundle, latest=latest) for one in stores.items()]
-        states, positions, front = looks[0]
+        states, positions = looks[0]
         if len(looks) > 1:  # nothing has gone of these: all have the same positions
-            states = AttentionStates.joined([one for one, _, _ in looks])
+            states = AttentionStates.joined([one for one, _ in looks])
             positions = positions[:, :1].expand(states.keys.shape[:3])
-        return states, positions, front
+        return states, positions
 
     def _look(
         self, layer: int, store: Store, bundle: Bundle, *, latest: bool
-    ) -> tuple[AttentionStates, Tensor, int]:
+    ) -> tuple[AttentionStates, Tensor]:
         """Return the candidates of one layer; see `look`."""
         (rows, head), template = bundle, store.template
         assert template is not None, "a layer that evicts has attended"
@@ -266,7 +263,7 @@ class Eviction:
             states = replace(states, key_bits=bits[first : first + states.keys.shape[1]])
         if (mask := self._gaps(store, states, candidates.positions, tokens)) is not None:
             states = replace(states, mask=mask, gaps=True)
-        return states, candidates.positions, candidates.front
+        return states, candidates.positions
 
     def _gaps(
         self, store: Store, states: AttentionStates, positions: Tensor, tokens: int
@@ -292,14 +289,18 @@ class Eviction:
     def observe(self, layer: int, store: Store) -> None:
         """Let the policy observe a chunk after which nothing is evicted."""
         for bundle in self.bundles(store) if self.policy.observes else ():
-            states, _, _ = self.look({layer: store}, bundle)
+            states, _ = self.look({layer: store}, bundle)
             self._note(store, bundle, self.policy.observe(states, sinks=self.sinks))
 
-    def without(self, rows: IntArray) -> Eviction:
+    def without(self, rows: Sequence[int]) -> Eviction:
         """Return the same of all but these rows."""
         return replace(self, rows=np.setdiff1d(self.rows, rows))
 
     # Choosing
+
+    def _front(self, store: Store, bundle: Bundle) -> int:
+        """Return how many of the first places are of entries that stay as they are stored."""
+        return int(store.kept_counts[bundle[0]].max()) if self.new_only else 0
 
     def hand_out(
         self,
@@ -364,8 +365,8 @@ class Eviction:
         assert isinstance(policy, Score)  # other profiles are not `by_prompt`
         by_row: dict[int, list[Tensor]] = {row: [] for row in self.rows.tolist()}
         for bundle in self.bundles(store):
-            states, _, front = self.look({layer: store}, bundle)
-            sinks = front if self.new_only and front else self.sinks
+            states, _ = self.look({layer: store}, bundle)
+            sinks = self._front(store, bundle) or self.sinks
             end = max(int(states.keys.shape[2]) - self.window, sinks)
             scores = states.keys[..., 0]
             if end > sinks:  # else there is nothing to choose from
@@ -384,36 +385,20 @@ class Eviction:
 
         There are few entries in a group, and nothing in it was evicted or noted before.
         """
+        policy = self.policy
+        before: tuple[object, ...] = ()
+        alone = self.new_only or policy.observes or not policy.across_layers or bool(self.scored)
         group: dict[int, Store] = {}
         for layer in targets:
             store = stores[layer]
-            if group and not self._goes_with(layer, store, group):
+            apart = alone or store.kept is not None or bool(store.notes.later)
+            few = (len(group) + 1) * store.keys[..., 0].numel() <= FEW_ENTRIES
+            kind = apart, layer in self.widths, *_kind(store)
+            if group and (apart or not few or kind != before):
                 yield group
                 group = {}
-            group[layer] = store
+            group[layer], before = store, kind
         yield group
-
-    def _goes_with(self, layer: int, store: Store, group: Mapping[int, Store]) -> bool:
-        """Return whether a layer can be looked at together with those of a group."""
-        first = next(iter(group))
-        one, other = store.template, group[first].template
-        assert one is not None
-        assert other is not None
-        return (
-            self.policy.across_layers
-            and not self.new_only
-            and not self.policy.observes
-            and (len(group) + 1) * store.keys[..., 0].numel() <= FEW_ENTRIES
-            and not self.scored
-            and all(each.kept is None and not each.notes.later for each in (store, group[first]))
-            and (layer in self.widths) == (first in self.widths)
-            and store.readers == group[first].readers
-            and store.keys.shape == group[first].keys.shape
-            and store.values.shape == group[first].values.shape
-            and (one.scaling, one.softcap, one.rotation)
-            == (other.scaling, other.softcap, other.rotation)
-            and (one.sink_logits is None) == (other.sink_logits is None)
-        )
 
     @torch.no_grad()
     def keep(self, stores: Mapping[int, Store], targets: Mapping[int, IntArray]) -> None:
@@ -477,10 +462,8 @@ class Eviction:
         (rows, head), (layer, store) = bundle, next(iter(stores.items()))
         heads = slice(None) if head is None else slice(head, head + 1)
         budgets = torch.from_numpy(targets[np.searchsorted(self.rows, rows)][:, heads])
-        front = 0
-        if self.new_only and store.kept is not None:
-            front = int(store.kept.lengths[rows].max())
-        states, positions, _ = self.look(stores, bundle, latest=front > 0)
+        front = self._front(store, bundle)
+        states, positions = self.look(stores, bundle, latest=front > 0)
         n_tokens = int(states.keys.shape[2])
         kept = torch.ones_like(states.keys[..., 0], dtype=torch.bool)
         if states.absent is not None and not front:
@@ -532,6 +515,14 @@ class Eviction:
                 continue
             for one, indices in enumerate(each):  # heads differ from here on
                 notes[row, one] = of_head(note, one, len(each)).kept(indices[None, None])
+
+
+def _kind(store: Store) -> tuple[object, ...]:
+    """Return what layers have in common that are looked at together."""
+    states = store.template
+    assert states is not None, "a layer that evicts has attended"
+    sizes = store.keys.shape, store.values.shape, store.readers
+    return *sizes, states.scaling, states.softcap, states.rotation, states.sink_logits is None
 
 
 def _flat(

@@ -10,7 +10,6 @@ from contextvars import Token
 from dataclasses import dataclass, field, replace
 from typing import Any, Self, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -132,7 +131,7 @@ class Forward:
         except BaseException:
             door.abandon()
             raise
-        for layer in running.planned:
+        for layer in {layer for _, targets in running.planned for layer in targets}:
             cache.layers[layer].fresh = True
         self.running, cache.forward = running, self
         if (
@@ -190,9 +189,9 @@ class Forward:
 
     def _evict(self, layer: int, store: Store, running: Running) -> None:
         """Evict once a layer has read a forward of the prompt; else its policy notes it."""
-        planned = running.planned.get(layer, ())
+        planned = running.of_layers([layer])
         with self._checks.collected():  # the host reads its checks once a forward
-            evicted = np.array([row for eviction, _ in planned for row in eviction.rows], dtype=int)
+            evicted = [row for eviction, _ in planned for row in eviction.rows]
             for eviction in running.observing:
                 with without_autocast(store.keys):
                     eviction.without(evicted).observe(layer, store)
@@ -205,8 +204,8 @@ class Forward:
 
     def _evict_waiting(self, running: Running) -> None:
         """Evict in the layers that wait for it."""
-        layers = running.waiting
-        for eviction, targets in running.due().items():
+        layers, running.waiting = running.waiting, []
+        for eviction, targets in running.of_layers(layers):
             evict(self.cache, eviction, targets)
         for layer in layers:
             self.cache.layers[layer].notes.queries.trim(running.n_queries_after)

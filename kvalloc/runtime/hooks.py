@@ -274,20 +274,15 @@ def _given_above(decoder: nn.Module, other: Any) -> tuple[Any, bool]:
     frame = inspect.currentframe()
     while frame is not None:
         name, code = frame.f_globals.get("__name__", ""), frame.f_code
+        owner, among = None, list[Any]()
         # to read variables of a function keeps their values alive until it returns
-        names_above = frame.f_locals if code.co_varnames[:1] == ("self",) else {}
-        owner = names_above.get("self")
+        if code.co_varnames[:1] == ("self",):
+            args, more, keywords, values = inspect.getargvalues(frame)
+            owner = values.get("self")
+            among = [values.get(one) for one in (*args, more, keywords) if one]
         ours = name.startswith("kvalloc.") and name != __name__
         if ours or not isinstance(owner, nn.Module | None):
             return None, ours
-        flags = (inspect.CO_VARARGS, inspect.CO_VARKEYWORDS)
-        n_named = code.co_argcount + code.co_kwonlyargcount
-        n_named += sum(bool(code.co_flags & flag) for flag in flags)
-        among = (
-            [names_above.get(one) for one in code.co_varnames[:n_named]]
-            if owner is not None
-            else []
-        )
         among += [two for one in among if isinstance(one, dict) for two in one.values()]
         among += [two for one in among if isinstance(one, tuple) for two in one]
         cache: Any = next((one for one in among if isinstance(one, HookedCache)), None)

@@ -97,9 +97,8 @@ def build_rows(
     refusals.check_model(model, prompt_tokens)
     shape, switch = shape or shape_of(model), AttentionSwitch.of(model)  # the hooks share it
     wide = next(model.parameters()).itemsize > HALF_BYTES
-    distinct = {id(way): way for way in ways}
-    methods = {key: _method(way, shape, switch.probe, wide=wide) for key, way in distinct.items()}
-    rows = [methods[id(way)] for way in ways]
+    methods = {way: _method(way, shape, switch.probe, wide=wide) for way in dict.fromkeys(ways)}
+    rows = [methods[way] for way in ways]
     known = None if lengths is None else tuple(lengths)
     cache = BudgetCache(decoder_of(model), make_layers(model, shape), rows, prompt_tokens, known)
     for method in methods.values():

@@ -149,8 +149,7 @@ def begin(cache: Any, running: Running, arguments: Mapping[str, Any]) -> None:
         for eviction, targets in eviction_of_all.by_layers(goals):
             for listener in cache.extensions:
                 listener.planned(targets)
-            for layer, counts in targets.items():
-                running.planned.setdefault(layer, []).append((eviction, counts))
+            running.planned.append((eviction, targets))
         if eviction_of_all.remember:
             running.observing.append(eviction_of_all)
         if policy.observes:

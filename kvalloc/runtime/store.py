@@ -28,8 +28,6 @@ class Candidates:
     keys, values : Tensor, (n_rows, n_kv_heads, n, head_dim)
     positions : Tensor of int32, (n_rows, n_kv_heads, n)
         Which token of its row each is.
-    front : int
-        Number of first places that earlier evictions kept, places of no entry included.
     absent, counts : Tensor, (n_rows, n_kv_heads, n) and (n_rows, n_kv_heads), or None
         Places of no entry, and how many entries each head has, where they hold different numbers;
         see `AttentionStates`.
@@ -38,7 +36,6 @@ class Candidates:
     keys: Tensor
     values: Tensor
     positions: Tensor
-    front: int = 0
     absent: Tensor | None = None
     counts: Tensor | None = None
 
@@ -220,13 +217,12 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
         if self.kept is None or latest:
             return Candidates(keys=keys, values=values, positions=positions)
         lengths = self.kept.lengths[rows][:, heads]
-        front = int(lengths.max(initial=0))
         before = self.kept.padded(rows, head)
         keys, values, positions = (
             torch.cat(pair, dim=2) for pair in zip(before, (keys, values, positions), strict=True)
         )
-        found = Candidates(keys=keys, values=values, positions=positions, front=front)
-        if (lengths == front).all():
+        found = Candidates(keys=keys, values=values, positions=positions)
+        if (lengths == lengths.max(initial=0)).all():
             return found
         counts = torch.from_numpy(lengths + end)
         return replace(found, absent=positions == NO_COLUMN, counts=counts)

@@ -88,7 +88,8 @@ class CpuBackend(Backend):
 
     def unavailable(self) -> str | None:
         """Return why there is no compiled code on this machine."""
-        return unavailable()
+        library = kernel_library()
+        return library if isinstance(library, str) else None
 
     def refusal(self, call: AttentionCall, kept: Kept) -> str | None:
         """Refuse types it does not read, gradients, too long a question, no compiler."""
@@ -97,7 +98,7 @@ class CpuBackend(Backend):
         rows = call.queries.shape[1] // call.keys.shape[1] * call.queries.shape[2]
         if not 0 < rows <= MOST_ROWS:
             return f"it has room for {MOST_ROWS} query rows of a KV head"
-        return call.kernel_refusal(kept) or unavailable()
+        return call.kernel_refusal(kept) or self.unavailable()
 
     def attend(self, call: AttentionCall, kept: Kept) -> Tensor:
         """Return the attention output.
@@ -110,12 +111,6 @@ class CpuBackend(Backend):
             If heads, sizes or types of the call and of the kept entries do not fit together.
         """
         return cpu_attention(call, kept, threads=torch.get_num_threads())
-
-
-def unavailable() -> str | None:
-    """Return why there is no kernel on this machine; None where there is one."""
-    library = kernel_library()
-    return library if isinstance(library, str) else None
 
 
 @cache
