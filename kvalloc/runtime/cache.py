@@ -124,6 +124,10 @@ class BudgetCache(CacheFigures, HookedCache):
                 f"{type(decoder).__name__} that it was given to; make one with "
                 "kvalloc.make_cache(model, profile) for this model"
             )
+        self.check_intact()
+
+    def check_intact(self) -> None:
+        """Refuse what needs a cache that is not interrupted."""
         if self.interrupted is not None:
             raise UnsupportedRequestError(self.interrupted)
 
@@ -147,8 +151,7 @@ class BudgetCache(CacheFigures, HookedCache):
         UnsupportedRequestError
             If the cache is interrupted.
         """
-        if self.interrupted is not None:
-            raise UnsupportedRequestError(self.interrupted)
+        self.check_intact()
         turns.end(self)
 
     # What transformers calls
@@ -267,8 +270,7 @@ class BudgetCache(CacheFigures, HookedCache):
             raise UnsupportedRequestError(
                 "cannot crop before the prompt is complete; reset the cache and start again"
             )
-        if self.interrupted is not None:
-            raise UnsupportedRequestError(self.interrupted)
+        self.check_intact()
         if remove > 0 and self.state_bytes:
             raise UnsupportedRequestError(
                 "cannot crop: layers of this model have a state, out of which no token can be "

@@ -204,7 +204,7 @@ def _check_room(cache: Any, rows: Sequence[Row], left: IntArray) -> None:
     for number, row in enumerate(rows):
         if row.holds and (later := row.method.policy.scorer.later) is not None:
             position = cache.prompt_read.next_position(number, cache.door.columns(number))
-            check_context(later, [position + int(left[number])], row.prompt, limit)
+            check_context(later, position + int(left[number]), row.prompt, limit)
 
 
 @torch.no_grad()
@@ -235,7 +235,6 @@ def _read_again(cache: Any, rows: Sequence[int], scorer: Scorer, layers: Sequenc
     """Let the model read the prompts of rows once more; the scorer takes notes."""
     decoder, door, stores, seen = cache.decoder(), cache.door, cache.stores, cache.get_seq_length()
     assert decoder is not None, "it has just read the prompt"
-    assert scorer.later is not None
     sinks, read = cache.rows[rows[0]].profile.policy.sinks, cache.prompt_read
     by_place: dict[object, list[int]] = {}
     for row in rows:
@@ -255,16 +254,14 @@ def _read_again(cache: Any, rows: Sequence[int], scorer: Scorer, layers: Sequenc
                 entries = [rows_of(one, group)[:, :, at] for one in (layer.keys, layer.values)]
             held = Held(source=layer, rows=on_host, entries=entries, slides=slides)
             layers_of_prompt.append(held)
-        positions = [read.next_position(row, columns) for row in alike_rows]
         prompt = HeldPrompt(
             decoder=decoder,
             layers=layers_of_prompt,
-            next_positions=torch.tensor(positions, device="cpu"),
             positions=read.positions[:, group][:, :, columns],
             read={name: rows_of(one, group)[:, columns] for name, one in read.tokens.items()},
             features=read.features,
         )
-        notes = read_again(prompt, scorer, scorer.later, layers, cache.reads, sinks=sinks)
+        notes = read_again(prompt, scorer, layers, cache.reads, sinks=sinks)
         for index, observed in notes.items():
             for place, row in enumerate(alike_rows):
                 stores[index].notes.later[row, None] = of_row(observed, place)

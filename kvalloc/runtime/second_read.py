@@ -20,7 +20,6 @@ from kvalloc.models.attention import (
     intercept_attention,
     without_autocast,
 )
-from kvalloc.models.structure import context_limit
 from kvalloc.runtime.kept import index_of
 from kvalloc.runtime.notes import of_readers
 from kvalloc.runtime.states import state_of, with_state
@@ -121,8 +120,6 @@ class HeldPrompt:
     decoder : nn.Module
         The model without its language-model head.
     layers : sequence of Held
-    next_positions : Tensor of int64, (n_rows,)
-        Position of the token after each row.
     positions : Tensor of int64, (n_axes, n_rows, n_tokens)
         Positions of the prompts, on the host.
     read : mapping of str to Tensor, each (n_rows, n_tokens, ...)
@@ -133,7 +130,6 @@ class HeldPrompt:
 
     decoder: nn.Module
     layers: Sequence[Held]
-    next_positions: Tensor
     positions: Tensor
     read: Mapping[str, Tensor]
     features: Sequence[Tensor] = ()
@@ -156,7 +152,8 @@ class HeldPrompt:
     def run(self, cache: Cache, piece: slice) -> None:
         """Let the decoder read some tokens of the prompts behind them.
 
-        They are as far from each other as in the prompt, on each axis of the positions.
+        They are as far from each other as in the prompt, on each axis of the positions. Of four
+        axes the first one is of text, in which tokens of an image count one by one.
         """
         read: dict[str, Any] = {name: one[:, piece] for name, one in self.read.items()}
         places, device = read.pop(names.IMAGE_PLACES), next(iter(read.values())).device
@@ -164,8 +161,8 @@ class HeldPrompt:
             read[names.IMAGE_PLACES] = (places >= 0).to(device)
             read[names.IMAGE_FEATURES] = [one[places[places >= 0]] for one in self.features]
         positions = self.positions[:, :, piece]
-        first = positions[-3:].amin(dim=(0, 2))
-        positions = positions + (self.next_positions - first)[:, None]
+        first, behind = positions[-3:].amin(dim=(0, 2)), self.positions[-3:].amax(dim=(0, 2)) + 1
+        positions = positions + (behind - first)[:, None]
         positions = positions if len(positions) > 1 else positions[0]
         self.decoder(
             **read,
@@ -179,7 +176,6 @@ class HeldPrompt:
 def read_again(
     prompt: HeldPrompt,
     scorer: Scorer,
-    later: Later,
     layers: Collection[int],
     reads: Mapping[int, int],
     *,
@@ -191,8 +187,7 @@ def read_again(
     ----------
     prompt : HeldPrompt
     scorer : Scorer
-    later : Later
-        How they are read.
+        Its `Scorer.later` says how they are read.
     layers : collection of int
         Layers to look at.
     reads : mapping of int to int
@@ -204,16 +199,10 @@ def read_again(
     -------
     dict of int to Observed
         What the scorer noted of each layer.
-
-    Raises
-    ------
-    InputError
-        If a repetition goes beyond the tokens that the model was made for.
     """
     notes: dict[int, Observed] = {}
-    if (limit := context_limit(prompt.decoder)) is not None:
-        check_context(later, prompt.next_positions.tolist(), prompt.tokens, limit)
-    for piece, step in _pieces(prompt, later, sinks):
+    assert scorer.later is not None
+    for piece, step in _pieces(prompt, scorer.later, sinks):
 
         def look(states: AttentionStates, compute: Compute, step: LaterStep = step) -> Any:
             if reads.get(states.layer, states.layer) in layers:
@@ -232,26 +221,26 @@ def read_again(
     return notes
 
 
-def check_context(later: Later, places: Sequence[int], tokens: int, limit: int) -> None:
+def check_context(later: Later, place: int, tokens: int, limit: int) -> None:
     """Refuse a prompt that does not fit, with its repetition, what the model was made for.
 
     Parameters
     ----------
     later : Later
         The repetition after the prompt.
-    places : sequence of int
-        Position of the first token after each row of the prompt.
+    place : int
+        Position of the first token after a row of the prompt.
     tokens : int
-        Tokens of the rows.
+        Tokens of the row.
     limit : int
         Positions that the model has.
 
     Raises
     ------
     InputError
-        If a row, or the repetition behind it, does not fit.
+        If the row, or the repetition behind it, does not fit.
     """
-    place, extent = max(places), later.furthest(tokens)
+    extent = later.furthest(tokens)
     if place + extent <= limit:
         return
     room = limit - place - CARRIED_TOKENS

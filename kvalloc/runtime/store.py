@@ -277,7 +277,7 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
         self.kept = replace(before, parts=joined([*whole_rows, *stay, *new]))
         if self.tail is None:
             empty = [states[:, :, :0].clone() for states in (self.keys, self.values)]
-            self.tail = Tail(empty[0], empty[1], np.zeros(before.rows, np.int64))
+            self.tail = Tail(empty, np.zeros(before.rows, np.int64))
         else:
             self.tail.forget(rows)
         self.keys, self.values = self.tail.states

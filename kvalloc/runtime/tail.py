@@ -163,9 +163,6 @@ class Latest:
 class Tail(Latest):
     """Keys and values of the tokens since a layer's latest eviction; contiguous."""
 
-    def __init__(self, keys: Tensor, values: Tensor, lengths: IntArray) -> None:
-        super().__init__((keys, values), lengths)
-
     def _fill(self, buffers: Iterable[Tensor], lengths: IntArray) -> None:
         self._n_single = 0  # tokens that came one at a time
         super()._fill(buffers, lengths)
