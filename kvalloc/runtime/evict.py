@@ -302,31 +302,25 @@ class Eviction:
         """Return how many of the first places are of entries that stay as they are stored."""
         return int(store.kept_counts[bundle[0]].max()) if self.new_only else 0
 
-    def hand_out(
-        self,
-        stores: Mapping[int, Store],
-        granted: Mapping[int, IntArray],
-        profiles: Sequence[BudgetProfile],
-    ) -> dict[int, IntArray]:
+    def hand_out(self, cache: Any, granted: Mapping[int, IntArray]) -> dict[int, IntArray]:
         """Return how many entries each layer keeps, handed out by each row's own scores.
 
         Parameters
         ----------
-        stores : mapping of int to Store
+        cache : BudgetCache
+            The bytes of each row's profile are not exceeded.
         granted : mapping of int to ndarray of int64, (n_rows, n_kv_heads)
             Number of entries that each layer may keep.
-        profiles : sequence of BudgetProfile
-            Of each row; its bytes are not exceeded.
         """
+        stores: dict[int, Store] = cache.stores
         targets = np.stack([*granted.values()], axis=1)
         kept = np.stack([stores[layer].kept_counts[self.rows] for layer in granted], axis=1)
         kept *= self.new_only
         by_layer = [self._evictable_scores(layer, stores[layer]) for layer in granted]
         for place, scores in enumerate(zip(*by_layer, strict=True)):
             if scores[0].shape[-1]:  # else a row of nothing but sinks and window
-                targets[place] = self._within_bytes(
-                    scores, targets[place], kept[place], profiles[place]
-                )
+                profile = cache.rows[self.rows[place]].profile
+                targets[place] = self._within_bytes(scores, targets[place], kept[place], profile)
         return {layer: targets[:, place] for place, layer in enumerate(granted)}
 
     def _within_bytes(
@@ -343,10 +337,8 @@ class Eviction:
         """
         protected = self.window if kept_counts.any() else self.sinks + self.window
         width, shape = widest(profile), profile.shape
-        total, granted_bytes = (
-            int(granted.sum()),
-            stored_bytes(granted + kept_counts, width, shape).sum(),
-        )
+        granted_bytes = stored_bytes(granted + kept_counts, width, shape).sum()
+        total = int(granted.sum())
         while True:
             counts = handed_out(scores, total, protected=protected)
             over = int(stored_bytes(counts + kept_counts, width, shape).sum() - granted_bytes)
@@ -562,10 +554,10 @@ def _flat(
 
 def evict(cache: Any, eviction: Eviction, targets: Mapping[int, IntArray]) -> None:
     """Evict in these layers of a cache, by scores of all of them if the heads share budgets."""
-    stores, profiles = cache.stores, [cache.rows[row].profile for row in eviction.rows]
+    stores = cache.stores
     with without_autocast(next(iter(stores.values())).keys):
         if targets and eviction.by_prompt:
-            targets = eviction.hand_out(stores, targets, profiles)
+            targets = eviction.hand_out(cache, targets)
         for listener in cache.extensions:
             listener.planned(targets)
         for group in eviction.together(stores, targets):

@@ -183,8 +183,16 @@ class Forward:
             for one in self.cache.extensions:
                 if (answer := one.answer(self.cache, store, states, compute)) is not None:
                     return answer
-        starts = batch.starts(store.tail.starts, states.queries.device)
-        call = AttentionCall.of(states, starts, running.sees)
+        call = AttentionCall(
+            queries=states.queries,
+            keys=states.keys,
+            values=states.values,
+            scaling=states.scaling,
+            starts=batch.starts(store.tail.starts, states.queries.device),
+            softcap=states.softcap,
+            sink_logits=states.sink_logits,
+            sees=running.sees,
+        )
         return batch.in_columns(attend(call, store.attended())), None
 
     def _evict(self, layer: int, store: Store, running: Running) -> None:

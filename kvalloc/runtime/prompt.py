@@ -22,7 +22,7 @@ from kvalloc.runtime.door import Batch
 from kvalloc.runtime.evict import Eviction, Running, evict, wanted_queries
 from kvalloc.runtime.notes import Notes, of_row
 from kvalloc.runtime.rows import Row, alike, with_scattered
-from kvalloc.runtime.second_read import Held, HeldPrompt, check_context, read_again
+from kvalloc.runtime.second_read import Held, HeldPrompt, check_context
 from kvalloc.runtime.tail import rows_of
 from kvalloc.scorers import Scorer
 
@@ -261,7 +261,7 @@ def _read_again(cache: Any, rows: Sequence[int], scorer: Scorer, layers: Sequenc
             read={name: rows_of(one, group)[:, columns] for name, one in read.tokens.items()},
             features=read.features,
         )
-        notes = read_again(prompt, scorer, layers, cache.reads, sinks=sinks)
+        notes = prompt.read_again(scorer, layers, cache.reads, sinks=sinks)
         for index, observed in notes.items():
             for place, row in enumerate(alike_rows):
                 stores[index].notes.later[row, None] = of_row(observed, place)

@@ -102,7 +102,7 @@ class Held:
     slides: bool = False
 
     def layer(self, shown: Tensor | None, tokens: int) -> Any:
-        """Return a cache layer for later tokens, which goes with them; see `HeldPrompt.cache`."""
+        """Return a cache layer for later tokens, which goes with them; see `LaterLayer`."""
         other = state_of(self.source, self.rows)
         if self.entries is None:
             return other
@@ -139,22 +139,62 @@ class HeldPrompt:
         """Tokens of each row."""
         return int(self.positions.shape[2])
 
-    def cache(self, shown: Tensor | None) -> Cache:
-        """Return a new cache for tokens after the prompts, which go with it.
+    @torch.no_grad()
+    def read_again(
+        self, scorer: Scorer, layers: Collection[int], reads: Mapping[int, int], *, sinks: int
+    ) -> dict[int, Observed]:
+        """Let the model read the prompts again, as a scorer asks for; they are the same afterwards.
 
         Parameters
         ----------
-        shown : Tensor of int64, (n_shown,), or None
-            Tokens that the later ones see in full-attention layers; None for all.
-        """
-        return Cache(layers=[one.layer(shown, self.tokens) for one in self.layers])
+        scorer : Scorer
+            Its `Scorer.later` says how they are read.
+        layers : collection of int
+            Layers to look at.
+        reads : mapping of int to int
+            Of each layer that reads another one's entries, which: it is looked at as well.
+        sinks : int
+            First tokens of the prompt that are never evicted.
 
-    def run(self, cache: Cache, piece: slice) -> None:
-        """Let the decoder read some tokens of the prompts behind them.
+        Returns
+        -------
+        dict of int to Observed
+            What the scorer noted of each layer.
+        """
+        notes: dict[int, Observed] = {}
+        assert scorer.later is not None
+        for piece, step in _pieces(self.tokens, scorer.later, sinks):
+
+            def look(states: AttentionStates, compute: Compute, step: LaterStep = step) -> Any:
+                if reads.get(states.layer, states.layer) in layers:
+                    noted_states = replace(states, observed=notes.get(states.layer))
+                    with without_autocast(states.keys):
+                        note = scorer.observe_later(noted_states, step, sinks=sinks)
+                    notes[states.layer] = note
+                return compute(states.mask)
+
+            with intercept_attention(self.decoder, look):
+                self._run(piece, step.shown)
+        for source in {*reads.values()} & {*layers}:
+            among = [notes[source], *(notes.pop(one) for one, of in reads.items() if of == source)]
+            entries: Any = self.layers[source].entries
+            notes[source] = of_readers(among, int(entries[0].shape[1]))
+        return notes
+
+    def _run(self, piece: slice, shown: Tensor | None) -> None:
+        """Let the decoder read some tokens of the prompts behind them, in a new cache.
 
         They are as far from each other as in the prompt, on each axis of the positions. Of four
         axes the first one is of text, in which tokens of an image count one by one.
+
+        Parameters
+        ----------
+        piece : slice
+            Which tokens.
+        shown : Tensor of int64, (n_shown,), or None
+            Tokens that they see in full-attention layers; None for all.
         """
+        cache = Cache(layers=[one.layer(shown, self.tokens) for one in self.layers])
         read: dict[str, Any] = {name: one[:, piece] for name, one in self.read.items()}
         places, device = read.pop(names.IMAGE_PLACES), next(iter(read.values())).device
         if self.features:
@@ -170,55 +210,6 @@ class HeldPrompt:
             use_cache=True,
             **names.cache_keyword(self.decoder, cache),
         )
-
-
-@torch.no_grad()
-def read_again(
-    prompt: HeldPrompt,
-    scorer: Scorer,
-    layers: Collection[int],
-    reads: Mapping[int, int],
-    *,
-    sinks: int,
-) -> dict[int, Observed]:
-    """Let the model read prompts again, as a scorer asks for; they are the same afterwards.
-
-    Parameters
-    ----------
-    prompt : HeldPrompt
-    scorer : Scorer
-        Its `Scorer.later` says how they are read.
-    layers : collection of int
-        Layers to look at.
-    reads : mapping of int to int
-        Of each layer that reads another one's entries, which: it is looked at as well.
-    sinks : int
-        First tokens of the prompt that are never evicted.
-
-    Returns
-    -------
-    dict of int to Observed
-        What the scorer noted of each layer.
-    """
-    notes: dict[int, Observed] = {}
-    assert scorer.later is not None
-    for piece, step in _pieces(prompt, scorer.later, sinks):
-
-        def look(states: AttentionStates, compute: Compute, step: LaterStep = step) -> Any:
-            if reads.get(states.layer, states.layer) in layers:
-                noted_states = replace(states, observed=notes.get(states.layer))
-                with without_autocast(states.keys):
-                    note = scorer.observe_later(noted_states, step, sinks=sinks)
-                notes[states.layer] = note
-            return compute(states.mask)
-
-        with intercept_attention(prompt.decoder, look):
-            prompt.run(prompt.cache(step.shown), piece)
-    for source in {*reads.values()} & {*layers}:
-        among = [notes[source], *(notes.pop(one) for one, of in reads.items() if of == source)]
-        entries: Any = prompt.layers[source].entries
-        notes[source] = of_readers(among, int(entries[0].shape[1]))
-    return notes
 
 
 def check_context(later: Later, place: int, tokens: int, limit: int) -> None:
@@ -253,19 +244,19 @@ def check_context(later: Later, place: int, tokens: int, limit: int) -> None:
     )
 
 
-def _pieces(prompt: HeldPrompt, later: Later, sinks: int) -> list[tuple[slice, LaterStep]]:
+def _pieces(n_prompt: int, later: Later, sinks: int) -> list[tuple[slice, LaterStep]]:
     """Return which tokens of the prompts each repetition reads, and its description."""
-    places, pieces = torch.arange(prompt.tokens, device="cpu"), []
-    for begin in range(0, prompt.tokens, later.tokens):
+    places, pieces = torch.arange(n_prompt, device="cpu"), []
+    for begin in range(0, n_prompt, later.tokens):
         repeated = places[begin : begin + later.tokens]
         read = places[max(begin - CARRIED_TOKENS, 0) : begin + later.tokens]
         leading, shown = places[: min(sinks, begin)], None
         if later.nearby is not None:
             first, end = max(begin - later.nearby, 0), begin + later.tokens + later.nearby
             seen = torch.cat([places[: min(first, max(sinks, SHOWN_FIRST))], places[first:end]])
-            shown = seen if len(seen) < prompt.tokens else None
+            shown = seen if len(seen) < n_prompt else None
         step = LaterStep(
-            n_prompt=prompt.tokens,
+            n_prompt=n_prompt,
             repeated=repeated,
             leading=leading if len(leading) else None,
             shown=shown,
