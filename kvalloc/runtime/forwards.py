@@ -298,6 +298,10 @@ def _free_slid_out(layer: Any, states: AttentionStates) -> None:
             setattr(layer, name, view.clone(memory_format=torch.contiguous_format))
 
 
+lock = threading.RLock()
+"""Reentrant: caches may be collected while it is held, by the very thread that holds it."""
+
+
 @dataclass(slots=True)
 class Installed:
     """The hooks of one model, and the forwards that run on it now, by thread."""
@@ -313,55 +317,67 @@ class Installed:
     forward: Any = None  # what the module got as a forward of its own
     bare: dict[int, Any] = field(default_factory=dict)  # ids of calls without a cache, by thread
 
+    def begin(
+        self, module: nn.Module, cache: Any, arguments: Mapping[str, Any], *, decoded: bool = False
+    ) -> dict[str, Any]:
+        """Begin a forward with a cache, also a compiled one of one token; returns its arguments."""
+        outputs, arguments = _read_ahead(module, cache, arguments)
+        running, thread = self.open_forwards, threading.get_ident()
+        forward = Forward(cache, outputs)
+        with lock:
+            if any(one.cache is cache for one in running.values()):  # this thread's own was closed
+                raise UnsupportedRequestError(
+                    "another thread runs the model with this cache; give each thread a cache of "
+                    "its own: kvalloc.make_cache(model, profile), or copy.deepcopy(cache) before "
+                    "they start"
+                )
+            running[thread] = forward
+        try:
+            changed = forward.begin(module, arguments)
+        except BaseException:
+            with lock:
+                running.pop(thread, None)
+            raise
+        running[thread] = forward  # where budgets were decided, the model has run in between
+        arguments = {**names.without_cache(arguments), self.argument: cache, **changed}
+        if cache.reads and names.KEPT_LOGITS in arguments:
+            arguments[names.KEPT_LOGITS] = 0  # layers that read others' entries see all tokens
+        if decoded:
+            forward.mask = arguments.get("attention_mask")
+        else:
+            known = all(store.template is not None for store in cache.stores.values())
+            forward.token = self.switch.enter(forward.attend, known=known)
+        return arguments
+
+    def close(self, *, completed: bool) -> Sequence[Any]:
+        """End this thread's forward, if one is open; return the outputs of its first pieces."""
+        with lock:  # another thread may be looking through them
+            forward = self.open_forwards.pop(threading.get_ident(), None)
+        if forward is None:
+            return ()
+        if forward.token is not None:
+            self.switch.leave(forward.token)
+        if forward.running is not None:
+            layers, calls = forward.cache.attending, len(forward.attended)
+            once = len({*forward.attended}) == calls == layers
+            forward.end(completed=completed and once)
+            if completed and not once:
+                raise UnsupportedModelError(
+                    f"{calls} attention calls went through transformers' attention interface in a "
+                    f"forward of {layers} attention layers, expected one of each; load the model "
+                    'with attn_implementation="sdpa", and do not compile its layers'
+                )
+        return forward.outputs
+
 
 INSTALLED = "_kvalloc_installed"
 """The attribute of a hooked module. No table of all modules: Dynamo, which reads what `_before`
 reads, would note a place in it, which changes when another model is collected meanwhile."""
 
-lock = threading.RLock()
-"""Reentrant: caches may be collected while it is held, by the very thread that holds it."""
-
 
 def installed(module: nn.Module) -> Installed | None:
     """Return what a module carries of kvalloc; None where it carries nothing."""
     return getattr(module, INSTALLED, None)
-
-
-def begin(
-    module: nn.Module,
-    entry: Installed,
-    cache: Any,
-    arguments: Mapping[str, Any],
-    *,
-    decoded: bool = False,
-) -> dict[str, Any]:
-    """Begin a forward with a cache, also a compiled one of one token; returns its arguments."""
-    outputs, arguments = _read_ahead(module, cache, arguments)
-    running, thread = entry.open_forwards, threading.get_ident()
-    forward = Forward(cache, outputs)
-    with lock:
-        if any(one.cache is cache for one in running.values()):  # this thread's own was closed
-            raise UnsupportedRequestError(
-                "another thread runs the model with this cache; give each thread a cache of its "
-                "own: kvalloc.make_cache(model, profile), or copy.deepcopy(cache) before they start"
-            )
-        running[thread] = forward
-    try:
-        changed = forward.begin(module, arguments)
-    except BaseException:
-        with lock:
-            running.pop(thread, None)
-        raise
-    running[thread] = forward  # where budgets were decided, the model has run in between
-    arguments = {**names.without_cache(arguments), entry.argument: cache, **changed}
-    if cache.reads and names.KEPT_LOGITS in arguments:
-        arguments[names.KEPT_LOGITS] = 0  # layers that read others' entries see all tokens
-    if decoded:
-        forward.mask = arguments.get("attention_mask")
-    else:
-        known = all(store.template is not None for store in cache.stores.values())
-        forward.token = entry.switch.enter(forward.attend, known=known)
-    return arguments
 
 
 def _read_ahead(
@@ -406,27 +422,6 @@ def _read_ahead(
     finally:
         cache.in_pieces = False
     return outputs, arguments
-
-
-def close(entry: Installed, *, completed: bool) -> Sequence[Any]:
-    """End this thread's forward, if one is open; return the outputs of its first pieces."""
-    with lock:  # another thread may be looking through them
-        forward = entry.open_forwards.pop(threading.get_ident(), None)
-    if forward is None:
-        return ()
-    if forward.token is not None:
-        entry.switch.leave(forward.token)
-    if forward.running is not None:
-        layers, calls = forward.cache.attending, len(forward.attended)
-        once = len({*forward.attended}) == calls == layers
-        forward.end(completed=completed and once)
-        if completed and not once:
-            raise UnsupportedModelError(
-                f"{calls} attention calls went through transformers' attention interface in a "
-                f"forward of {layers} attention layers, expected one of each; load the model with "
-                'attn_implementation="sdpa", and do not compile its layers'
-            )
-    return forward.outputs
 
 
 def hooked_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -40,8 +40,6 @@ from kvalloc.runtime.forwards import (
     HookedCache,
     Installed,
     Serve,
-    begin,
-    close,
     hooked_cache,
     installed,
     lock,
@@ -235,7 +233,7 @@ def _before_eager(
     if entry is None:  # its last cache has just gone
         return None
     # torch skips post-hooks on KeyboardInterrupt: what such a forward left open ends here.
-    close(entry, completed=False)
+    entry.close(completed=False)
     cache = hooked_cache(args, kwargs)
     method = entry.serving[-1]() if entry.serving else None
     arguments = with_columns(module, named_arguments(module.forward, args, kwargs))
@@ -245,7 +243,7 @@ def _before_eager(
         made = names.cache_among(arguments)  # by the model itself, if it is empty
         if method is not None and made is not None and made.get_seq_length() == 0:
             arguments = names.without_cache(arguments)
-    begins, other = partial(begin, module, entry, arguments=arguments), None
+    begins, other = partial(entry.begin, module, arguments=arguments), None
     if cache is None:
         other = names.cache_among(arguments)
         cache, ours = _given_above(module, other)
@@ -310,7 +308,7 @@ def _after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
     if entry is None or forward is None:
         return None
     try:
-        outputs = close(entry, completed=output is not None)
+        outputs = entry.close(completed=output is not None)
     finally:
         names.set_frame_callback(forward.callback)
     return joined([*outputs, output]) if outputs and output is not None else None
