@@ -37,6 +37,7 @@ class TorchBackend(Backend):
         following = call.keys.flatten(0, 1), call.values.flatten(0, 1)
         with without_autocast(output):
             for part in kept.parts:
+                turned = turns(part.bits, value_dim)
                 for places in _equal_segments(call, part):
                     segments = index_of(part.segments[places], output.device)
                     latest = following[0][segments], following[1][segments]
@@ -45,14 +46,9 @@ class TorchBackend(Backend):
                     entries = _unpacked(call, part, places)
                     for first in range(0, n_new, max(step, 1)):
                         tokens = slice(first, min(first + max(step, 1), n_new))
+                        asking = queries[segments][:, :, tokens]
                         result = _answers(
-                            call,
-                            queries[segments][:, :, tokens],
-                            entries,
-                            latest,
-                            segments,
-                            tokens,
-                            turned=turns(part.bits, value_dim),
+                            call, asking, entries, latest, segments, tokens, turned=turned
                         )
                         answers[segments, :, tokens] = result.to(answers.dtype)
         return output.transpose(1, 2).contiguous()
