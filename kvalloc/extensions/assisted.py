@@ -103,8 +103,7 @@ class Drafts(Extension):
                 "kvalloc.apply, which does so"
             )
         check_takes_back(cache.layers)
-        for one in cache.extensions:
-            one.refuse_taking_back(cache)
+        cache.tell("refuse_taking_back", cache)
         self.given = columns
         return True
 

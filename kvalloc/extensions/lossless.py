@@ -161,8 +161,7 @@ def verify_with(cache: BudgetCache, model: Any) -> None:
         If the cache has seen tokens, or leaves entries unread at each decoded token.
     """
     _check_same(cache.get_seq_length(), 0)
-    for one in cache.extensions:
-        one.refuse_taking_back(cache)
+    cache.tell("refuse_taking_back", cache)
     offloads = input_device(model).type == "cuda"
     full = DynamicCache(config=model.config, offloading=offloads)
     check_takes_back(full.layers)
@@ -266,8 +265,7 @@ class LosslessAnswer:
         cache = self.cache
         if not (seen := cache.get_seq_length()):
             verify_with(cache, self.model)  # also after a reset
-        full: Any = cache.verifier.full if cache.verifier else None
-        _check_same(seen, 0 if full is None else int(full.get_seq_length()))
+        _check_same(seen, int(cache.verifier.full.get_seq_length()) if cache.verifier else 0)
         first = int(ids.shape[1])
         ids = torch.cat([ids, self.sampling.draw(self._verified(ids, self._read(ids)))], dim=1)
         shown, read = first, None
@@ -290,12 +288,6 @@ class LosslessAnswer:
     @property
     def _drafts(self) -> Drafts:
         return Drafts.of(self.cache)
-
-    @property
-    def _verifier(self) -> Verifier:
-        verifier: Verifier | None = self.cache.verifier
-        assert verifier is not None
-        return verifier
 
     def _logits(self, ids: Tensor, cache: Any, keep: int) -> Tensor:
         """Read all tokens that a cache has not seen; returns the last logits, in 32 bits."""
@@ -320,14 +312,14 @@ class LosslessAnswer:
         A prompt is read once: while a layer is read nothing has gone of it, so what the reduced
         cache is given is what a full one would store. A turn is read by each.
         """
-        cache, full = self.cache, self._verifier.full
+        cache, full = self.cache, self.cache.verifier.full
         self._drafts.given = None
         if not full.get_seq_length():
-            self._verifier.listens = True
+            self.cache.verifier.listens = True
             try:
                 logits = self._logits(ids, cache, 1)
             finally:
-                self._verifier.listens = False
+                self.cache.verifier.listens = False
         else:
             self._logits(ids, cache, 1)
             logits = self._logits(ids, full, 1)
@@ -364,7 +356,7 @@ class LosslessAnswer:
         -------
         Tensor of int64, (rows, n_tokens + n_new)
         """
-        verifier, sampling, n_tokens = self._verifier, self.sampling, int(ids.shape[1])
+        verifier, sampling, n_tokens = self.cache.verifier, self.sampling, int(ids.shape[1])
         room = self._drafts.room(self.cache, LONGEST_DRAFT)
         length = max(0, min(verifier.draft_tokens, room, longest - 1))
         drafted, drawn_from = self._draft(ids, length)
@@ -389,14 +381,14 @@ class LosslessAnswer:
 
     def _verified(self, ids: Tensor, logits: Tensor) -> Tensor:
         """Return the distribution of a verified token; note its scores, and whether it is a tie."""
-        self._verifier.tokens += 1
+        self.cache.verifier.tokens += 1
         scores = self.sampling.process(ids, logits)
         self.scores.append(scores)
         if not self.sampling.draws:
             best = scores.topk(2, dim=-1).values
             precision = torch.finfo(self.model.dtype).eps
             within = ROUNDING[self.model.dtype.itemsize] * precision * best[:, 0].abs()
-            self._verifier.ties += int((best[:, 0] - best[:, 1] <= within).sum())
+            self.cache.verifier.ties += int((best[:, 0] - best[:, 1] <= within).sum())
         return self.sampling.shares(scores)
 
     def _take_back(self, begin: int, end: int) -> None:
@@ -404,7 +396,7 @@ class LosslessAnswer:
 
         Entries from another column on, which drafts gave the reduced one, become the full one's.
         """
-        cache, full = self.cache, self._verifier.full
+        cache, full = self.cache, self.cache.verifier.full
         taken = int(full.get_seq_length()) - end
         if taken or any(full.is_sliding):  # which also drop entries that have slid out
             full.crop(-taken)

@@ -558,8 +558,7 @@ def evict(cache: Any, eviction: Eviction, targets: Mapping[int, IntArray]) -> No
     with without_autocast(next(iter(stores.values())).keys):
         if targets and eviction.by_prompt:
             targets = eviction.hand_out(cache, targets)
-        for listener in cache.extensions:
-            listener.planned(targets)
+        cache.tell("planned", targets)
         for group in eviction.together(stores, targets):
             eviction.keep(group, targets)
 

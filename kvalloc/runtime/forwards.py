@@ -416,8 +416,7 @@ def _read_ahead(
             new = column - cache.get_seq_length()
             outputs.append(decoder(**part(arguments, slice(new), column)))
             arguments = part(arguments, slice(new, None))
-            for one in cache.extensions:
-                one.read(cache)
+            cache.tell("read", cache)
             turns.catch_up(cache)
     finally:
         cache.in_pieces = False

@@ -147,8 +147,7 @@ def begin(cache: Any, running: Running, arguments: Mapping[str, Any]) -> None:
             more=not batch.completes,
         )
         for eviction, targets in eviction_of_all.by_layers(goals):
-            for listener in cache.extensions:
-                listener.planned(targets)
+            cache.tell("planned", targets)
             running.planned.append((eviction, targets))
         if eviction_of_all.remember:
             running.observing.append(eviction_of_all)
@@ -156,8 +155,7 @@ def begin(cache: Any, running: Running, arguments: Mapping[str, Any]) -> None:
             running.n_queries = max(running.n_queries, batch.new)
     in_the_end = np.broadcast_to(prompts[:, None, None], entries.shape)
     for goal in plan.prompt_targets(rows, whole, prompts, in_the_end, padded, ()).values():
-        for listener in cache.extensions:
-            listener.planned({layer: counts[None] for layer, counts in goal.items()})
+        cache.tell("planned", {layer: counts[None] for layer, counts in goal.items()})
     cache.rows = rows
     together = [
         plan.layers_together(int(batch.lengths.sum()), row.profile, row.method.options.memory)
