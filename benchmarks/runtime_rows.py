@@ -154,7 +154,7 @@ def bits_rows(decoding: Decoding, profile: BudgetProfile) -> Iterator[Row]:
 
 def kernel_state() -> str:
     """Return in words whether the kernel is there."""
-    reason = cpu.unavailable()
+    reason = cpu.CpuBackend().unavailable()
     return "kernel of the CPU compiled" if reason is None else f"no kernel of the CPU: {reason}"
 
 
@@ -165,7 +165,7 @@ def kernel_rows(decoding: Decoding, profiles: Mapping[str, BudgetProfile]) -> It
         with mock.patch.object(cpu.CpuBackend, "refusal", return_value="torch is measured"):
             decoding.run(cache)
 
-    if cpu.unavailable() is not None:
+    if cpu.CpuBackend().unavailable() is not None:
         return
     made = {f"by {level}": one for level, one in profiles.items()}
     made |= {f"by head at {bits} bits": at_bits(profiles["head"], bits) for bits in FEWER}

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import Cache, RepetitionPenaltyLogitsProcessor
 
 from kvalloc.errors import InputError
-from kvalloc.extensions.lossless import Sampling, lossless_tokens
+from kvalloc.extensions.lossless import LosslessAnswer, Sampling
 from kvalloc.models.names import cache_keyword
 from kvalloc.models.structure import (
     context_limit,
@@ -100,43 +100,37 @@ def answer(
     sampling = Sampling(process=process, draws=temperature is not None, generator=generator)
     text = torch.cat([ids.new_zeros(1, seen), ids], dim=1)  # seen tokens are not read again
     writable = cache if keep else copy.deepcopy(cache)
-    return _written(model, writable, text, sampling, max_new_tokens, stops, ends_turn=keep)
-
-
-@torch.no_grad()
-def _written(
-    model: Any,
-    cache: Cache,
-    text: Tensor,
-    sampling: Sampling,
-    max_new_tokens: int,
-    ends: Collection[int],
-    *,
-    ends_turn: bool,
-) -> Generator[int, None, None]:
-    reduced = cache if isinstance(cache, BudgetCache) else None
+    reduced = writable if isinstance(writable, BudgetCache) else None
     if reduced is None or reduced.verifier is None:
-        tokens = _tokens(model, cache, text, sampling)
+        tokens = _tokens(model, writable, text, sampling)
     else:
-        tokens = lossless_tokens(
-            model,
-            reduced,
-            text,
-            sampling,
-            ends=lambda tokens: int(tokens[0, -1]) in ends,
+        verified = LosslessAnswer(
+            model=model,
+            cache=reduced,
+            sampling=sampling,
+            ends=lambda tokens: int(tokens[0, -1]) in stops,
             longest=max_new_tokens,
         )
+        tokens = verified.tokens(text)
+    return _written(tokens, max_new_tokens, stops, reduced if keep else None)
+
+
+def _written(
+    tokens: Generator[Tensor, None, None], longest: int, ends: Collection[int], cache: Any
+) -> Generator[int, None, None]:
+    """Yield tokens up to one that ends the answer; then the turn of a cache ends, if it has one."""
     try:
         with closing(tokens):
-            for token in islice(tokens, max_new_tokens):
+            for token in islice(tokens, longest):
                 yield int(token)
                 if int(token) in ends:
                     return
     finally:  # also if an answer is broken off, but torch computes nothing while Python exits
-        if not (reduced is None or reduced.interrupted or sys.is_finalizing()) and ends_turn:
-            reduced.end_turn()
+        if not (cache is None or cache.interrupted or sys.is_finalizing()):
+            cache.end_turn()
 
 
+@torch.no_grad()
 def _tokens(
     model: Any, cache: Cache, ids: Tensor, sampling: Sampling
 ) -> Generator[Tensor, None, None]:

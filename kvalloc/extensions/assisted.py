@@ -103,8 +103,7 @@ class Drafts(Extension):
                 "kvalloc.apply, which does so"
             )
         check_takes_back(cache.layers)
-        for one in cache.extensions:
-            one.refuse_taking_back(cache)
+        cache.tell("refuse_taking_back", cache)
         self.given = columns
         return True
 
@@ -131,21 +130,17 @@ class Drafts(Extension):
         if self.given is None or self._open:
             return
         seen, columns = cache.get_seq_length(), {self.given}
-        rows = cache.rows
-        if not cache.prompt_complete:
-            prompt = self.given
+        at, rows = seen, cache.rows
+        if not cache.prompt_complete:  # it will be evicted from at its end
+            at = self.given
             rows = [
-                Row(method=method, profile=method.profile, seen=prompt, evicted_at=prompt)
+                Row(method=method, profile=method.profile, seen=at, evicted_at=at)
                 for method in cache.methods
             ]
         for row in rows:
             if row.method.goes_on:
                 memory = turns.memory_of(cache, row) if cache.rows else row.method.options.memory
-                start = (
-                    max(seen, self.given)
-                    if not cache.prompt_complete
-                    else (seen - (row.seen - row.evicted_at))
-                )
+                start = at - (row.seen - row.evicted_at)
                 if self.given - start >= plan.interval(row, memory, row.evicted_at):
                     start = self.given
                 columns.update(plan.cuts(row, memory, start, end))
@@ -192,8 +187,8 @@ class Drafts(Extension):
         """Return the number of drafts, at least 1, before the next eviction."""
         for row in cache.rows:
             if row.method.goes_on:
-                due = plan.interval(row, turns.memory_of(cache, row), row.evicted_at)
-                longest = min(longest, row.evicted_at + due - row.seen)
+                due = row.evicted_at + turns.interval(cache, row)
+                longest = min(longest, due - row.seen)
         return max(1, longest)
 
 

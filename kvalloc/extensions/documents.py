@@ -125,18 +125,25 @@ def blend(
     share = _share(recompute, question)
     named = [_loaded(model, one, allow_other_model) for one in documents]
     front, question_ids = _ids(before), _ids(() if question is None else question)
-    if share and not len(question_ids):
+    n_before, n_after = len(front), len(question_ids)
+    if share and not n_after:
         raise InputError("the question has no tokens; ask something")
-    _check_joinable(model, named, len(front) + len(question_ids))
+    _check_joinable(model, named, n_before + n_after)
     caches = [cache for _, cache in named]
-    if len(caches) == 1 and not len(front) and not share:
+    if len(caches) == 1 and not n_before and not share:
         return copy.deepcopy(caches[0]) if caches[0] is documents[0] else caches[0]
     stated = [None] * len(named) if ids is None else ids
     read = [
         _ids_of(*pair, tokens, needed=share > 0) for pair, tokens in zip(named, stated, strict=True)
     ]
-    joined = Documents.joined(model, caches, [front, *read, question_ids], rotations)
-    joined.recompute(_chosen(joined, share) if share else torch.arange(len(front), device="cpu"))
+    all_ids = torch.cat([front, *read, question_ids])
+    layers = [
+        DenseLayer.joined([cache.layers[index] for cache in caches], n_before, n_after, rotation)
+        for index, rotation in enumerate(rotations)
+    ]
+    n_tokens = len(all_ids) - n_after
+    joined = Documents(model=model, ids=all_ids, before=n_before, n_tokens=n_tokens, layers=layers)
+    joined.recompute(_chosen(joined, share) if share else torch.arange(n_before, device="cpu"))
     return _cache_of(joined, caches[0], allow_other_model)
 
 
@@ -332,15 +339,12 @@ class DenseLayer:
             if place:
                 by = torch.tensor([place], device=keys.device)
                 turned = rotate(turned, by, rotation, keys=True)
-            if store.kept is None:
-                keys[:, :, shown], values[:, :, shown] = turned, entries.values
-            else:
-                _, head, at = (entries.positions < store.seen).nonzero(as_tuple=True)
-                column = place + entries.positions[0, head, at].long()
-                keys[0, head, column] = turned[0, head, at]
-                values[0, head, column] = entries.values[0, head, at]
-                present[:, :, shown] = False
-                present[0, head, column] = True
+            _, head, at = (entries.positions < store.seen).nonzero(as_tuple=True)
+            column = place + entries.positions[0, head, at].long()
+            keys[0, head, column] = turned[0, head, at]
+            values[0, head, column] = entries.values[0, head, at]
+            present[:, :, shown] = False
+            present[0, head, column] = True
             place += store.seen
         reduced = [store.kept for store in stores if store.kept is not None]
         return cls(
@@ -414,40 +418,6 @@ class Documents:
     before: int
     n_tokens: int
     layers: list[DenseLayer]
-
-    @classmethod
-    def joined(
-        cls,
-        model: Any,
-        caches: Sequence[BudgetCache],
-        ids: Sequence[Tensor],
-        rotations: Sequence[Rotation],
-    ) -> Documents:
-        """Put caches behind each other, their keys turned to their places.
-
-        Parameters
-        ----------
-        model : transformers.PreTrainedModel
-        caches : sequence of BudgetCache
-            One row each, complete.
-        ids : sequence of Tensor of int64
-            Of the tokens before them, of each document, and of the question.
-        rotations : sequence of Rotation
-            Of each layer.
-        """
-        n_before, n_after = len(ids[0]), len(ids[-1])
-        layers = [
-            DenseLayer.joined([cache.layers[index] for cache in caches], n_before, n_after, one)
-            for index, one in enumerate(rotations)
-        ]
-        joined = torch.cat([*ids])
-        return cls(
-            model=model,
-            ids=joined,
-            before=n_before,
-            n_tokens=len(joined) - n_after,
-            layers=layers,
-        )
 
     def recompute(self, places: Tensor, see: See | None = None) -> None:
         """Compute keys and values of some tokens anew, in all layers.

@@ -161,8 +161,7 @@ def verify_with(cache: BudgetCache, model: Any) -> None:
         If the cache has seen tokens, or leaves entries unread at each decoded token.
     """
     _check_same(cache.get_seq_length(), 0)
-    for one in cache.extensions:
-        one.refuse_taking_back(cache)
+    cache.tell("refuse_taking_back", cache)
     offloads = input_device(model).type == "cuda"
     full = DynamicCache(config=model.config, offloading=offloads)
     check_takes_back(full.layers)
@@ -215,16 +214,20 @@ def check_lossless(model: nn.Module, arguments: Mapping[str, Any]) -> None:
             )
 
 
-@dataclass
-class _Answer:
+@dataclass(kw_only=True)
+class LosslessAnswer:
     """One answer, drafted and verified round by round.
 
     Attributes
     ----------
     model : transformers.PreTrainedModel
     cache : BudgetCache
-        With a `Verifier`.
+        See `verify_with`.
     sampling : Sampling
+    ends : callable
+        Given all tokens: whether the answer, or a row's answer, ends with the last.
+    longest : int
+        Tokens of an answer, at most.
     mask : Tensor of int64, (rows, n_tokens), or None
         Mask of real tokens in the input; None without padding. Later tokens are real.
     scores : list of Tensor, each (rows, vocabulary)
@@ -234,18 +237,57 @@ class _Answer:
     model: Any
     cache: BudgetCache
     sampling: Sampling
-    mask: Tensor | None
-    scores: list[Tensor]
+    ends: Callable[[Tensor], bool]
+    longest: int
+    mask: Tensor | None = None
+    scores: list[Tensor] = field(default_factory=list)
+
+    @torch.no_grad()
+    def tokens(self, ids: Tensor) -> Generator[Tensor, None, None]:
+        """Answer as the full cache does, in fewer reads of it.
+
+        Parameters
+        ----------
+        ids : Tensor of int64, (rows, n_tokens)
+            All tokens, seen ones included.
+
+        Yields
+        ------
+        Tensor of int64, (rows, 1)
+            The next token of each row. Wherever that is broken off, both caches have then seen all
+            tokens but the last.
+
+        Raises
+        ------
+        UnsupportedRequestError
+            If the full cache has not seen what the reduced one has.
+        """
+        cache = self.cache
+        if not (seen := cache.get_seq_length()):
+            verify_with(cache, self.model)  # also after a reset
+        _check_same(seen, int(cache.verifier.full.get_seq_length()) if cache.verifier else 0)
+        first = int(ids.shape[1])
+        ids = torch.cat([ids, self.sampling.draw(self._verified(ids, self._read(ids)))], dim=1)
+        shown, read = first, None
+        while True:
+            try:
+                for column in range(shown, int(ids.shape[1])):
+                    shown += 1
+                    yield ids[:, column, None]
+                goes_on = shown - first < self.longest
+            except GeneratorExit:
+                goes_on = False
+            if read is not None:
+                self._take_back(read, shown - 1)
+            if not goes_on:
+                break
+            read = cache.get_seq_length()
+            ids = self._round(ids, self.longest - (shown - first))
+        self._level(ids[:, : shown - 1])
 
     @property
-    def drafts(self) -> Drafts:
+    def _drafts(self) -> Drafts:
         return Drafts.of(self.cache)
-
-    @property
-    def verifier(self) -> Verifier:
-        verifier: Verifier | None = self.cache.verifier
-        assert verifier is not None
-        return verifier
 
     def _logits(self, ids: Tensor, cache: Any, keep: int) -> Tensor:
         """Read all tokens that a cache has not seen; returns the last logits, in 32 bits."""
@@ -264,39 +306,39 @@ class _Answer:
         logits: Tensor = output.logits[:, -keep:].float()
         return logits
 
-    def read(self, ids: Tensor) -> Tensor:
+    def _read(self, ids: Tensor) -> Tensor:
         """Let both caches see a prompt or a turn; returns the logits behind it.
 
         A prompt is read once: while a layer is read nothing has gone of it, so what the reduced
         cache is given is what a full one would store. A turn is read by each.
         """
-        cache, full = self.cache, self.verifier.full
-        self.drafts.given = None
+        cache, full = self.cache, self.cache.verifier.full
+        self._drafts.given = None
         if not full.get_seq_length():
-            self.verifier.listens = True
+            self.cache.verifier.listens = True
             try:
                 logits = self._logits(ids, cache, 1)
             finally:
-                self.verifier.listens = False
+                self.cache.verifier.listens = False
         else:
             self._logits(ids, cache, 1)
             logits = self._logits(ids, full, 1)
         names.record_past(full.layers)
-        self.drafts.given = int(ids.shape[1])
+        self._drafts.given = int(ids.shape[1])
         names.record_past(cache.layers)
         return logits[:, -1]
 
-    def draft(self, ids: Tensor, length: int) -> tuple[Tensor, list[Tensor]]:
+    def _draft(self, ids: Tensor, length: int) -> tuple[Tensor, list[Tensor]]:
         """Draft tokens with the reduced cache; returns all tokens, and what each was drawn from."""
         drawn_from = []
-        with self.drafts.open():
+        with self._drafts.open():
             for _ in range(length):
                 logits = self._logits(ids, self.cache, 1)[:, -1]
                 drawn_from.append(self.sampling.shares(self.sampling.process(ids, logits)))
                 ids = torch.cat([ids, self.sampling.draw(drawn_from[-1])], dim=1)
         return ids, drawn_from
 
-    def round(self, ids: Tensor, longest: int, ends: Callable[[Tensor], bool]) -> Tensor:
+    def _round(self, ids: Tensor, longest: int) -> Tensor:
         """Draft and verify; return all tokens, accepted ones included.
 
         Rows go on together: the first token that any refuses is the last of all. Each token is
@@ -309,22 +351,21 @@ class _Answer:
             All tokens; the full cache has seen all but the last.
         longest : int
             Tokens, at most, that the answer still takes.
-        ends : callable
-            Given all tokens: whether the answer of a row ends with the last.
 
         Returns
         -------
         Tensor of int64, (rows, n_tokens + n_new)
         """
-        verifier, sampling, n_tokens = self.verifier, self.sampling, int(ids.shape[1])
-        room = self.drafts.room(self.cache, LONGEST_DRAFT)
+        verifier, sampling, n_tokens = self.cache.verifier, self.sampling, int(ids.shape[1])
+        room = self._drafts.room(self.cache, LONGEST_DRAFT)
         length = max(0, min(verifier.draft_tokens, room, longest - 1))
-        drafted, drawn_from = self.draft(ids, length)
+        drafted, drawn_from = self._draft(ids, length)
         logits = self._logits(drafted, verifier.full, length + 1)
         verifier.rounds += 1
         verifier.bytes_read += verifier.full_bytes
         for place in range(length):
-            shares, token = self.verified(ids, logits[:, place]), drafted[:, n_tokens + place, None]
+            shares = self._verified(ids, logits[:, place])
+            token = drafted[:, n_tokens + place, None]
             odds = shares.gather(1, token) / drawn_from[place].gather(1, token)
             accepted = sampling.accepts(odds)
             if not accepted.all():
@@ -334,28 +375,28 @@ class _Answer:
             verifier.tried += 1
             verifier.accepted += bool(accepted.all())
             ids = torch.cat([ids, token], dim=1)
-            if not accepted.all() or ends(ids):
+            if not accepted.all() or self.ends(ids):
                 return ids
-        return torch.cat([ids, sampling.draw(self.verified(ids, logits[:, length]))], dim=1)
+        return torch.cat([ids, sampling.draw(self._verified(ids, logits[:, length]))], dim=1)
 
-    def verified(self, ids: Tensor, logits: Tensor) -> Tensor:
+    def _verified(self, ids: Tensor, logits: Tensor) -> Tensor:
         """Return the distribution of a verified token; note its scores, and whether it is a tie."""
-        self.verifier.tokens += 1
+        self.cache.verifier.tokens += 1
         scores = self.sampling.process(ids, logits)
         self.scores.append(scores)
         if not self.sampling.draws:
             best = scores.topk(2, dim=-1).values
             precision = torch.finfo(self.model.dtype).eps
             within = ROUNDING[self.model.dtype.itemsize] * precision * best[:, 0].abs()
-            self.verifier.ties += int((best[:, 0] - best[:, 1] <= within).sum())
+            self.cache.verifier.ties += int((best[:, 0] - best[:, 1] <= within).sum())
         return self.sampling.shares(scores)
 
-    def take_back(self, begin: int, end: int) -> None:
+    def _take_back(self, begin: int, end: int) -> None:
         """Let both caches end before a column.
 
         Entries from another column on, which drafts gave the reduced one, become the full one's.
         """
-        cache, full = self.cache, self.verifier.full
+        cache, full = self.cache, self.cache.verifier.full
         taken = int(full.get_seq_length()) - end
         if taken or any(full.is_sliding):  # which also drop entries that have slid out
             full.crop(-taken)
@@ -366,78 +407,11 @@ class _Answer:
                 layer.write(begin, exact.keys[:, :, begin:end], exact.values[:, :, begin:end])
         cache.crop(end - seen)
 
-    def level(self, ids: Tensor) -> None:
+    def _level(self, ids: Tensor) -> None:
         """Let the reduced cache see these tokens where it has not: a draft that was accepted."""
-        self.drafts.given = None
+        self._drafts.given = None
         if self.cache.get_seq_length() < ids.shape[1]:
             self._logits(ids, self.cache, 1)
-
-
-@torch.no_grad()
-def lossless_tokens(
-    model: Any,
-    cache: BudgetCache,
-    ids: Tensor,
-    sampling: Sampling,
-    *,
-    ends: Callable[[Tensor], bool],
-    longest: int,
-    mask: Tensor | None = None,
-    scores: list[Tensor] | None = None,
-) -> Generator[Tensor, None, None]:
-    """Answer as the full cache does, in fewer reads of it.
-
-    Parameters
-    ----------
-    model : transformers.PreTrainedModel
-    cache : BudgetCache
-        See `verify_with`.
-    ids : Tensor of int64, (rows, n_tokens)
-        All tokens, seen ones included.
-    sampling : Sampling
-    ends : callable
-        Given all tokens: whether the answer, or a row's answer, ends with the last.
-    longest : int
-        Tokens of an answer, at most.
-    mask : Tensor of int64, (rows, n_tokens), optional
-        Mask of real tokens.
-    scores : list, optional
-        Takes the processed logits of each token, (rows, vocabulary).
-
-    Yields
-    ------
-    Tensor of int64, (rows, 1)
-        The next token of each row. Wherever that is broken off, both caches have then seen all
-        tokens but the last.
-
-    Raises
-    ------
-    UnsupportedRequestError
-        If the full cache has not seen what the reduced one has.
-    """
-    if not (seen := cache.get_seq_length()):
-        verify_with(cache, model)  # also after a reset
-    full: Any = cache.verifier.full if cache.verifier else None
-    _check_same(seen, 0 if full is None else int(full.get_seq_length()))
-    answer = _Answer(model, cache, sampling, mask, [] if scores is None else scores)
-    first = int(ids.shape[1])
-    ids = torch.cat([ids, sampling.draw(answer.verified(ids, answer.read(ids)))], dim=1)
-    shown, read = first, None
-    while True:
-        try:
-            for column in range(shown, int(ids.shape[1])):
-                shown += 1
-                yield ids[:, column, None]
-            goes_on = shown - first < longest
-        except GeneratorExit:
-            goes_on = False
-        if read is not None:
-            answer.take_back(read, shown - 1)
-        if not goes_on:
-            break
-        read = cache.get_seq_length()
-        ids = answer.round(ids, longest - (shown - first), ends)
-    answer.level(ids[:, : shown - 1])
 
 
 def generate_lossless(
@@ -449,9 +423,9 @@ def generate_lossless(
     streamer: Any = None,
     **arguments: Any,
 ) -> Any:
-    """Decode for ``generate(custom_generate=...)``: see `lossless_tokens`."""
+    """Decode for ``generate(custom_generate=...)``: see `LosslessAnswer`."""
     cache, mask = names.cache_among(arguments), arguments.get("attention_mask")
-    ids, scores = input_ids, list[Tensor]()
+    ids = input_ids
     padding, ends = generation_config.pad_token_id, generation_config.eos_token_id
     if padding is None:  # as generate() itself fills a row that has ended
         padding = ends[0] if isinstance(ends, list) else ends
@@ -469,17 +443,15 @@ def generate_lossless(
         only[:, padding] = 0
         return torch.where(unfinished, result, only)
 
-    tokens = lossless_tokens(
-        model,
-        cache,
-        ids,
-        Sampling(process=process, draws=bool(generation_config.do_sample)),
+    answer = LosslessAnswer(
+        model=model,
+        cache=cache,
+        sampling=Sampling(process=process, draws=bool(generation_config.do_sample)),
         ends=lambda tokens: bool(ended(tokens).any()),
         longest=generation_config.max_length - int(ids.shape[1]),
         mask=None if mask is None or bool(mask.all()) else mask,
-        scores=scores,
     )
-    with closing(tokens):
+    with closing(answer.tokens(ids)) as tokens:
         for token in tokens:
             ids = torch.cat([ids, token], dim=1)
             if streamer is not None:
@@ -494,6 +466,6 @@ def generate_lossless(
     output = names.lookup("transformers.generation:GenerateDecoderOnlyOutput", "a lossless answer")
     return output(
         sequences=ids,
-        scores=tuple(scores) if generation_config.output_scores else None,
+        scores=tuple(answer.scores) if generation_config.output_scores else None,
         **{names.generation_argument(): cache},
     )

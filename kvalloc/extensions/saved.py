@@ -59,8 +59,7 @@ def save_cache(
     """
     from safetensors.torch import save_file
 
-    if cache.interrupted is not None:
-        raise UnsupportedRequestError(cache.interrupted)
+    cache.check_intact()
     model, ways = cache.decoder(), {id(row.method) for row in cache.rows}
     same = len({row.profile.digest for row in cache.rows}) < 2
     one_by_one = len(ways) == len(cache.rows) and all(row.method.once for row in cache.rows)
@@ -269,7 +268,7 @@ def _fill(layer: Store, tensors: dict[str, Tensor], header: SavedCacheHeader, in
     layer.seen, heads = header.seen_tokens, header.profile.shape.n_kv_heads
     if "latest" not in tensors:
         return
-    layer.tail = Tail(tensors["keys"], tensors["values"], tensors["latest"].cpu().numpy())
+    layer.tail = Tail((tensors["keys"], tensors["values"]), tensors["latest"].cpu().numpy())
     layer.keys, layer.values = layer.tail.states
     widths = header.profile.widths[index]
     segments = np.arange(header.batch * heads).reshape(header.batch, heads)

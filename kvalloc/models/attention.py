@@ -154,9 +154,8 @@ class AttentionStates:
         place, head_in_layer = divmod(head, n_heads // len(layers))
         if mask is not None and mask.ndim == 4 and mask.shape[1] > 1:
             mask = mask[:, its]
-        by_head = {name: getattr(self, name) for name in _BY_KV_HEAD}
         parts: dict[str, Any] = {
-            name: one[:, mine] for name, one in by_head.items() if one is not None
+            name: one[:, mine] for name in _BY_KV_HEAD if (one := getattr(self, name)) is not None
         }
         head_states = self.shared[_HEAD, head] = replace(
             self,
@@ -181,9 +180,6 @@ class AttentionStates:
         """
         import torch
 
-        first = shown[0]
-        if len(shown) == 1:
-            return first
         heads: dict[str, Any] = {
             name: torch.cat([getattr(one, name) for one in shown], dim=1)
             for name in ("queries", "keys", "values")
@@ -191,7 +187,7 @@ class AttentionStates:
         sinks = [one.sink_logits for one in shown if one.sink_logits is not None]
         bits = [one.key_bits for one in shown if one.key_bits is not None]
         return replace(
-            first,
+            shown[0],
             **heads,
             sink_logits=torch.cat(sinks) if sinks else None,
             key_bits=np.concatenate(bits) if bits else None,
@@ -236,12 +232,6 @@ class Observed:
         """
         columns = None if self.columns is None else self.columns.gather(-1, indices)
         return replace(self, columns=columns)
-
-    def rows(self, indices: Tensor) -> Observed:
-        """Return the notes of other rows of the batch, ``(n_rows,)``."""
-        columns = None if self.columns is None else self.columns[indices.to(self.columns.device)]
-        totals = {name: total[indices.to(total.device)] for name, total in self.totals.items()}
-        return replace(self, columns=columns, totals=totals)
 
 
 AttentionResult: TypeAlias = "tuple[Tensor, Tensor | None]"

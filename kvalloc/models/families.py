@@ -91,14 +91,13 @@ def layer_shapes(
             kind = "none"
         elif kind != "sliding":
             kind = "state"
-        rows = [(one.nbytes, len(one)) for one in state_tensors(layer)]
         shapes.append(
             LayerShape(
                 kind=kind,
                 **stored.get(index, {}),
                 window=getattr(layer, "sliding_window", None),
                 reads=reads.get(index),
-                state_bytes=sum(n_bytes // n_rows for n_bytes, n_rows in rows),
+                state_bytes=sum(one.nbytes // len(one) for one in state_tensors(layer)),
             )
         )
     return tuple(shapes)

@@ -471,8 +471,7 @@ def _check_turn(cache: BudgetCache, ids: Tensor) -> None:
         The whole text so far, (rows, tokens), or its embeddings, which are not compared.
     """
     seen, tokens = cache.get_seq_length(), int(ids.shape[1])
-    if cache.interrupted is not None:
-        raise UnsupportedRequestError(cache.interrupted)
+    cache.check_intact()
     if not seen or ids.ndim > 2:
         return
     before = cache.read_ids

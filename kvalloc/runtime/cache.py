@@ -114,6 +114,11 @@ class BudgetCache(CacheFigures, HookedCache):
         """Reason why only `reset` helps: a forward failed half-way; None if none did."""
         return self.broken or (None if self.forward is None else HALF_WAY)
 
+    def tell(self, event: str, *facts: Any) -> None:
+        """Call a method of `Extension` of all that listens."""
+        for one in self.extensions:
+            getattr(one, event)(*facts)
+
     # What a forward asks
 
     def check_owner(self, decoder: nn.Module) -> None:
@@ -124,6 +129,10 @@ class BudgetCache(CacheFigures, HookedCache):
                 f"{type(decoder).__name__} that it was given to; make one with "
                 "kvalloc.make_cache(model, profile) for this model"
             )
+        self.check_intact()
+
+    def check_intact(self) -> None:
+        """Refuse what needs a cache that is not interrupted."""
         if self.interrupted is not None:
             raise UnsupportedRequestError(self.interrupted)
 
@@ -147,8 +156,7 @@ class BudgetCache(CacheFigures, HookedCache):
         UnsupportedRequestError
             If the cache is interrupted.
         """
-        if self.interrupted is not None:
-            raise UnsupportedRequestError(self.interrupted)
+        self.check_intact()
         turns.end(self)
 
     # What transformers calls
@@ -202,8 +210,7 @@ class BudgetCache(CacheFigures, HookedCache):
             store.reset()
         self.renew_own_layers()
         self.door.forget()
-        for one in self.extensions:
-            one.reset()
+        self.tell("reset")
         self._forget()
 
     def take_back(self, seen: int) -> None:
@@ -236,8 +243,7 @@ class BudgetCache(CacheFigures, HookedCache):
         seen = self.get_seq_length()
         end = min(tokens_to_remove if tokens_to_remove > 0 else seen + tokens_to_remove, seen)
         end = max(end, 0)
-        for one in self.extensions:
-            one.crop(self, end)
+        self.tell("crop", self, end)
         seen = self.get_seq_length()
         removed = np.array([row.seen - self.door.count(i, end) for i, row in enumerate(self.rows)])
         self._check_crop(seen - end, removed)
@@ -256,8 +262,7 @@ class BudgetCache(CacheFigures, HookedCache):
                 replace(row, seen=row.seen - n, evicted_at=min(row.evicted_at, row.seen - n))
                 for row, n in zip(self.rows, removed.tolist(), strict=True)
             ]
-        for one in self.extensions:
-            one.cropped(self)
+        self.tell("cropped", self)
         if self.read_ids is not None:
             self.read_ids = self.read_ids[:, :end]
 
@@ -267,8 +272,7 @@ class BudgetCache(CacheFigures, HookedCache):
             raise UnsupportedRequestError(
                 "cannot crop before the prompt is complete; reset the cache and start again"
             )
-        if self.interrupted is not None:
-            raise UnsupportedRequestError(self.interrupted)
+        self.check_intact()
         if remove > 0 and self.state_bytes:
             raise UnsupportedRequestError(
                 "cannot crop: layers of this model have a state, out of which no token can be "
@@ -343,8 +347,7 @@ class BudgetCache(CacheFigures, HookedCache):
             layer.reorder_cache(rows)
         self.door.select(rows)
         self.rows = [self.rows[row] for row in rows.tolist()]
-        for one in self.extensions:
-            one.selected(rows)
+        self.tell("selected", rows)
 
     # Refused
 

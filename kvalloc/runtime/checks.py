@@ -48,13 +48,10 @@ class Checks:
     def read(self) -> None:
         """Fail as the first condition wants that does not hold, if any does not; forget them."""
         pending, self.noted = self.noted, []
-        flags = [holds for holds, _ in pending]
-        for holds, (_, fail) in zip(_values(flags) if flags else [], pending, strict=True):
+        if not pending:
+            return
+        device = pending[0][0].device
+        flags = torch.stack([holds.to(device) for holds, _ in pending]).tolist()  # all at once
+        for holds, (_, fail) in zip(flags, pending, strict=True):
             if not holds:
                 fail()
-
-
-def _values(flags: list[Tensor]) -> list[bool]:
-    """Read flags from the device at once."""
-    values: list[bool] = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()
-    return values

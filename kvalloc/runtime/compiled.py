@@ -18,9 +18,7 @@ from kvalloc.models import names
 from kvalloc.runtime.forwards import (
     INSTALLED,
     Installed,
-    begin,
     caches,
-    close,
     hooked_cache,
     installed,
 )
@@ -46,9 +44,9 @@ def _begin_token(number: Tensor, tokens: Tensor, mask: Tensor | None) -> tuple[T
     seen = cache.layers[0].get_seq_length()
     name = "inputs_embeds" if tokens.ndim > 2 else "input_ids"
     entry: Installed = vars(decoder)[INSTALLED]
-    close(entry, completed=False)
+    entry.close(completed=False)
     arguments = {name: tokens, "attention_mask": mask}
-    begin(decoder, entry, cache, arguments, decoded=True)
+    entry.begin(decoder, cache, arguments, decoded=True)
     # filled there: a number of the host would be copied, for which it waits
     return tokens.clone(), torch.full((), seen, dtype=torch.long, device=tokens.device)
 
@@ -81,7 +79,7 @@ def _attend_token(
         mask = _token_mask(decoder, query, keys, forward.mask)
         output, _ = entry.switch.answer(forward.attend, layer, query, keys, values, mask, **named)
     except BaseException:
-        close(entry, completed=False)
+        entry.close(completed=False)
         raise
     return output.to(query.dtype).contiguous()
 
@@ -95,7 +93,7 @@ def _(number: Tensor, query: Tensor, key: Tensor, value: Tensor, *more: Any) -> 
 def _end_token(number: Tensor, hidden: Tensor) -> Tensor:
     """End a forward of one token, whose last states are given and returned: entries may go."""
     _, decoder = _cache_of(number)
-    close(vars(decoder)[INSTALLED], completed=True)
+    vars(decoder)[INSTALLED].close(completed=True)
     return hidden.clone()
 
 

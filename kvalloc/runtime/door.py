@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvalloc.accounting import IntArray
 from kvalloc.errors import UnsupportedRequestError
-from kvalloc.runtime.kept import on_device
+from kvalloc.runtime.kept import index_of, on_device
 
 Columns: TypeAlias = "slice | Tensor"
 """Which columns the tokens of a row are in: a slice, or int64, (n_tokens,), on the host."""
@@ -250,10 +250,9 @@ class Door:
         if self._visible is None:
             return slice(None)
         if row not in self._columns:
-            shown = self._visible[row].nonzero()[:, 0]
-            first, count = (int(shown[0]), len(shown)) if len(shown) else (0, 0)
-            adjacent = count and int(shown[-1]) == first + count - 1
-            self._columns[row] = slice(first, first + count) if adjacent or not count else shown
+            shown = self._visible[row].numpy().nonzero()[0]
+            places = index_of(shown, self._visible.device)
+            self._columns[row] = places if len(shown) else slice(0, 0)
         return self._columns[row]
 
     def place(self, row: int) -> object:

@@ -20,7 +20,7 @@ from kvalloc.models.attention import AttentionStates, Observed, without_autocast
 from kvalloc.runtime.checks import ensure
 from kvalloc.runtime.door import Batch, Door
 from kvalloc.runtime.kept import Part, joined, packed
-from kvalloc.runtime.notes import of_head, of_row
+from kvalloc.runtime.notes import of_head, of_row, of_rows
 from kvalloc.runtime.plan import widest
 from kvalloc.runtime.policies.base import FEW_ENTRIES, EvictionPolicy, Limits
 from kvalloc.runtime.policies.score import Score
@@ -42,8 +42,8 @@ class Running:
         Latest queries of each row that are stored; 0 for none.
     n_queries_after : int
         How many of them stay once policies have looked at a chunk of the prompt.
-    planned : dict of int to list of (Eviction, ndarray)
-        Evictions of each layer once it has attended.
+    planned : list of (Eviction, dict of int to ndarray)
+        Evictions of layers once they have attended, with their targets.
     observing : list of Eviction
         For rows in which a layer evicts nothing after a chunk: their policies note it.
     together : int
@@ -58,20 +58,19 @@ class Running:
     interval: int
     n_queries: int = 0
     n_queries_after: int = 0
-    planned: dict[int, list[tuple[Eviction, IntArray]]] = field(default_factory=dict)
+    planned: list[tuple[Eviction, dict[int, IntArray]]] = field(default_factory=list)
     observing: list[Eviction] = field(default_factory=list)
     together: int = 1
     waiting: list[int] = field(default_factory=list)
     sees: Tensor | None = None
 
-    def due(self) -> dict[Eviction, dict[int, IntArray]]:
-        """Return the evictions of the layers that wait, with their targets; none wait then."""
-        evictions: dict[Eviction, dict[int, IntArray]] = {}
-        for layer in self.waiting:
-            for eviction, targets in self.planned[layer]:
-                evictions.setdefault(eviction, {})[layer] = targets
-        self.waiting = []
-        return evictions
+    def of_layers(self, layers: Sequence[int]) -> list[tuple[Eviction, dict[int, IntArray]]]:
+        """Return the planned evictions of some layers, with their targets."""
+        result = []
+        for eviction, targets in self.planned:
+            if due := {layer: targets[layer] for layer in layers if layer in targets}:
+                result.append((eviction, due))
+        return result
 
 
 Bundle: TypeAlias = "tuple[IntArray, int | None]"
@@ -134,17 +133,25 @@ class Eviction:
     scored: dict[tuple[int, bytes, int | None], Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, row: Row, rows: IntArray, policy: EvictionPolicy, **event: Any) -> Eviction:
-        """Return an eviction in rows that are kept as one of them is."""
-        limits, by_prompt = row.profile.policy, row.profile.by_prompt
-        return cls(
-            rows=rows,
-            policy=policy,
-            sinks=limits.sinks,
-            window=limits.window,
-            by_prompt=by_prompt,
-            **event,
-        )
+    def of(
+        cls, cache: Any, row: Row, rows: Sequence[int], policy: EvictionPolicy, **event: Any
+    ) -> Eviction:
+        """Return an eviction in rows of a cache that are kept as one of them is.
+
+        By default of all that they have seen, which is stored as it will stay.
+        """
+        profile, tokens = row.profile, cache.tokens
+        known: dict[str, Any] = {
+            "tokens": tokens,
+            "prompt": tokens,
+            "widths": row.widths,
+            "remember": row.goes_on_observing,
+            "sinks": profile.policy.sinks,
+            "window": profile.policy.window,
+            "by_prompt": profile.by_prompt,
+        }
+        numbers = np.array(rows, dtype=np.int64)
+        return cls(rows=numbers, policy=policy, door=cache.door, **{**known, **event})
 
     def by_layers(
         self, goals: Mapping[int, Mapping[int, IntArray]]
@@ -197,7 +204,7 @@ class Eviction:
 
     def look(
         self, stores: Mapping[int, Store], bundle: Bundle, *, latest: bool = False
-    ) -> tuple[AttentionStates, Tensor, int]:
+    ) -> tuple[AttentionStates, Tensor]:
         """Return the candidates of one bundle of layers that go together.
 
         Parameters
@@ -212,19 +219,17 @@ class Eviction:
         AttentionStates
         Tensor of int32, (n_rows, n_kv_heads of all layers, n)
             Which token of its row each candidate is.
-        int
-            How many of the first candidates were kept by earlier evictions.
         """
         looks = [self._look(*one, bundle, latest=latest) for one in stores.items()]
-        states, positions, front = looks[0]
+        states, positions = looks[0]
         if len(looks) > 1:  # nothing has gone of these: all have the same positions
-            states = AttentionStates.joined([one for one, _, _ in looks])
+            states = AttentionStates.joined([one for one, _ in looks])
             positions = positions[:, :1].expand(states.keys.shape[:3])
-        return states, positions, front
+        return states, positions
 
     def _look(
         self, layer: int, store: Store, bundle: Bundle, *, latest: bool
-    ) -> tuple[AttentionStates, Tensor, int]:
+    ) -> tuple[AttentionStates, Tensor]:
         """Return the candidates of one layer; see `look`."""
         (rows, head), template = bundle, store.template
         assert template is not None, "a layer that evicts has attended"
@@ -249,8 +254,8 @@ class Eviction:
             absent=candidates.absent,
             counts=candidates.counts,
             older=max(int(queries.shape[2]) - new, 0),
-            observed=store.notes.observed_of(rows.tolist(), head, n_heads),
-            later=store.notes.later_of(rows.tolist(), head, n_heads),
+            observed=of_rows(store.notes.observed, rows, head, n_heads),
+            later=of_rows(store.notes.later, rows, head, n_heads),
             positions=None if store.kept is None else candidates.positions,
         )
         if (bits := self.widths.get(layer)) is not None and (bits != 16).any():
@@ -258,7 +263,7 @@ class Eviction:
             states = replace(states, key_bits=bits[first : first + states.keys.shape[1]])
         if (mask := self._gaps(store, states, candidates.positions, tokens)) is not None:
             states = replace(states, mask=mask, gaps=True)
-        return states, candidates.positions, candidates.front
+        return states, candidates.positions
 
     def _gaps(
         self, store: Store, states: AttentionStates, positions: Tensor, tokens: int
@@ -284,46 +289,38 @@ class Eviction:
     def observe(self, layer: int, store: Store) -> None:
         """Let the policy observe a chunk after which nothing is evicted."""
         for bundle in self.bundles(store) if self.policy.observes else ():
-            states, _, _ = self.look({layer: store}, bundle)
+            states, _ = self.look({layer: store}, bundle)
             self._note(store, bundle, self.policy.observe(states, sinks=self.sinks))
 
-    def without(self, rows: IntArray) -> Eviction:
+    def without(self, rows: Sequence[int]) -> Eviction:
         """Return the same of all but these rows."""
         return replace(self, rows=np.setdiff1d(self.rows, rows))
 
     # Choosing
 
-    def hand_out(
-        self,
-        stores: Mapping[int, Store],
-        granted: Mapping[int, IntArray],
-        profiles: Sequence[BudgetProfile],
-    ) -> dict[int, IntArray]:
+    def _front(self, store: Store, bundle: Bundle) -> int:
+        """Return how many of the first places are of entries that stay as they are stored."""
+        return int(store.kept_counts[bundle[0]].max()) if self.new_only else 0
+
+    def hand_out(self, cache: Any, granted: Mapping[int, IntArray]) -> dict[int, IntArray]:
         """Return how many entries each layer keeps, handed out by each row's own scores.
 
         Parameters
         ----------
-        stores : mapping of int to Store
+        cache : BudgetCache
+            The bytes of each row's profile are not exceeded.
         granted : mapping of int to ndarray of int64, (n_rows, n_kv_heads)
             Number of entries that each layer may keep.
-        profiles : sequence of BudgetProfile
-            Of each row; its bytes are not exceeded.
         """
-        targets, kept_counts = np.stack([*granted.values()], axis=1), []
-        by_row: list[list[Tensor]] = [[] for _ in self.rows]
-        for layer in granted:
-            store = stores[layer]
-            none = np.zeros_like(targets[:, 0])
-            kept = store.kept is not None and self.new_only
-            kept_counts.append(store.kept.lengths[self.rows] if kept and store.kept else none)
-            for row, scores in zip(by_row, self._evictable_scores(layer, store), strict=True):
-                row.append(scores)
-        kept_by_layer = np.stack(kept_counts, axis=1)
-        for place, row_scores in enumerate(by_row):
-            if row_scores[0].shape[-1]:  # else a row of nothing but sinks and window
-                targets[place] = self._within_bytes(
-                    row_scores, targets[place], kept_by_layer[place], profiles[place]
-                )
+        stores: dict[int, Store] = cache.stores
+        targets = np.stack([*granted.values()], axis=1)
+        kept = np.stack([stores[layer].kept_counts[self.rows] for layer in granted], axis=1)
+        kept *= self.new_only
+        by_layer = [self._evictable_scores(layer, stores[layer]) for layer in granted]
+        for place, scores in enumerate(zip(*by_layer, strict=True)):
+            if scores[0].shape[-1]:  # else a row of nothing but sinks and window
+                profile = cache.rows[self.rows[place]].profile
+                targets[place] = self._within_bytes(scores, targets[place], kept[place], profile)
         return {layer: targets[:, place] for place, layer in enumerate(granted)}
 
     def _within_bytes(
@@ -340,10 +337,8 @@ class Eviction:
         """
         protected = self.window if kept_counts.any() else self.sinks + self.window
         width, shape = widest(profile), profile.shape
-        total, granted_bytes = (
-            int(granted.sum()),
-            stored_bytes(granted + kept_counts, width, shape).sum(),
-        )
+        granted_bytes = stored_bytes(granted + kept_counts, width, shape).sum()
+        total = int(granted.sum())
         while True:
             counts = handed_out(scores, total, protected=protected)
             over = int(stored_bytes(counts + kept_counts, width, shape).sum() - granted_bytes)
@@ -362,8 +357,8 @@ class Eviction:
         assert isinstance(policy, Score)  # other profiles are not `by_prompt`
         by_row: dict[int, list[Tensor]] = {row: [] for row in self.rows.tolist()}
         for bundle in self.bundles(store):
-            states, _, front = self.look({layer: store}, bundle)
-            sinks = front if self.new_only and front else self.sinks
+            states, _ = self.look({layer: store}, bundle)
+            sinks = self._front(store, bundle) or self.sinks
             end = max(int(states.keys.shape[2]) - self.window, sinks)
             scores = states.keys[..., 0]
             if end > sinks:  # else there is nothing to choose from
@@ -382,36 +377,20 @@ class Eviction:
 
         There are few entries in a group, and nothing in it was evicted or noted before.
         """
+        policy = self.policy
+        before: tuple[object, ...] = ()
+        alone = self.new_only or policy.observes or not policy.across_layers or bool(self.scored)
         group: dict[int, Store] = {}
         for layer in targets:
             store = stores[layer]
-            if group and not self._goes_with(layer, store, group):
+            apart = alone or store.kept is not None or bool(store.notes.later)
+            few = (len(group) + 1) * store.keys[..., 0].numel() <= FEW_ENTRIES
+            kind = apart, layer in self.widths, *_kind(store)
+            if group and (apart or not few or kind != before):
                 yield group
                 group = {}
-            group[layer] = store
+            group[layer], before = store, kind
         yield group
-
-    def _goes_with(self, layer: int, store: Store, group: Mapping[int, Store]) -> bool:
-        """Return whether a layer can be looked at together with those of a group."""
-        first = next(iter(group))
-        one, other = store.template, group[first].template
-        assert one is not None
-        assert other is not None
-        return (
-            self.policy.across_layers
-            and not self.new_only
-            and not self.policy.observes
-            and (len(group) + 1) * store.keys[..., 0].numel() <= FEW_ENTRIES
-            and not self.scored
-            and all(each.kept is None and not each.notes.later for each in (store, group[first]))
-            and (layer in self.widths) == (first in self.widths)
-            and store.readers == group[first].readers
-            and store.keys.shape == group[first].keys.shape
-            and store.values.shape == group[first].values.shape
-            and (one.scaling, one.softcap, one.rotation)
-            == (other.scaling, other.softcap, other.rotation)
-            and (one.sink_logits is None) == (other.sink_logits is None)
-        )
 
     @torch.no_grad()
     def keep(self, stores: Mapping[int, Store], targets: Mapping[int, IntArray]) -> None:
@@ -441,27 +420,22 @@ class Eviction:
 
     def _as_stored(self, stores: Mapping[int, Store], fresh: Part) -> list[list[Part]]:
         """Return the kept entries of each layer as they will be stored."""
-        layers, first = [*stores], next(iter(stores.values()))
-        if len(layers) == 1:
-            widths = self.widths.get(layers[0])
-            return [first.as_stored(fresh, self.rows, widths, beside_kept=self.new_only)]
-
-        def divided(parts: Sequence[Part]) -> list[list[Part]]:
-            each: list[list[Part]] = [[] for _ in layers]
+        sizes = len(stores), int(next(iter(stores.values())).keys.shape[1])
+        widths_of = [self.widths[layer] for layer in stores if layer in self.widths]
+        parts = [fresh]
+        if widths_of and len(stores) > 1:
+            widths = np.concatenate(widths_of)
+            parts = packed(fresh, widths[fresh.segments % len(widths)])
+        if len(stores) > 1 and not any(part.has_wide_scales(fresh) for part in parts):
+            by_layer: list[list[Part]] = [[] for _ in stores]
             for part in parts:
-                for place, one in part.by_layer(len(layers), int(first.keys.shape[1])):
-                    each[place].append(one)
-            return each
-
-        widths_of = [self.widths[layer] for layer in layers if layer in self.widths]
-        if not widths_of:
-            return divided([fresh])
-        widths = np.concatenate(widths_of)
-        parts = packed(fresh, widths[fresh.segments % len(widths)])
-        if not any(part.has_wide_scales(fresh) for part in parts):
-            return divided(parts)
-        own = zip(stores.values(), divided([fresh]), widths_of, strict=True)  # each by itself
-        return [store.as_stored(one, self.rows, bits) for store, (one,), bits in own]
+                for place, one in part.by_layer(*sizes):
+                    by_layer[place].append(one)
+            return by_layer
+        return [  # each by itself
+            store.as_stored(one, self.rows, self.widths.get(layer), beside_kept=self.new_only)
+            for (layer, store), (_, one) in zip(stores.items(), fresh.by_layer(*sizes), strict=True)
+        ]
 
     def _rest(self, store: Store) -> list[Part]:
         """Return all that other rows have, of a layer that has been whole until now."""
@@ -480,10 +454,8 @@ class Eviction:
         (rows, head), (layer, store) = bundle, next(iter(stores.items()))
         heads = slice(None) if head is None else slice(head, head + 1)
         budgets = torch.from_numpy(targets[np.searchsorted(self.rows, rows)][:, heads])
-        front = 0
-        if self.new_only and store.kept is not None:
-            front = int(store.kept.lengths[rows].max())
-        states, positions, _ = self.look(stores, bundle, latest=front > 0)
+        front = self._front(store, bundle)
+        states, positions = self.look(stores, bundle, latest=front > 0)
         n_tokens = int(states.keys.shape[2])
         kept = torch.ones_like(states.keys[..., 0], dtype=torch.bool)
         if states.absent is not None and not front:
@@ -537,6 +509,14 @@ class Eviction:
                 notes[row, one] = of_head(note, one, len(each)).kept(indices[None, None])
 
 
+def _kind(store: Store) -> tuple[object, ...]:
+    """Return what layers have in common that are looked at together."""
+    states = store.template
+    assert states is not None, "a layer that evicts has attended"
+    sizes = store.keys.shape, store.values.shape, store.readers
+    return *sizes, states.scaling, states.softcap, states.rotation, states.sink_logits is None
+
+
 def _flat(
     bundle: Bundle,
     n_heads: int,
@@ -574,12 +554,11 @@ def _flat(
 
 def evict(cache: Any, eviction: Eviction, targets: Mapping[int, IntArray]) -> None:
     """Evict in these layers of a cache, by scores of all of them if the heads share budgets."""
-    stores, profiles = cache.stores, [cache.rows[row].profile for row in eviction.rows]
+    stores = cache.stores
     with without_autocast(next(iter(stores.values())).keys):
         if targets and eviction.by_prompt:
-            targets = eviction.hand_out(stores, targets, profiles)
-        for listener in cache.extensions:
-            listener.planned(targets)
+            targets = eviction.hand_out(cache, targets)
+        cache.tell("planned", targets)
         for group in eviction.together(stores, targets):
             eviction.keep(group, targets)
 

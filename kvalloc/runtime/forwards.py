@@ -10,7 +10,6 @@ from contextvars import Token
 from dataclasses import dataclass, field, replace
 from typing import Any, Self, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -132,7 +131,7 @@ class Forward:
         except BaseException:
             door.abandon()
             raise
-        for layer in running.planned:
+        for layer in {layer for _, targets in running.planned for layer in targets}:
             cache.layers[layer].fresh = True
         self.running, cache.forward = running, self
         if (
@@ -184,15 +183,23 @@ class Forward:
             for one in self.cache.extensions:
                 if (answer := one.answer(self.cache, store, states, compute)) is not None:
                     return answer
-        starts = batch.starts(store.tail.starts, states.queries.device)
-        call = AttentionCall.of(states, starts, running.sees)
+        call = AttentionCall(
+            queries=states.queries,
+            keys=states.keys,
+            values=states.values,
+            scaling=states.scaling,
+            starts=batch.starts(store.tail.starts, states.queries.device),
+            softcap=states.softcap,
+            sink_logits=states.sink_logits,
+            sees=running.sees,
+        )
         return batch.in_columns(attend(call, store.attended())), None
 
     def _evict(self, layer: int, store: Store, running: Running) -> None:
         """Evict once a layer has read a forward of the prompt; else its policy notes it."""
-        planned = running.planned.get(layer, ())
+        planned = running.of_layers([layer])
         with self._checks.collected():  # the host reads its checks once a forward
-            evicted = np.array([row for eviction, _ in planned for row in eviction.rows], dtype=int)
+            evicted = [row for eviction, _ in planned for row in eviction.rows]
             for eviction in running.observing:
                 with without_autocast(store.keys):
                     eviction.without(evicted).observe(layer, store)
@@ -205,8 +212,8 @@ class Forward:
 
     def _evict_waiting(self, running: Running) -> None:
         """Evict in the layers that wait for it."""
-        layers = running.waiting
-        for eviction, targets in running.due().items():
+        layers, running.waiting = running.waiting, []
+        for eviction, targets in running.of_layers(layers):
             evict(self.cache, eviction, targets)
         for layer in layers:
             self.cache.layers[layer].notes.queries.trim(running.n_queries_after)
@@ -291,6 +298,10 @@ def _free_slid_out(layer: Any, states: AttentionStates) -> None:
             setattr(layer, name, view.clone(memory_format=torch.contiguous_format))
 
 
+lock = threading.RLock()
+"""Reentrant: caches may be collected while it is held, by the very thread that holds it."""
+
+
 @dataclass(slots=True)
 class Installed:
     """The hooks of one model, and the forwards that run on it now, by thread."""
@@ -306,55 +317,67 @@ class Installed:
     forward: Any = None  # what the module got as a forward of its own
     bare: dict[int, Any] = field(default_factory=dict)  # ids of calls without a cache, by thread
 
+    def begin(
+        self, module: nn.Module, cache: Any, arguments: Mapping[str, Any], *, decoded: bool = False
+    ) -> dict[str, Any]:
+        """Begin a forward with a cache, also a compiled one of one token; returns its arguments."""
+        outputs, arguments = _read_ahead(module, cache, arguments)
+        running, thread = self.open_forwards, threading.get_ident()
+        forward = Forward(cache, outputs)
+        with lock:
+            if any(one.cache is cache for one in running.values()):  # this thread's own was closed
+                raise UnsupportedRequestError(
+                    "another thread runs the model with this cache; give each thread a cache of "
+                    "its own: kvalloc.make_cache(model, profile), or copy.deepcopy(cache) before "
+                    "they start"
+                )
+            running[thread] = forward
+        try:
+            changed = forward.begin(module, arguments)
+        except BaseException:
+            with lock:
+                running.pop(thread, None)
+            raise
+        running[thread] = forward  # where budgets were decided, the model has run in between
+        arguments = {**names.without_cache(arguments), self.argument: cache, **changed}
+        if cache.reads and names.KEPT_LOGITS in arguments:
+            arguments[names.KEPT_LOGITS] = 0  # layers that read others' entries see all tokens
+        if decoded:
+            forward.mask = arguments.get("attention_mask")
+        else:
+            known = all(store.template is not None for store in cache.stores.values())
+            forward.token = self.switch.enter(forward.attend, known=known)
+        return arguments
+
+    def close(self, *, completed: bool) -> Sequence[Any]:
+        """End this thread's forward, if one is open; return the outputs of its first pieces."""
+        with lock:  # another thread may be looking through them
+            forward = self.open_forwards.pop(threading.get_ident(), None)
+        if forward is None:
+            return ()
+        if forward.token is not None:
+            self.switch.leave(forward.token)
+        if forward.running is not None:
+            layers, calls = forward.cache.attending, len(forward.attended)
+            once = len({*forward.attended}) == calls == layers
+            forward.end(completed=completed and once)
+            if completed and not once:
+                raise UnsupportedModelError(
+                    f"{calls} attention calls went through transformers' attention interface in a "
+                    f"forward of {layers} attention layers, expected one of each; load the model "
+                    'with attn_implementation="sdpa", and do not compile its layers'
+                )
+        return forward.outputs
+
 
 INSTALLED = "_kvalloc_installed"
 """The attribute of a hooked module. No table of all modules: Dynamo, which reads what `_before`
 reads, would note a place in it, which changes when another model is collected meanwhile."""
 
-lock = threading.RLock()
-"""Reentrant: caches may be collected while it is held, by the very thread that holds it."""
-
 
 def installed(module: nn.Module) -> Installed | None:
     """Return what a module carries of kvalloc; None where it carries nothing."""
     return getattr(module, INSTALLED, None)
-
-
-def begin(
-    module: nn.Module,
-    entry: Installed,
-    cache: Any,
-    arguments: Mapping[str, Any],
-    *,
-    decoded: bool = False,
-) -> dict[str, Any]:
-    """Begin a forward with a cache, also a compiled one of one token; returns its arguments."""
-    outputs, arguments = _read_ahead(module, cache, arguments)
-    running, thread = entry.open_forwards, threading.get_ident()
-    forward = Forward(cache, outputs)
-    with lock:
-        if any(one.cache is cache for one in running.values()):  # this thread's own was closed
-            raise UnsupportedRequestError(
-                "another thread runs the model with this cache; give each thread a cache of its "
-                "own: kvalloc.make_cache(model, profile), or copy.deepcopy(cache) before they start"
-            )
-        running[thread] = forward
-    try:
-        changed = forward.begin(module, arguments)
-    except BaseException:
-        with lock:
-            running.pop(thread, None)
-        raise
-    running[thread] = forward  # where budgets were decided, the model has run in between
-    arguments = {**names.without_cache(arguments), entry.argument: cache, **changed}
-    if cache.reads and names.KEPT_LOGITS in arguments:
-        arguments[names.KEPT_LOGITS] = 0  # layers that read others' entries see all tokens
-    if decoded:
-        forward.mask = arguments.get("attention_mask")
-    else:
-        known = all(store.template is not None for store in cache.stores.values())
-        forward.token = entry.switch.enter(forward.attend, known=known)
-    return arguments
 
 
 def _read_ahead(
@@ -393,33 +416,11 @@ def _read_ahead(
             new = column - cache.get_seq_length()
             outputs.append(decoder(**part(arguments, slice(new), column)))
             arguments = part(arguments, slice(new, None))
-            for one in cache.extensions:
-                one.read(cache)
+            cache.tell("read", cache)
             turns.catch_up(cache)
     finally:
         cache.in_pieces = False
     return outputs, arguments
-
-
-def close(entry: Installed, *, completed: bool) -> Sequence[Any]:
-    """End this thread's forward, if one is open; return the outputs of its first pieces."""
-    with lock:  # another thread may be looking through them
-        forward = entry.open_forwards.pop(threading.get_ident(), None)
-    if forward is None:
-        return ()
-    if forward.token is not None:
-        entry.switch.leave(forward.token)
-    if forward.running is not None:
-        layers, calls = forward.cache.attending, len(forward.attended)
-        once = len({*forward.attended}) == calls == layers
-        forward.end(completed=completed and once)
-        if completed and not once:
-            raise UnsupportedModelError(
-                f"{calls} attention calls went through transformers' attention interface in a "
-                f"forward of {layers} attention layers, expected one of each; load the model with "
-                'attn_implementation="sdpa", and do not compile its layers'
-            )
-    return forward.outputs
 
 
 def hooked_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

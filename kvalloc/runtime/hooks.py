@@ -40,8 +40,6 @@ from kvalloc.runtime.forwards import (
     HookedCache,
     Installed,
     Serve,
-    begin,
-    close,
     hooked_cache,
     installed,
     lock,
@@ -244,7 +242,7 @@ def _before_eager(
     if entry is None or _clear(module, entry):  # its last cache has gone
         return None
     # torch skips post-hooks on KeyboardInterrupt: what such a forward left open ends here.
-    close(entry, completed=False)
+    entry.close(completed=False)
     cache = hooked_cache(args, kwargs)
     method = entry.serving[-1]() if entry.serving else None
     arguments = with_columns(module, named_arguments(module.forward, args, kwargs))
@@ -254,7 +252,7 @@ def _before_eager(
         made = names.cache_among(arguments)  # by the model itself, if it is empty
         if method is not None and made is not None and made.get_seq_length() == 0:
             arguments = names.without_cache(arguments)
-    begins, other = partial(begin, module, entry, arguments=arguments), None
+    begins, other = partial(entry.begin, module, arguments=arguments), None
     if cache is None:
         other = names.cache_among(arguments)
         cache, ours = _given_above(module, other)
@@ -283,20 +281,15 @@ def _given_above(decoder: nn.Module, other: Any) -> tuple[Any, bool]:
     frame = inspect.currentframe()
     while frame is not None:
         name, code = frame.f_globals.get("__name__", ""), frame.f_code
+        owner, among = None, list[Any]()
         # to read variables of a function keeps their values alive until it returns
-        names_above = frame.f_locals if code.co_varnames[:1] == ("self",) else {}
-        owner = names_above.get("self")
+        if code.co_varnames[:1] == ("self",):
+            args, more, keywords, values = inspect.getargvalues(frame)
+            owner = values.get("self")
+            among = [values.get(one) for one in (*args, more, keywords) if one]
         ours = name.startswith("kvalloc.") and name != __name__
         if ours or not isinstance(owner, nn.Module | None):
             return None, ours
-        flags = (inspect.CO_VARARGS, inspect.CO_VARKEYWORDS)
-        n_named = code.co_argcount + code.co_kwonlyargcount
-        n_named += sum(bool(code.co_flags & flag) for flag in flags)
-        among = (
-            [names_above.get(one) for one in code.co_varnames[:n_named]]
-            if owner is not None
-            else []
-        )
         among += [two for one in among if isinstance(one, dict) for two in one.values()]
         among += [two for one in among if isinstance(one, tuple) for two in one]
         cache: Any = next((one for one in among if isinstance(one, HookedCache)), None)
@@ -324,7 +317,7 @@ def _after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
     if entry is None or forward is None:
         return None
     try:
-        outputs = close(entry, completed=output is not None)
+        outputs = entry.close(completed=output is not None)
     finally:
         names.set_frame_callback(forward.callback)
     return joined([*outputs, output]) if outputs and output is not None else None

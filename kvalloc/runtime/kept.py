@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import nan
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from kvalloc.runtime.quantization import (
     magnitudes,
     rotated,
     value_numbers,
+    within,
 )
 from kvalloc.shape import HALF_BYTES
 
@@ -44,7 +46,8 @@ FLOAT16_END = 65520.0
 """Numbers from here on are infinite in float16."""
 
 LEAST_NUMBER, LEAST_CHANNEL = 2.0**-14, 2.0**-20
-"""Below 2**-14 float16 loses digits, and has fewer than bfloat16 from 2**-17 on."""
+"""A segment, or a channel of one, that is all below is too small for float16: below 2**-14 it loses
+digits, and has fewer than bfloat16 from 2**-17 on."""
 
 WORK_BYTES = 20
 """Bytes of a segment in `Work`."""
@@ -55,6 +58,13 @@ def on_device(array: IntArray, device: torch.device) -> Tensor:
     return torch.from_numpy(array).to(device, non_blocking=device.type == "cuda")
 
 
+def index_of(numbers: IntArray, device: torch.device) -> slice | Tensor:
+    """Return what picks increasing places: a slice, so that nothing is copied, or the places."""
+    if len(numbers) and int(numbers[-1] - numbers[0]) == len(numbers) - 1:
+        return slice(int(numbers[0]), int(numbers[-1]) + 1)
+    return on_device(numbers, device)
+
+
 def halved(*tensors: Tensor, lengths: IntArray) -> list[Tensor]:
     """Return numbers at 16 bits: each in float16, or in bfloat16 where float16 does not hold them.
 
@@ -63,20 +73,11 @@ def halved(*tensors: Tensor, lengths: IntArray) -> list[Tensor]:
     """
     if all(tensor.itemsize <= HALF_BYTES for tensor in tensors) or not lengths.any():
         return [tensor if tensor.itemsize <= HALF_BYTES else tensor.half() for tensor in tensors]
-    fits = torch.stack([_fits_float16(segment_max(tensor.abs(), lengths)) for tensor in tensors])
+    limits = FLOAT16_END, LEAST_NUMBER, LEAST_CHANNEL
+    largest = [segment_max(tensor.abs(), lengths) for tensor in tensors]
+    fits = torch.stack([within(one, *limits) for one in largest])
     pairs = zip(tensors, fits.tolist(), strict=True)
     return [tensor.half() if fit else tensor.bfloat16() for tensor, fit in pairs]
-
-
-def _fits_float16(channels: Tensor) -> Tensor:
-    """Return whether float16 holds numbers, by the largest of each segment and channel.
-
-    A segment must not be all below `LEAST_NUMBER`, nor a channel below `LEAST_CHANNEL`.
-    """
-    heads = channels.amax(dim=1)
-    small = (heads > 0) & (heads < LEAST_NUMBER)
-    fits: Tensor = ((heads < FLOAT16_END) & ~small).all()
-    return fits & ~((channels > 0) & (channels < LEAST_CHANNEL)).any()
 
 
 def segment_max(values: Tensor, lengths: IntArray) -> Tensor:
@@ -270,25 +271,14 @@ def joined(several: Sequence[Part]) -> tuple[Part, ...]:
     for same in by_kind.values():
         first = same[0]
         if len(same) > 1:
-            keys, values, positions = (
-                torch.cat([getattr(one, name) for one in same])
-                for name in ("keys", "values", "positions")
-            )
-            scales = [one.key_scales for one in same if one.key_scales is not None]
-            segments, lengths = (
-                np.concatenate([getattr(one, name) for one in same])
-                for name in ("segments", "lengths")
-            )
-            whole = replace(
-                first,
-                keys=keys,
-                values=values,
-                positions=positions,
-                key_scales=torch.cat(scales) if scales else None,
-                segments=segments,
-                lengths=lengths,
-            )
-            first = whole.taken(segments.argsort())
+            stored = ["keys", "values", "positions"]
+            stored += ["key_scales"] if first.key_scales is not None else []
+            fields: dict[str, Any] = {
+                name: torch.cat([getattr(one, name) for one in same]) for name in stored
+            }
+            for name in ("segments", "lengths"):
+                fields[name] = np.concatenate([getattr(one, name) for one in same])
+            first = replace(first, **fields).taken(fields["segments"].argsort())
         parts.append(first)
     return tuple(sorted(parts, key=lambda part: -part.bits))
 
@@ -357,18 +347,14 @@ def _packed_segments(
     spans = fresh.spans
     places = spans.block_places()
     known: Tensor | None = None
-    for part in before:
+    for part in before:  # one of them at most has such scales
         if part.bits != bits or part.key_scales is None or part.key_scales.dtype != kind:
             continue
+        known = part.key_scales.new_full((len(places), *part.key_scales.shape[1:]), nan)
         _, new_places, old_places = np.intersect1d(
             fresh.segments, part.segments, return_indices=True
         )
         both = (fresh.lengths[new_places] > 0) & (part.lengths[old_places] > 0)
-        if not both.any():
-            continue
-        if known is None:
-            shape = (len(places), 2, fresh.keys.shape[1])
-            known = fresh.keys.new_full(shape, nan, dtype=kind)
         first, old = (
             on_device(source.first_scales[index[both]], spans.device)
             for source, index in ((spans, new_places), (part.spans, old_places))
@@ -415,7 +401,7 @@ def extended(part: Part, more: Part) -> Part:
     old, new = part.lengths, more.lengths
 
     def appended(stored: Tensor, added: Tensor) -> Tensor:
-        return _interleaved(torch.split(stored, old.tolist()), torch.split(added, new.tolist()))
+        return _interleaved((stored, old), (added, new))
 
     result = replace(part, positions=appended(part.positions, more.positions), lengths=old + new)
     if part.key_scales is None:
@@ -431,15 +417,12 @@ def extended(part: Part, more: Part) -> Part:
     unfilled = part.keys[_gathered(spans.starts + stay, last, device)]
     blocks_of = on_device(np.repeat(spans.first_scales[:-1] + full, last), device)
     filling = key_numbers(unfilled, part.key_scales[blocks_of], part.bits).to(more.keys.dtype)
-    unpacked = _interleaved(
-        torch.split(filling, last.tolist()), torch.split(more.keys, new.tolist())
-    )
     tail = Spans(last + new, device)
-    blocks = unpacked[tail.block_places()]
+    blocks = _interleaved((filling, last), (more.keys, new))[tail.block_places()]
     keys, key_scales, key_exact = encode_keys(blocks, part.bits, kind=kind)
     values, value_exact = encode_values(more.values, part.bits, kind)
     if len(values):  # a head that is stored in float16 is not small
-        fits = fits_float16(torch.cat([key_exact.flatten(), value_exact.flatten()]).abs())
+        fits = fits_float16(torch.cat([key_exact.flatten(), value_exact.flatten()]).abs()[None])
         if not _fits(fits, kind, key_exact, value_exact):
             before = part.unpacked((more.keys, more.values))
             return pack(extended(before, more), part.bits, kind=torch.bfloat16)
@@ -447,14 +430,9 @@ def extended(part: Part, more: Part) -> Part:
     kept_scales = part.key_scales[_gathered(spans.first_scales[:-1], full, device)]
     return replace(
         result,
-        keys=_interleaved(
-            torch.split(kept_keys, stay.tolist()),
-            torch.split(_without_ends(keys, tail), tail.lengths.tolist()),
-        ),
+        keys=_interleaved((kept_keys, stay), (_without_ends(keys, tail), tail.lengths)),
         values=appended(part.values, values),
-        key_scales=_interleaved(
-            torch.split(kept_scales, full.tolist()), torch.split(key_scales, tail.blocks.tolist())
-        ),
+        key_scales=_interleaved((kept_scales, full), (key_scales, tail.blocks)),
     )
 
 
@@ -463,9 +441,10 @@ def _of_a_type(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     return (one, other) if one.dtype == other.dtype else (one.bfloat16(), other.bfloat16())
 
 
-def _interleaved(*pieces: tuple[Tensor, ...]) -> Tensor:
-    """Return of each segment one piece behind the other."""
-    return torch.cat([one for segment in zip(*pieces, strict=True) for one in segment])
+def _interleaved(*pieces: tuple[Tensor, IntArray]) -> Tensor:
+    """Return of each segment one piece behind the other; pieces come with its lengths."""
+    divided = [torch.split(tensor, lengths.tolist()) for tensor, lengths in pieces]
+    return torch.cat([one for segment in zip(*divided, strict=True) for one in segment])
 
 
 # A layer
@@ -512,10 +491,7 @@ class Kept:
     @cached_property
     def lengths(self) -> IntArray:
         """Entries of each row and head, (rows, heads)."""
-        result = np.zeros(self.rows * self.heads, dtype=np.int64)
-        for part in self.parts:
-            result[part.segments] = part.lengths
-        return result.reshape(self.rows, self.heads)
+        return (self.spans[:, 1] - self.spans[:, 0]).reshape(self.rows, self.heads)
 
     @cached_property
     def spans(self) -> IntArray:
@@ -543,7 +519,7 @@ class Kept:
         """
         if length not in self._work:
             self._work.clear()
-            lengths = self.spans[:, 1] - self.spans[:, 0]
+            lengths = self.lengths.ravel()
             segments = np.column_stack([self.spans, np.cumsum(-(-lengths // length))])
             self._work[length] = Work(
                 length=length,
@@ -602,19 +578,16 @@ class Kept:
         parts = self.of_rows(rows, head)
         if len(parts) == 1 and (lengths == shape[2]).all():
             whole = parts[0].unpacked(self.like)
-            keys, values = (
-                tensor.view(*shape, tensor.shape[-1]) for tensor in (whole.keys, whole.values)
-            )
-            return keys, values, whole.positions.view(shape)
+            flat = whole.keys, whole.values, whole.positions
+            keys, values, positions = (one.view(*shape, *one.shape[1:]) for one in flat)
+            return keys, values, positions
         places = int(np.prod(shape))
         keys, values = (tensor.new_zeros(places, tensor.shape[-1]) for tensor in self.like)
         positions = torch.full((places,), NO_COLUMN, dtype=torch.int32, device=keys.device)
         order = np.searchsorted(self._numbers_of(rows, head), np.arange(self.rows * self.heads))
         for part in parts:
             unpacked = part.unpacked(self.like)
-            firsts = order[part.segments] * shape[2] - part.spans.starts
-            index = np.repeat(firsts, part.lengths) + np.arange(int(part.lengths.sum()))
-            at = on_device(index, keys.device)
+            at = _gathered(order[part.segments] * shape[2], part.lengths, keys.device)
             keys[at], values[at], positions[at] = unpacked.keys, unpacked.values, unpacked.positions
         keys, values = (tensor.view(*shape, tensor.shape[-1]) for tensor in (keys, values))
         return keys, values, positions.view(shape)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from kvalloc.errors import InputError, UnsupportedRequestError, option
-from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.models.attention import AttentionSwitch
 from kvalloc.models.families import cached_layers
 from kvalloc.models.loading import shape_of, warn_if_untested
@@ -18,12 +16,13 @@ from kvalloc.models.probe import Probe
 from kvalloc.models.structure import decoder_of
 from kvalloc.runtime import refusals
 from kvalloc.runtime.cache import BudgetCache
-from kvalloc.runtime.options import CacheOptions
 from kvalloc.runtime.policies import policy_of
-from kvalloc.runtime.rows import Method, Within
+from kvalloc.runtime.rows import Method, Way
 from kvalloc.runtime.states import with_state
 from kvalloc.runtime.store import Store
 from kvalloc.shape import HALF_BYTES, REDUCIBLE, ModelShape
+
+__all__ = ["Way", "build_rows", "make_layers"]
 
 
 def make_layers(model: nn.Module, shape: ModelShape) -> list[Any]:
@@ -56,31 +55,6 @@ def make_layers(model: nn.Module, shape: ModelShape) -> list[Any]:
         if one.reads is not None and isinstance(store := layers[one.reads], Store):
             store.readers += 1
     return layers
-
-
-@dataclass(frozen=True, kw_only=True)
-class Way:
-    """How rows of a batch are kept; see `build_rows`.
-
-    Attributes
-    ----------
-    profile : BudgetProfile
-    options : CacheOptions
-    longer_profile : BudgetProfile or None
-        Budgets of a longer text, by which a conversation goes once it is long enough for their
-        share to hold.
-    within : callable or None
-        Given a share and a number of tokens, returns the budgets by which a conversation goes that
-        outgrows the memory of the options; by those it has, made smaller, without it.
-    once : bool
-        Whether the budgets were decided from one prompt, and are for no other.
-    """
-
-    profile: BudgetProfile
-    options: CacheOptions = CacheOptions()
-    longer_profile: BudgetProfile | None = None
-    within: Within | None = None
-    once: bool = False
 
 
 def build_rows(
@@ -123,9 +97,8 @@ def build_rows(
     refusals.check_model(model, prompt_tokens)
     shape, switch = shape or shape_of(model), AttentionSwitch.of(model)  # the hooks share it
     wide = next(model.parameters()).itemsize > HALF_BYTES
-    distinct = {id(way): way for way in ways}
-    methods = {key: _method(way, shape, switch.probe, wide=wide) for key, way in distinct.items()}
-    rows = [methods[id(way)] for way in ways]
+    methods = {way: _method(way, shape, switch.probe, wide=wide) for way in dict.fromkeys(ways)}
+    rows = [methods[way] for way in ways]
     known = None if lengths is None else tuple(lengths)
     cache = BudgetCache(decoder_of(model), make_layers(model, shape), rows, prompt_tokens, known)
     for method in methods.values():
@@ -148,16 +121,9 @@ def _method(way: Way, shape: ModelShape, probe: Probe, *, wide: bool) -> Method:
     profile.shape.require_same_model(shape, allow_other_model=other)
     policy = policy_of(profile.policy)
     policy.scorer.check_model(shape, allow_other_model=other)
-    method = Method(
-        profile=profile,
-        policy=policy,
-        after=policy.turn_policy(rotates=probe.moves_queries),
-        options=options,
-        longer_profile=way.longer_profile,
-        within=way.within,
-        once=way.once,
-        wide=wide,
-    )
+    after = policy.turn_policy(rotates=probe.moves_queries)
+    known = {**vars(way), "profile": profile}
+    method = Method(**known, policy=policy, after=after, wide=wide)
     unserved = {*policy.unserved, *(["latent"] if policy.combines else [])}
     if unserved := unserved & {*shape.layer_types}:
         raise UnsupportedRequestError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -79,6 +80,10 @@ class Queries(Latest):
             self._fill(*_NOTHING)  # of any number of rows
 
 
+Noted: TypeAlias = "dict[tuple[int, int | None], Observed]"
+"""Notes by row and KV head, of one row each; the head is None for notes about all."""
+
+
 @dataclass(slots=True)
 class Notes:
     """Notes about a layer's rows.
@@ -89,59 +94,50 @@ class Notes:
     noted_until : int
         Columns seen when the latest queries were added.
     observed : dict of Observed
-        What the policy noted, by row and KV head; the head is None for notes about all. Of one
-        row each.
+        What the policy noted.
     later : dict of Observed
-        What the scorer noted of each row while its prompt was read again.
+        What the scorer noted while the prompt was read again.
     """
 
     queries: Queries = field(default_factory=Queries)
     noted_until: int = 0
-    observed: dict[tuple[int, int | None], Observed] = field(default_factory=dict)
-    later: dict[int, Observed] = field(default_factory=dict)
+    observed: Noted = field(default_factory=dict)
+    later: Noted = field(default_factory=dict)
 
     def forget(self, rows: IntArray, *, observed: bool) -> None:
         """Forget what the scorer noted of some rows; what the policy did only if ``observed``."""
-        forgotten = set(rows.tolist())
-        self.later = {row: note for row, note in self.later.items() if row not in forgotten}
-        if observed:
-            self.observed = {
-                key: note for key, note in self.observed.items() if key[0] not in forgotten
-            }
+        for notes in (self.later, self.observed) if observed else (self.later,):
+            for key in [key for key in notes if key[0] in rows]:
+                del notes[key]
 
     def select(self, rows: Tensor) -> None:
         """Let row i go on with the notes of row ``rows[i]``."""
         self.queries.select(rows)
-        places = list(enumerate(rows.tolist()))
-        self.later = {to: self.later[was] for to, was in places if was in self.later}
-        self.observed = {
-            (to, head): note
-            for to, place in places
-            for (was, head), note in self.observed.items()
-            if was == place
-        }
+        self.observed = _selected(self.observed, rows.tolist())
+        self.later = _selected(self.later, rows.tolist())
 
-    def observed_of(
-        self, rows: Sequence[int], head: int | None, n_kv_heads: int
-    ) -> Observed | None:
-        """Return the notes of rows, or of one KV head of a row; None if there are none."""
-        result = []
-        for row in rows:
-            note = self.observed.get((row, head))
-            if note is None and head is not None and (row, None) in self.observed:
-                note = of_head(self.observed[row, None], head, n_kv_heads)
-            if note is None:
-                return None
-            result.append(note)
-        return of_batch(result)
 
-    def later_of(self, rows: Sequence[int], head: int | None, n_kv_heads: int) -> Observed | None:
-        """Return what a scorer noted of rows while their prompt was read again."""
-        result = [self.later[row] for row in rows if row in self.later]
-        if not result:
+def _selected(notes: Noted, rows: Sequence[int]) -> Noted:
+    """Return notes by which row i goes on with those of row ``rows[i]``."""
+    return {
+        (to, head): note
+        for to, place in enumerate(rows)
+        for (was, head), note in notes.items()
+        if was == place
+    }
+
+
+def of_rows(notes: Noted, rows: IntArray, head: int | None, n_kv_heads: int) -> Observed | None:
+    """Return the notes of rows, or of one KV head of a row; None if there are none."""
+    result = []
+    for row in rows.tolist():
+        note = notes.get((row, head))
+        if note is None and head is not None and (row, None) in notes:
+            note = of_head(notes[row, None], head, n_kv_heads)
+        if note is None:
             return None
-        note = of_batch(result)
-        return note if head is None else of_head(note, head, n_kv_heads)
+        result.append(note)
+    return result[0] if len(result) == 1 else _as_one(result, torch.cat)
 
 
 def by_kv_head(tensors: Sequence[Tensor], n_kv_heads: int) -> Tensor:
@@ -169,14 +165,9 @@ def of_readers(notes: Sequence[Observed], n_kv_heads: int) -> Observed:
     )
 
 
-def of_batch(notes: Sequence[Observed]) -> Observed:
-    """Return the notes of several rows as one batch."""
-    return notes[0] if len(notes) == 1 else _as_one(notes, torch.cat)
-
-
 def of_row(observed: Observed, row: int) -> Observed:
-    """Return the notes of one row of a batch."""
-    return observed.rows(torch.tensor([row], device="cpu"))
+    """Return a copy of the notes of one row of a batch."""
+    return _as_one([observed], lambda each: each[0][row, None].clone())
 
 
 def of_head(observed: Observed, head: int, n_kv_heads: int) -> Observed:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -76,33 +76,48 @@ def cuts(row: Row, memory: int | None, start: int, end: int) -> Iterator[int]:
 
 
 def prompt_targets(
-    row: Row, tokens: int, entries: IntArray, *, padded: bool, rounded: frozenset[int]
-) -> dict[int, IntArray]:
-    """Return how many entries each layer of a row keeps of its prompt, where any has to go.
+    rows: Sequence[Row],
+    among: Iterable[int],
+    tokens: IntArray,
+    entries: IntArray,
+    padded: IntArray,
+    rounded: Container[int],
+) -> dict[int, dict[int, IntArray]]:
+    """Return how many entries each layer of some rows keeps of a prompt, where any has to go.
 
     Parameters
     ----------
-    row : Row
-    tokens : int
+    rows : sequence of Row
+    among : iterable of int
+        Which rows.
+    tokens : ndarray of int64, (n_rows,)
         Of the whole prompt.
-    entries : ndarray of int64, (n_layers, n_kv_heads)
+    entries : ndarray of int64, (n_rows, n_layers, n_kv_heads)
         Entries that there are.
-    padded : bool
+    padded : ndarray of bool, (n_rows,)
         Whether a layer that stores every column stores more than these.
-    rounded : frozenset of int
+    rounded : container of int
         Layers that are rounded now.
+
+    Returns
+    -------
+    dict of int to dict of int to ndarray of int64, (n_kv_heads,)
+        By row and layer.
     """
-    profile, budgets = row.profile, row.budgets(tokens)
-    fits, full = entries <= budgets, profile.shape.full_layers
-    if profile.by_prompt and not row.holds:  # heads of a layer share its budget
-        fits = np.broadcast_to(
-            entries.sum(axis=1, keepdims=True) <= budgets.sum(axis=1, keepdims=True), fits.shape
-        )
-    goes = [i for i in full if padded or not fits[i].all() or i in rounded]
-    if goes and profile.by_prompt and row.holds:  # heads of all layers share their budgets
-        goes = [*full]
-    counts = np.where(fits, entries, budgets)
-    return {layer: counts[layer] for layer in goes}
+    targets = {}
+    for number in among:
+        row, there = rows[number], entries[number]
+        profile, budgets = row.profile, row.budgets(int(tokens[number]))
+        fits, full = there <= budgets, profile.shape.full_layers
+        if profile.by_prompt and not row.holds:  # heads of a layer share its budget
+            in_layers = there.sum(axis=1, keepdims=True) <= budgets.sum(axis=1, keepdims=True)
+            fits = np.broadcast_to(in_layers, fits.shape)
+        goes = [i for i in full if padded[number] or not fits[i].all() or i in rounded]
+        if goes and profile.by_prompt and row.holds:  # heads of all layers share their budgets
+            goes = [*full]
+        counts = np.where(fits, there, budgets)
+        targets[number] = {layer: counts[layer] for layer in goes}
+    return targets
 
 
 def grown(row: Row, left: int | None) -> BudgetProfile:

@@ -21,8 +21,8 @@ from kvalloc.runtime import plan, refusals
 from kvalloc.runtime.door import Batch
 from kvalloc.runtime.evict import Eviction, Running, evict, wanted_queries
 from kvalloc.runtime.notes import Notes, of_row
-from kvalloc.runtime.rows import Row, Widths, alike, with_scattered
-from kvalloc.runtime.second_read import Held, HeldPrompt, check_context, read_again
+from kvalloc.runtime.rows import Row, alike, with_scattered
+from kvalloc.runtime.second_read import Held, HeldPrompt, check_context
 from kvalloc.runtime.tail import rows_of
 from kvalloc.scorers import Scorer
 
@@ -132,7 +132,7 @@ def begin(cache: Any, running: Running, arguments: Mapping[str, Any]) -> None:
     entries += batch.lengths[:, None, None]
     entries += cache.kept_tokens_by_row if batch.seen else 0
     padded = seen < batch.seen + batch.new
-    for group in alike(rows, np.setdiff1d(np.arange(len(rows)), whole)):
+    for group in alike(rows, [n for n, row in enumerate(rows) if not row.holds]):
         first, policy = rows[group[0]], rows[group[0]].method.policy
         if (batch.seen or not batch.completes) and policy.combines:
             raise UnsupportedRequestError(
@@ -140,12 +140,12 @@ def begin(cache: Any, running: Running, arguments: Mapping[str, Any]) -> None:
                 "prompt; send it in one piece, or choose another policy"
             )
         rounded = first.widths if batch.completes else {}
-        goals = _goals(rows, group, prompts, entries, padded, rounded)
+        goals = plan.prompt_targets(rows, group, prompts, entries, padded, rounded)
         eviction_of_all = Eviction.of(
+            cache,
             first,
             group,
             policy,
-            door=door,
             tokens=seen,
             prompt=prompts,
             unobserved=batch.lengths,
@@ -154,20 +154,15 @@ def begin(cache: Any, running: Running, arguments: Mapping[str, Any]) -> None:
             more=not batch.completes,
         )
         for eviction, targets in eviction_of_all.by_layers(goals):
-            for layer, counts in targets.items():
-                for listener in cache.extensions:
-                    listener.planned({layer: counts})
-                running.planned.setdefault(layer, []).append((eviction, counts))
+            cache.tell("planned", targets)
+            running.planned.append((eviction, targets))
         if eviction_of_all.remember:
             running.observing.append(eviction_of_all)
         if policy.observes:
             running.n_queries = max(running.n_queries, batch.new)
-    for number in whole if cache.extensions else ():
-        row = rows[number]
-        budgets = np.full_like(row.profile.budgets, row.prompt)
-        goal = plan.prompt_targets(row, row.prompt, budgets, padded=False, rounded=frozenset())
-        for listener in cache.extensions:
-            listener.planned({layer: counts[None] for layer, counts in goal.items()})
+    in_the_end = np.broadcast_to(prompts[:, None, None], entries.shape)
+    for goal in plan.prompt_targets(rows, whole, prompts, in_the_end, padded, ()).values():
+        cache.tell("planned", {layer: counts[None] for layer, counts in goal.items()})
     cache.rows = rows
     together = [
         plan.layers_together(int(batch.lengths.sum()), row.profile, row.method.options.memory)
@@ -176,27 +171,6 @@ def begin(cache: Any, running: Running, arguments: Mapping[str, Any]) -> None:
     running.together = min(together, default=1)
     if not running.planned and not running.observing and not whole:
         running.n_queries = 0
-
-
-def _goals(
-    rows: Sequence[Row],
-    group: IntArray,
-    tokens: IntArray,
-    entries: IntArray,
-    padded: IntArray,
-    widths: Widths,
-) -> dict[int, dict[int, IntArray]]:
-    """Return `plan.prompt_targets` of each row of a group; arrays are of all rows."""
-    return {
-        row: plan.prompt_targets(
-            rows[row],
-            int(tokens[row]),
-            entries[row],
-            padded=bool(padded[row]),
-            rounded=frozenset(widths),
-        )
-        for row in group.tolist()
-    }
 
 
 def _new_rows(cache: Any, batch: Batch) -> list[Row]:
@@ -235,37 +209,25 @@ def _check_room(cache: Any, rows: Sequence[Row], left: IntArray) -> None:
     for number, row in enumerate(rows):
         if row.holds and (later := row.method.policy.scorer.later) is not None:
             position = cache.prompt_read.next_position(number, cache.door.columns(number))
-            check_context(later, [position + int(left[number])], row.prompt, limit)
+            check_context(later, position + int(left[number]), row.prompt, limit)
 
 
 @torch.no_grad()
 def end(cache: Any) -> None:
     """Evict in rows that stayed whole until now, after a second read if they need one."""
     rows, tokens = cache.rows, cache.tokens
-    whole = np.flatnonzero([row.holds for row in rows])
+    whole = [number for number, row in enumerate(rows) if row.holds]
     padded, entries = tokens < cache.get_seq_length(), cache.kept_tokens_by_row
     for group in alike(rows, whole):
-        first = rows[group[0]]
-        method, widths = first.method, first.widths
-        goals = _goals(rows, group, tokens, entries, padded, widths)
-        due = np.array([row for row, goal in goals.items() if goal], dtype=np.int64)
-        if not len(due):
+        first, policy = rows[group[0]], rows[group[0]].method.policy
+        goals = plan.prompt_targets(rows, group, tokens, entries, padded, first.widths)
+        if not (due := [row for row, goal in goals.items() if goal]):
             continue
-        eviction_of_all = Eviction.of(
-            first,
-            due,
-            method.policy,
-            door=cache.door,
-            tokens=tokens,
-            prompt=tokens,
-            widths=widths,
-            remember=first.goes_on_observing,
-            whole=True,
-        )
+        eviction_of_all = Eviction.of(cache, first, due, policy, whole=True)
         with cache.half_way():
-            if method.policy.scorer.later is not None:
+            if policy.scorer.later is not None:
                 layers = sorted({layer for goal in goals.values() for layer in goal})
-                _read_again(cache, due, method.policy.scorer, layers)
+                _read_again(cache, due, policy.scorer, layers)
             for eviction, targets in eviction_of_all.by_layers(goals):
                 evict(cache, eviction, targets)
     cache.prompt_read = ReadTokens()
@@ -274,14 +236,13 @@ def end(cache: Any) -> None:
     cache.rows = [plan.evicted(row, ranked=True) for row in rows]
 
 
-def _read_again(cache: Any, rows: IntArray, scorer: Scorer, layers: Sequence[int]) -> None:
+def _read_again(cache: Any, rows: Sequence[int], scorer: Scorer, layers: Sequence[int]) -> None:
     """Let the model read the prompts of rows once more; the scorer takes notes."""
     decoder, door, stores, seen = cache.decoder(), cache.door, cache.stores, cache.get_seq_length()
     assert decoder is not None, "it has just read the prompt"
-    assert scorer.later is not None
     sinks, read = cache.rows[rows[0]].profile.policy.sinks, cache.prompt_read
     by_place: dict[object, list[int]] = {}
-    for row in rows.tolist():
+    for row in rows:
         by_place.setdefault(door.place(row), []).append(row)
     for alike_rows in by_place.values():
         group, columns = np.array(alike_rows), door.columns(alike_rows[0])
@@ -298,16 +259,14 @@ def _read_again(cache: Any, rows: IntArray, scorer: Scorer, layers: Sequence[int
                 entries = [rows_of(one, group)[:, :, at] for one in (layer.keys, layer.values)]
             held = Held(source=layer, rows=on_host, entries=entries, slides=slides)
             layers_of_prompt.append(held)
-        positions = [read.next_position(row, columns) for row in alike_rows]
         prompt = HeldPrompt(
             decoder=decoder,
             layers=layers_of_prompt,
-            next_positions=torch.tensor(positions, device="cpu"),
             positions=read.positions[:, group][:, :, columns],
             read={name: rows_of(one, group)[:, columns] for name, one in read.tokens.items()},
             features=read.features,
         )
-        notes = read_again(prompt, scorer, scorer.later, layers, cache.reads, sinks=sinks)
+        notes = prompt.read_again(scorer, layers, cache.reads, sinks=sinks)
         for index, observed in notes.items():
             for place, row in enumerate(alike_rows):
-                stores[index].notes.later[row] = of_row(observed, place)
+                stores[index].notes.later[row, None] = of_row(observed, place)

@@ -31,7 +31,7 @@ _LARGEST_SCALE = 65504.0
 """Largest finite float16."""
 
 _LARGEST = 2.0**12
-"""Scales and minima beyond it are stored in bfloat16: float16 has few digits behind the point."""
+"""Scales and minima from it on are stored in bfloat16: float16 has few digits behind the point."""
 
 _LEAST_STEP, _LEAST_CHANNEL_STEP = 2.0**-16, 2.0**-22
 """A head, or a channel of its keys, whose steps are all smaller has scales in bfloat16: below
@@ -224,14 +224,31 @@ def fits_float16(magnitudes: Tensor, bits: int | None = None) -> Tensor:
     -------
     Tensor of bool, ()
     """
-    fits: Tensor = magnitudes.max() <= _LARGEST  # not if a number is NaN
-    if bits is None:
-        return fits
-    steps = magnitudes / (2**bits - 1)
-    heads = steps.amax(dim=1)
-    small = ((steps > 0) & (steps < _LEAST_CHANNEL_STEP)).any()
-    fits &= ~small & ~((heads > 0) & (heads < _LEAST_STEP)).any()
-    return fits
+    levels = 0 if bits is None else 2**bits - 1
+    least, least_channel = _LEAST_STEP * levels, _LEAST_CHANNEL_STEP * levels
+    return within(magnitudes, _LARGEST, least, least_channel)
+
+
+def within(channels: Tensor, end: float, least: float, least_channel: float) -> Tensor:
+    """Return whether magnitudes are below an end, and neither heads nor channels too small.
+
+    Parameters
+    ----------
+    channels : Tensor, (n_heads, n_channels)
+        The largest of each head's channels.
+    end : float
+    least, least_channel : float
+        A head is too small if all of its channels are below the first, a channel if it is below
+        the second; those of 0 are not.
+
+    Returns
+    -------
+    Tensor of bool, ()
+    """
+    heads = channels.amax(dim=1)
+    small = (heads > 0) & (heads < least)
+    fits: Tensor = ((heads < end) & ~small).all()  # not if a number is NaN
+    return fits & ~((channels > 0) & (channels < least_channel)).any()
 
 
 def _upper_half(values: Tensor, away: Tensor | int) -> Tensor:

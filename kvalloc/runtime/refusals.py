@@ -17,7 +17,7 @@ from kvalloc.errors import (
     option,
 )
 from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.models.names import MaskFunction, base_implementation, mask_function
+from kvalloc.models.names import base_implementation, mask_function
 from kvalloc.models.structure import check_layers, context_limit, decoder_of
 from kvalloc.runtime.policies import policy_class
 from kvalloc.runtime.policies.base import EvictionPolicy
@@ -168,9 +168,7 @@ def check_turn(decoder: nn.Module, seen: int, new: int) -> None:
         )
 
 
-def check_forward(
-    decoder: nn.Module, arguments: Mapping[str, Any], stored_rows: int
-) -> MaskFunction:
+def check_forward(decoder: nn.Module, arguments: Mapping[str, Any], stored_rows: int) -> None:
     """Refuse a forward that the cache cannot serve.
 
     Parameters
@@ -182,18 +180,13 @@ def check_forward(
     stored_rows : int
         Rows that the cache holds before it.
 
-    Returns
-    -------
-    MaskFunction
-        What makes the masks of the model's attention implementation.
-
     Raises
     ------
     UnsupportedRequestError
         If the attention implementation, the arguments, the batch size or the mask do not fit.
     """
     base, batch = base_implementation(decoder.config), new_tokens_shape(arguments)[0]
-    masks, weights = mask_function(base), arguments.get("output_attentions")
+    weights = arguments.get("output_attentions")
     if weights is None:
         weights = getattr(decoder.config, "output_attentions", False)
     if not stored_rows:  # looked for once a prompt; `hooks` notices layers compiled after it
@@ -211,7 +204,7 @@ def check_forward(
             "with gradient checkpointing a model in training fills no cache; call model.eval(), or "
             "model.gradient_checkpointing_disable()"
         )
-    if masks is None:
+    if mask_function(base) is None:
         raise UnsupportedRequestError(
             f"a reduced cache runs on sdpa, eager, flash and flex attention, not on {base}; load "
             'the model with attn_implementation="sdpa"'
@@ -221,7 +214,6 @@ def check_forward(
             f"the cache holds a batch of {stored_rows}, but this input has one of {batch}; make a "
             "cache for each batch, or repeat the rows with cache.batch_repeat_interleave(n)"
         )
-    return masks
 
 
 def selected_rows(indices: Any, n_rows: int) -> Tensor:
@@ -260,13 +252,7 @@ def selected_rows(indices: Any, n_rows: int) -> Tensor:
 
 
 def new_tokens_shape(arguments: Mapping[str, Any]) -> tuple[int, int]:
-    """Return rows and new tokens of a forward, as `new_tokens` finds them."""
-    rows, columns = new_tokens(arguments).shape[:2]
-    return rows, columns
-
-
-def new_tokens(arguments: Mapping[str, Any]) -> Tensor:
-    """Return the embeddings of a forward, (batch, n, hidden_size), or else its ids, (batch, n).
+    """Return rows and new tokens of a forward: of its embeddings, or else of its ids.
 
     Raises
     ------
@@ -277,4 +263,5 @@ def new_tokens(arguments: Mapping[str, Any]) -> Tensor:
     tokens = arguments.get("input_ids") if tokens is None else tokens
     if not isinstance(tokens, Tensor):
         raise UnsupportedRequestError("this forward has neither input_ids nor inputs_embeds")
-    return tokens
+    rows, columns = tokens.shape[:2]
+    return rows, columns

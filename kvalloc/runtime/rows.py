@@ -23,34 +23,46 @@ Widths: TypeAlias = Mapping[int, IntArray]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Method:
-    """How rows keep their budgets.
+class Way:
+    """How rows of a batch are to be kept.
 
     Attributes
     ----------
     profile : BudgetProfile
         Budgets and policy.
-    policy, after : EvictionPolicy
-        For the entries of a prompt, and for a turn's kept and new entries.
     options : CacheOptions
     longer_profile : BudgetProfile or None
-        Budgets of a longer text, by which a conversation goes once their share holds.
+        Budgets of a longer text, by which a conversation goes once it is long enough for their
+        share to hold.
     within : callable or None
-        Gives the profile of a share and a length, for a conversation that outgrows the memory.
-    wide : bool
-        Whether the model's numbers take more than 16 bits.
+        Given a share and a number of tokens, returns the budgets by which a conversation goes that
+        outgrows the memory of the options; by those it has, made smaller, without it.
     once : bool
         Whether the budgets were decided from one prompt, and are for no other.
     """
 
     profile: BudgetProfile
-    policy: EvictionPolicy
-    after: EvictionPolicy
-    options: CacheOptions
+    options: CacheOptions = CacheOptions()
     longer_profile: BudgetProfile | None = None
     within: Within | None = None
-    wide: bool = False
     once: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Method(Way):
+    """A way that was checked for a model; the policy of its profile is the one of its options.
+
+    Attributes
+    ----------
+    policy, after : EvictionPolicy
+        For the entries of a prompt, and for a turn's kept and new entries.
+    wide : bool
+        Whether the model's numbers take more than 16 bits.
+    """
+
+    policy: EvictionPolicy
+    after: EvictionPolicy
+    wide: bool = False
 
     def holds(self, *, in_chunks: bool) -> bool:
         """Return whether a prompt stays whole until it is complete, and all layers evict at once.
@@ -165,10 +177,10 @@ def with_scattered(rows: Sequence[Row], arguments: Mapping[str, Any]) -> list[Ro
     ]
 
 
-def alike(rows: Sequence[Row], among: IntArray) -> list[IntArray]:
+def alike(rows: Sequence[Row], among: Sequence[int]) -> list[list[int]]:
     """Return rows that evict together: of one method, one set of widths and one policy."""
     groups: dict[tuple[int, ...], list[int]] = {}
-    for row in among.tolist():
+    for row in among:
         one = rows[row]
         groups.setdefault((id(one.method), id(one.profile.bits), one.scattered), []).append(row)
-    return [np.array(each) for each in groups.values()]
+    return [*groups.values()]

@@ -20,7 +20,7 @@ from kvalloc.models.attention import (
     intercept_attention,
     without_autocast,
 )
-from kvalloc.models.structure import context_limit
+from kvalloc.runtime.kept import index_of
 from kvalloc.runtime.notes import of_readers
 from kvalloc.runtime.states import state_of, with_state
 from kvalloc.scorers import Scorer
@@ -61,13 +61,11 @@ class LaterLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Return all keys and values, later tokens behind."""
-        prompt = (
-            self._held
-            if self._places is None
-            else [_taken(one, self._places) for one in self._held]
-        )
-        pairs = zip(prompt, (key_states, value_states), strict=True)
-        keys, values = (torch.cat(pair, dim=-2) for pair in pairs)
+        shown: Any = slice(None)
+        if self._places is not None:
+            shown = index_of(self._places.numpy(), key_states.device)
+        pairs = zip(self._held, (key_states, value_states), strict=True)
+        keys, values = (torch.cat([held[:, :, shown], new], dim=-2) for held, new in pairs)
         return keys, values
 
     def get_seq_length(self) -> int:
@@ -79,14 +77,6 @@ class LaterLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         new = query_length.shape[0] if isinstance(query_length, Tensor) else query_length
         shown = int(self._held[0].shape[2]) if self._places is None else len(self._places)
         return shown + int(new), self._tokens - shown
-
-
-def _taken(states: Tensor, places: Tensor) -> Tensor:
-    """Return increasing places of the tokens: a view where they follow each other."""
-    count = len(places)
-    if count and int(places[-1] - places[0]) == count - 1:
-        return states.narrow(2, int(places[0]), count)
-    return states.index_select(2, places.to(states.device))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,7 +102,7 @@ class Held:
     slides: bool = False
 
     def layer(self, shown: Tensor | None, tokens: int) -> Any:
-        """Return a cache layer for later tokens, which goes with them; see `HeldPrompt.cache`."""
+        """Return a cache layer for later tokens, which goes with them; see `LaterLayer`."""
         other = state_of(self.source, self.rows)
         if self.entries is None:
             return other
@@ -130,8 +120,6 @@ class HeldPrompt:
     decoder : nn.Module
         The model without its language-model head.
     layers : sequence of Held
-    next_positions : Tensor of int64, (n_rows,)
-        Position of the token after each row.
     positions : Tensor of int64, (n_axes, n_rows, n_tokens)
         Positions of the prompts, on the host.
     read : mapping of str to Tensor, each (n_rows, n_tokens, ...)
@@ -142,7 +130,6 @@ class HeldPrompt:
 
     decoder: nn.Module
     layers: Sequence[Held]
-    next_positions: Tensor
     positions: Tensor
     read: Mapping[str, Tensor]
     features: Sequence[Tensor] = ()
@@ -152,29 +139,70 @@ class HeldPrompt:
         """Tokens of each row."""
         return int(self.positions.shape[2])
 
-    def cache(self, shown: Tensor | None) -> Cache:
-        """Return a new cache for tokens after the prompts, which go with it.
+    @torch.no_grad()
+    def read_again(
+        self, scorer: Scorer, layers: Collection[int], reads: Mapping[int, int], *, sinks: int
+    ) -> dict[int, Observed]:
+        """Let the model read the prompts again, as a scorer asks for; they are the same afterwards.
 
         Parameters
         ----------
+        scorer : Scorer
+            Its `Scorer.later` says how they are read.
+        layers : collection of int
+            Layers to look at.
+        reads : mapping of int to int
+            Of each layer that reads another one's entries, which: it is looked at as well.
+        sinks : int
+            First tokens of the prompt that are never evicted.
+
+        Returns
+        -------
+        dict of int to Observed
+            What the scorer noted of each layer.
+        """
+        notes: dict[int, Observed] = {}
+        assert scorer.later is not None
+        for piece, step in _pieces(self.tokens, scorer.later, sinks):
+
+            def look(states: AttentionStates, compute: Compute, step: LaterStep = step) -> Any:
+                if reads.get(states.layer, states.layer) in layers:
+                    noted_states = replace(states, observed=notes.get(states.layer))
+                    with without_autocast(states.keys):
+                        note = scorer.observe_later(noted_states, step, sinks=sinks)
+                    notes[states.layer] = note
+                return compute(states.mask)
+
+            with intercept_attention(self.decoder, look):
+                self._run(piece, step.shown)
+        for source in {*reads.values()} & {*layers}:
+            among = [notes[source], *(notes.pop(one) for one, of in reads.items() if of == source)]
+            entries: Any = self.layers[source].entries
+            notes[source] = of_readers(among, int(entries[0].shape[1]))
+        return notes
+
+    def _run(self, piece: slice, shown: Tensor | None) -> None:
+        """Let the decoder read some tokens of the prompts behind them, in a new cache.
+
+        They are as far from each other as in the prompt, on each axis of the positions. Of four
+        axes the first one is of text, in which tokens of an image count one by one.
+
+        Parameters
+        ----------
+        piece : slice
+            Which tokens.
         shown : Tensor of int64, (n_shown,), or None
-            Tokens that the later ones see in full-attention layers; None for all.
+            Tokens that they see in full-attention layers; None for all.
         """
-        return Cache(layers=[one.layer(shown, self.tokens) for one in self.layers])
-
-    def run(self, cache: Cache, piece: slice) -> None:
-        """Let the decoder read some tokens of the prompts behind them.
-
-        They are as far from each other as in the prompt, on each axis of the positions.
-        """
+        cache = Cache(layers=[one.layer(shown, self.tokens) for one in self.layers])
         read: dict[str, Any] = {name: one[:, piece] for name, one in self.read.items()}
         places, device = read.pop(names.IMAGE_PLACES), next(iter(read.values())).device
         if self.features:
             read[names.IMAGE_PLACES] = (places >= 0).to(device)
             read[names.IMAGE_FEATURES] = [one[places[places >= 0]] for one in self.features]
         positions = self.positions[:, :, piece]
-        first = positions[-3:].amin(dim=(0, 2))
-        positions = positions + (self.next_positions - first)[:, None]
+        first, behind = positions[-3:].amin(dim=(0, 2)), self.positions[-3:].amax(dim=(0, 2)) + 1
+        positions = positions + (behind - first)[:, None]
         positions = positions if len(positions) > 1 else positions[0]
         self.decoder(
             **read,
@@ -184,83 +212,26 @@ class HeldPrompt:
         )
 
 
-@torch.no_grad()
-def read_again(
-    prompt: HeldPrompt,
-    scorer: Scorer,
-    later: Later,
-    layers: Collection[int],
-    reads: Mapping[int, int],
-    *,
-    sinks: int,
-) -> dict[int, Observed]:
-    """Let the model read prompts again, as a scorer asks for; they are the same afterwards.
-
-    Parameters
-    ----------
-    prompt : HeldPrompt
-    scorer : Scorer
-    later : Later
-        How they are read.
-    layers : collection of int
-        Layers to look at.
-    reads : mapping of int to int
-        Of each layer that reads another one's entries, which: it is looked at as well.
-    sinks : int
-        First tokens of the prompt that are never evicted.
-
-    Returns
-    -------
-    dict of int to Observed
-        What the scorer noted of each layer.
-
-    Raises
-    ------
-    InputError
-        If a repetition goes beyond the tokens that the model was made for.
-    """
-    notes: dict[int, Observed] = {}
-    if (limit := context_limit(prompt.decoder)) is not None:
-        check_context(later, prompt.next_positions.tolist(), prompt.tokens, limit)
-    for piece, step in _pieces(prompt, later, sinks):
-
-        def look(states: AttentionStates, compute: Compute, step: LaterStep = step) -> Any:
-            if reads.get(states.layer, states.layer) in layers:
-                noted_states = replace(states, observed=notes.get(states.layer))
-                with without_autocast(states.keys):
-                    note = scorer.observe_later(noted_states, step, sinks=sinks)
-                notes[states.layer] = note
-            return compute(states.mask)
-
-        with intercept_attention(prompt.decoder, look):
-            prompt.run(prompt.cache(step.shown), piece)
-    for source in {*reads.values()} & {*layers}:
-        among = [notes[source], *(notes.pop(one) for one, of in reads.items() if of == source)]
-        entries: Any = prompt.layers[source].entries
-        notes[source] = of_readers(among, int(entries[0].shape[1]))
-    return notes
-
-
-def check_context(later: Later, places: Sequence[int], tokens: int, limit: int) -> None:
+def check_context(later: Later, place: int, tokens: int, limit: int) -> None:
     """Refuse a prompt that does not fit, with its repetition, what the model was made for.
 
     Parameters
     ----------
     later : Later
         The repetition after the prompt.
-    places : sequence of int
-        Position of the first token after each row of the prompt.
+    place : int
+        Position of the first token after a row of the prompt.
     tokens : int
-        Tokens of the rows.
+        Tokens of the row.
     limit : int
         Positions that the model has.
 
     Raises
     ------
     InputError
-        If a row, or the repetition behind it, does not fit.
+        If the row, or the repetition behind it, does not fit.
     """
-    place, extent = max(places), later.furthest(tokens)
+    extent = later.furthest(tokens)
     if place + extent <= limit:
         return
     room = limit - place - CARRIED_TOKENS
@@ -273,19 +244,19 @@ def check_context(later: Later, places: Sequence[int], tokens: int, limit: int) 
     )
 
 
-def _pieces(prompt: HeldPrompt, later: Later, sinks: int) -> list[tuple[slice, LaterStep]]:
+def _pieces(n_prompt: int, later: Later, sinks: int) -> list[tuple[slice, LaterStep]]:
     """Return which tokens of the prompts each repetition reads, and its description."""
-    places, pieces = torch.arange(prompt.tokens, device="cpu"), []
-    for begin in range(0, prompt.tokens, later.tokens):
+    places, pieces = torch.arange(n_prompt, device="cpu"), []
+    for begin in range(0, n_prompt, later.tokens):
         repeated = places[begin : begin + later.tokens]
         read = places[max(begin - CARRIED_TOKENS, 0) : begin + later.tokens]
         leading, shown = places[: min(sinks, begin)], None
         if later.nearby is not None:
             first, end = max(begin - later.nearby, 0), begin + later.tokens + later.nearby
             seen = torch.cat([places[: min(first, max(sinks, SHOWN_FIRST))], places[first:end]])
-            shown = seen if len(seen) < prompt.tokens else None
+            shown = seen if len(seen) < n_prompt else None
         step = LaterStep(
-            n_prompt=prompt.tokens,
+            n_prompt=n_prompt,
             repeated=repeated,
             leading=leading if len(leading) else None,
             shown=shown,

@@ -28,8 +28,6 @@ class Candidates:
     keys, values : Tensor, (n_rows, n_kv_heads, n, head_dim)
     positions : Tensor of int32, (n_rows, n_kv_heads, n)
         Which token of its row each is.
-    front : int
-        Number of first places that earlier evictions kept, places of no entry included.
     absent, counts : Tensor, (n_rows, n_kv_heads, n) and (n_rows, n_kv_heads), or None
         Places of no entry, and how many entries each head has, where they hold different numbers;
         see `AttentionStates`.
@@ -38,7 +36,6 @@ class Candidates:
     keys: Tensor
     values: Tensor
     positions: Tensor
-    front: int = 0
     absent: Tensor | None = None
     counts: Tensor | None = None
 
@@ -102,11 +99,16 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
         """
         return tokens if self.tail is None else self.tail.lengths
 
+    @property
+    def kept_counts(self) -> IntArray:
+        """Entries that earlier evictions kept of each row and KV head, (rows, n_kv_heads)."""
+        if self.kept is None:
+            return np.zeros((self.rows, int(self.keys.shape[1])), dtype=np.int64)
+        return self.kept.lengths
+
     def counts(self, tokens: IntArray) -> IntArray:
         """Return the entries of each row and KV head, (rows, n_kv_heads)."""
-        heads = np.zeros((1, int(self.keys.shape[1])), dtype=np.int64)
-        kept = heads if self.kept is None else self.kept.lengths
-        return np.asarray(kept + self.latest(tokens)[:, None])
+        return np.asarray(self.kept_counts + self.latest(tokens)[:, None])
 
     def stored_tensors(self) -> list[Tensor]:
         """Return all tensors that are allocated now, positions of kept entries too."""
@@ -174,9 +176,7 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
 
     def is_even(self, row: int) -> bool:
         """Return whether all KV heads of a row hold as many entries."""
-        return self.kept is None or bool(
-            (self.kept.lengths[row] == self.kept.lengths[row, 0]).all()
-        )
+        return len({*self.kept_counts[row].tolist()}) == 1
 
     def candidates(
         self,
@@ -217,13 +217,12 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
         if self.kept is None or latest:
             return Candidates(keys=keys, values=values, positions=positions)
         lengths = self.kept.lengths[rows][:, heads]
-        front = int(lengths.max(initial=0))
         before = self.kept.padded(rows, head)
         keys, values, positions = (
             torch.cat(pair, dim=2) for pair in zip(before, (keys, values, positions), strict=True)
         )
-        found = Candidates(keys=keys, values=values, positions=positions, front=front)
-        if (lengths == front).all():
+        found = Candidates(keys=keys, values=values, positions=positions)
+        if (lengths == lengths.max(initial=0)).all():
             return found
         counts = torch.from_numpy(lengths + end)
         return replace(found, absent=positions == NO_COLUMN, counts=counts)
@@ -278,7 +277,7 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
         self.kept = replace(before, parts=joined([*whole_rows, *stay, *new]))
         if self.tail is None:
             empty = [states[:, :, :0].clone() for states in (self.keys, self.values)]
-            self.tail = Tail(empty[0], empty[1], np.zeros(before.rows, np.int64))
+            self.tail = Tail(empty, np.zeros(before.rows, np.int64))
         else:
             self.tail.forget(rows)
         self.keys, self.values = self.tail.states

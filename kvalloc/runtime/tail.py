@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvalloc.accounting import IntArray
-from kvalloc.runtime.kept import on_device
+from kvalloc.runtime.kept import index_of, on_device
 
 BLOCK_TOKENS = 64
 """Tokens that a tail gets room for at a time: until then none is copied, and no address changes."""
@@ -163,9 +163,6 @@ class Latest:
 class Tail(Latest):
     """Keys and values of the tokens since a layer's latest eviction; contiguous."""
 
-    def __init__(self, keys: Tensor, values: Tensor, lengths: IntArray) -> None:
-        super().__init__((keys, values), lengths)
-
     def _fill(self, buffers: Iterable[Tensor], lengths: IntArray) -> None:
         self._n_single = 0  # tokens that came one at a time
         super()._fill(buffers, lengths)
@@ -196,7 +193,4 @@ class Tail(Latest):
 
 def rows_of(states: Tensor, rows: IntArray) -> Tensor:
     """Return some rows: a view where they follow each other."""
-    first, count = int(rows[0]), len(rows)
-    if int(rows[-1]) - first == count - 1:
-        return states.narrow(0, first, count)
-    return states[on_device(np.asarray(rows), states.device)]
+    return states[index_of(rows, states.device)]

@@ -29,7 +29,8 @@ def memory_of(cache: Any, row: Row) -> int | None:
     return None if memory is None else memory // sum(row.method is r.method for r in cache.rows)
 
 
-def _interval(cache: Any, row: Row) -> int:
+def interval(cache: Any, row: Row) -> int:
+    """Return the number of tokens between a row's latest eviction and its next one."""
     return plan.interval(row, memory_of(cache, row), row.evicted_at)
 
 
@@ -54,15 +55,13 @@ def cuts(cache: Any, seen: int, end: int) -> Iterator[int]:
 
 def room_tokens(cache: Any) -> int:
     """Return the tokens between two evictions for which a layer has room, at most."""
-    interval = min(
-        (_interval(cache, row) for row in cache.rows if row.method.goes_on), default=None
-    )
-    if interval is None:
+    tokens = min((interval(cache, row) for row in cache.rows if row.method.goes_on), default=None)
+    if tokens is None:
         return plan.MIN_INTERVAL
     if (free := _free_tokens(cache)) is None or not cache.door.complete:
-        return interval
+        return tokens
     tail = next(iter(cache.stores.values())).tail
-    return max(min(interval, (0 if tail is None else tail.tokens) + free), 1)
+    return max(min(tokens, (0 if tail is None else tail.tokens) + free), 1)
 
 
 def note_positions(cache: Any, arguments: Mapping[str, Any]) -> None:
@@ -97,7 +96,7 @@ def catch_up(cache: Any) -> None:
     due = [
         number
         for number in _followed(cache)
-        if full or (row := cache.rows[number]).seen - row.evicted_at >= _interval(cache, row)
+        if full or (row := cache.rows[number]).seen - row.evicted_at >= interval(cache, row)
     ]
     if due:
         _settle(cache, due)
@@ -137,26 +136,16 @@ def _settle(cache: Any, rows: Sequence[int]) -> None:
     if not due:
         return
     tokens, goals, new_only = cache.tokens, dict[int, dict[int, IntArray]](), dict[int, bool]()
-    counts = np.stack([store.counts(tokens) for store in stores.values()], axis=1)
+    kept = np.stack([store.kept_counts for store in stores.values()], axis=1)
     latest = np.stack([store.latest(tokens) for store in stores.values()], axis=1)[:, :, None]
     for number in due:
-        kept, new = (counts - latest)[number], latest[number]
-        cache.rows[number], new_only[number], goals[number] = _goal(cache, number, kept, new)
+        of_row = _goal(cache, number, kept[number], latest[number])
+        cache.rows[number], new_only[number], goals[number] = of_row
     with cache.half_way():
-        for group in alike(cache.rows, np.array(due)):
+        for group in alike(cache.rows, due):
             for keeps in (False, True):
-                row = cache.rows[group[0]]
-                eviction_of_all = Eviction.of(
-                    row,
-                    np.array([n for n in group.tolist() if new_only[n] is keeps], dtype=np.int64),
-                    row.after,
-                    door=cache.door,
-                    tokens=tokens,
-                    prompt=tokens,
-                    widths=row.widths,
-                    remember=row.goes_on_observing,
-                    new_only=keeps,
-                )
+                row, evicting = cache.rows[group[0]], [n for n in group if new_only[n] is keeps]
+                eviction_of_all = Eviction.of(cache, row, evicting, row.after, new_only=keeps)
                 for eviction, targets in eviction_of_all.by_layers(goals):
                     evict(cache, eviction, targets)
     for store in stores.values():

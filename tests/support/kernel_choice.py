@@ -12,9 +12,9 @@ from kvalloc.runtime.attention import cpu
 
 WITH, WITHOUT = "with_kernel", "without_kernel"
 
-needs_kernel = pytest.mark.skipif(
-    cpu.unavailable() is not None, reason=f"no kernel here: {cpu.unavailable()}"
-)
+NO_KERNEL = cpu.CpuBackend().unavailable()
+
+needs_kernel = pytest.mark.skipif(NO_KERNEL is not None, reason=f"no kernel here: {NO_KERNEL}")
 
 
 @contextlib.contextmanager
@@ -22,7 +22,7 @@ def kernel_choice(name: str) -> Iterator[list[int]]:
     """While it is open, the list gets the number of query tokens of each call of the CPU's kernel.
 
     Without kernels it is as where there is neither a compiler nor Triton. With them is also where
-    this machine has none: then torch's operations do all (`cpu.unavailable` tells why).
+    this machine has none: then torch's operations do all (`NO_KERNEL` tells why).
     """
     calls: list[int] = []
     kernel = cpu.cpu_attention

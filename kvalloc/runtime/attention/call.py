@@ -9,7 +9,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvalloc.models.attention import AttentionStates
 from kvalloc.runtime.kept import Kept
 
 KERNEL_TYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -50,22 +49,6 @@ class AttentionCall:
     softcap: float | None = None
     sink_logits: Tensor | None = None
     sees: Tensor | None = None
-
-    @classmethod
-    def of(
-        cls, states: AttentionStates, starts: Tensor | None = None, sees: Tensor | None = None
-    ) -> AttentionCall:
-        """Make a call of what attention sees; keys and values are of tokens that followed."""
-        return cls(
-            queries=states.queries,
-            keys=states.keys,
-            values=states.values,
-            scaling=states.scaling,
-            starts=starts,
-            softcap=states.softcap,
-            sink_logits=states.sink_logits,
-            sees=sees,
-        )
 
     @property
     def work_type(self) -> torch.dtype:

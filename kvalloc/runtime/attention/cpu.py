@@ -52,14 +52,14 @@ class _Part(ctypes.Structure):
     @classmethod
     def of(cls, kept: Part, value_dim: int) -> _Part:
         """Describe the entries of one width."""
-        width = WIDTHS[kept.bits]
+        width, scales = WIDTHS[kept.bits], kept.key_scales
         return cls(
             keys=kept.keys.data_ptr(),
             values=kept.values.data_ptr(),
-            key_scales=_place(kept.key_scales),
+            key_scales=None if scales is None else scales.data_ptr(),
             key_kind=_KINDS.get(kept.keys.dtype, width.keys),
             value_kind=_KINDS.get(kept.values.dtype, width.values),
-            scale_kind=0 if kept.key_scales is None else _KINDS[kept.key_scales.dtype],
+            scale_kind=0 if scales is None else _KINDS[scales.dtype],
             turned=turns(kept.bits, value_dim),
         )
 
@@ -88,7 +88,8 @@ class CpuBackend(Backend):
 
     def unavailable(self) -> str | None:
         """Return why there is no compiled code on this machine."""
-        return unavailable()
+        library = kernel_library()
+        return library if isinstance(library, str) else None
 
     def refusal(self, call: AttentionCall, kept: Kept) -> str | None:
         """Refuse types it does not read, gradients, too long a question, no compiler."""
@@ -97,7 +98,7 @@ class CpuBackend(Backend):
         rows = call.queries.shape[1] // call.keys.shape[1] * call.queries.shape[2]
         if not 0 < rows <= MOST_ROWS:
             return f"it has room for {MOST_ROWS} query rows of a KV head"
-        return call.kernel_refusal(kept) or unavailable()
+        return call.kernel_refusal(kept) or self.unavailable()
 
     def attend(self, call: AttentionCall, kept: Kept) -> Tensor:
         """Return the attention output.
@@ -112,12 +113,6 @@ class CpuBackend(Backend):
         return cpu_attention(call, kept, threads=torch.get_num_threads())
 
 
-def unavailable() -> str | None:
-    """Return why there is no kernel on this machine; None where there is one."""
-    library = kernel_library()
-    return library if isinstance(library, str) else None
-
-
 @cache
 def kernel_library() -> ctypes.CDLL | str:
     """Load the kernel once in a process; or return why it cannot be, which is also logged."""
@@ -126,7 +121,8 @@ def kernel_library() -> ctypes.CDLL | str:
         _LOG.info("cpu.c is not used, torch's operations are: %s", kernel)
         return kernel
     symbols = ("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num", "omp_get_num_threads")
-    openmp = next((one for one in map(ctypes.CDLL, openmp_libraries()) if _has(one, symbols)), None)
+    loaded = map(ctypes.CDLL, openmp_libraries())
+    openmp = next((one for one in loaded if all(hasattr(one, name) for name in symbols)), None)
     if openmp is not None:
         kernel.use_openmp(*(ctypes.cast(getattr(openmp, one), ctypes.c_void_p) for one in symbols))
     # The threads of a process do not follow it into a fork: there the kernel works alone.
@@ -171,10 +167,6 @@ def openmp_libraries() -> list[str]:
     paths = set(re.findall(r"(/.*/lib(?:gomp|iomp5|omp)[-.][^/\n]*)$", maps, re.MULTILINE))
     home = str(Path(torch.__file__).parent)
     return sorted(paths, key=lambda path: (not path.startswith(home), path))
-
-
-def _has(library: ctypes.CDLL, symbols: tuple[str, ...]) -> bool:
-    return all(hasattr(library, name) for name in symbols)
 
 
 def cpu_attention(call: AttentionCall, kept: Kept, *, threads: int) -> Tensor:
@@ -279,8 +271,3 @@ def _check_kept(kept: Kept, batch: int, n_kv_heads: int, key_dim: int, value_dim
             f"{value_dim} numbers in {batch} rows, but its cache keeps others; use this model with "
             "its full cache"
         )
-
-
-def _place(tensor: Tensor | None) -> int | None:
-    """Return where a tensor begins in memory; None without one."""
-    return None if tensor is None else tensor.data_ptr()

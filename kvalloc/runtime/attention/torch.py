@@ -11,11 +11,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kvalloc.accounting import IntArray
 from kvalloc.accounting.costs import KEY_BLOCK_TOKENS, turns
 from kvalloc.models.attention import without_autocast
 from kvalloc.runtime.attention.call import AttentionCall, Backend
-from kvalloc.runtime.kept import Kept, Part, on_device
+from kvalloc.runtime.kept import Kept, Part, index_of
 from kvalloc.runtime.quantization import key_numbers, rotated, value_numbers
 
 SCRATCH_NUMBERS = 1 << 18
@@ -38,33 +37,21 @@ class TorchBackend(Backend):
         following = call.keys.flatten(0, 1), call.values.flatten(0, 1)
         with without_autocast(output):
             for part in kept.parts:
+                turned = turns(part.bits, value_dim)
                 for places in _equal_segments(call, part):
-                    segments = _index(part.segments[places], output.device)
+                    segments = index_of(part.segments[places], output.device)
                     latest = following[0][segments], following[1][segments]
                     n_keys = int(part.lengths[places.start]) + int(latest[0].shape[1])
                     step = SCRATCH_NUMBERS // (len(latest[0]) * queries.shape[1] * n_keys)
                     entries = _unpacked(call, part, places)
                     for first in range(0, n_new, max(step, 1)):
                         tokens = slice(first, min(first + max(step, 1), n_new))
+                        asking = queries[segments][:, :, tokens]
                         result = _answers(
-                            call,
-                            queries[segments][:, :, tokens],
-                            entries,
-                            latest,
-                            segments,
-                            tokens,
-                            turned=turns(part.bits, value_dim),
+                            call, asking, entries, latest, segments, tokens, turned=turned
                         )
                         answers[segments, :, tokens] = result.to(answers.dtype)
         return output.transpose(1, 2).contiguous()
-
-
-def _index(segments: IntArray, device: torch.device) -> slice | Tensor:
-    """Return increasing numbers of segments as what picks them."""
-    first, count = int(segments[0]), len(segments)
-    if int(segments[-1]) - first == count - 1:
-        return slice(first, first + count)
-    return on_device(segments, device)
 
 
 def _equal_segments(call: AttentionCall, part: Part) -> Iterator[slice]:

@@ -10,7 +10,7 @@ import runtime_oracle
 import torch
 from kernel_choice import WITH, WITHOUT, kernel_choice
 
-from kvalloc.runtime.attention import cpu
+from kvalloc.runtime.attention.cpu import CpuBackend
 
 
 @pytest.fixture
@@ -31,8 +31,8 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(params=[WITH, WITHOUT])
 def either_way(request: pytest.FixtureRequest) -> Iterator[None]:
     """With the CPU's kernel, and as where there is no compiler."""
-    if request.param == WITH and cpu.unavailable() is not None:
-        pytest.skip(f"no kernel here: {cpu.unavailable()}")
+    if request.param == WITH and CpuBackend().unavailable() is not None:
+        pytest.skip(f"no kernel here: {CpuBackend().unavailable()}")
     with kernel_choice(request.param):
         yield
 

@@ -266,7 +266,7 @@ def test_a_forward_that_ends_while_another_begins_disturbs_nobody(model, monkeyp
     def other():
         within.set()
         assert end.wait(60)
-        forwards.close(entry, completed=False)
+        entry.close(completed=False)
 
     own = kvalloc.make_cache(model, profile)
     entry = vars(model.model)["_kvalloc_installed"]

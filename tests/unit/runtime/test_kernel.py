@@ -92,17 +92,17 @@ def test_without_an_openmp_library(monkeypatch):
 
 def test_the_switch(monkeypatch, tmp_path):
     monkeypatch.setenv(SWITCH, "0")
-    assert cpu.unavailable() == f"{SWITCH} is 0"
+    assert CpuBackend().unavailable() == f"{SWITCH} is 0"
     kernel_library.cache_clear()
     monkeypatch.setenv(SWITCH, str(tmp_path / "none.so"))
-    assert "none.so cannot be loaded" in str(cpu.unavailable())
+    assert "none.so cannot be loaded" in str(CpuBackend().unavailable())
 
 
 def test_where_it_was_not_built(monkeypatch, tmp_path):
     monkeypatch.delenv(SWITCH, raising=False)
     source = shutil.copy(cpu._SOURCE, tmp_path)
     monkeypatch.setattr(cpu, "_SOURCE", Path(source))
-    assert "it was not built" in str(cpu.unavailable())
+    assert "it was not built" in str(CpuBackend().unavailable())
 
 
 @needs_kernel
@@ -115,10 +115,10 @@ def test_one_that_was_built_from_another_source_is_not_loaded(monkeypatch, tmp_p
     (tmp_path / "_cpu.a.so").write_bytes(b"broken off")
     shutil.copy(built, tmp_path / "_cpu.b.so")
     monkeypatch.setattr(cpu, "_SOURCE", source)
-    assert cpu.unavailable() is None
+    assert CpuBackend().unavailable() is None
     kernel_library.cache_clear()
     source.write_text(source.read_text() + "\n")
-    assert "_cpu.b.so was built from another cpu.c" in str(cpu.unavailable())
+    assert "_cpu.b.so was built from another cpu.c" in str(CpuBackend().unavailable())
 
 
 @pytest.mark.parametrize("path", cpu.built(), ids=lambda path: path.name.split(".")[0])

@@ -13,7 +13,7 @@ from scipy.stats import chisquare
 import kvalloc
 from kvalloc.errors import UnsupportedRequestError
 from kvalloc.extensions.answering import answer
-from kvalloc.extensions.lossless import Sampling, lossless_tokens, verify_with
+from kvalloc.extensions.lossless import LosslessAnswer, Sampling, verify_with
 from kvalloc.extensions.making import make_cache
 
 CONTEXT, NEW = 90, 70
@@ -97,19 +97,15 @@ def test_sampled_tokens_have_the_full_caches_distribution():
     cache.batch_repeat_interleave(ROWS)
     full.batch_repeat_interleave(ROWS)
     ids = torch.cat([ids, torch.tensor([[first]])], dim=1).expand(ROWS, -1)
-    tokens = lossless_tokens(
-        model,
-        cache,
-        ids,
-        Sampling(
-            process=lambda tokens, logits: logits / TEMPERATURE,
-            draws=True,
-            generator=torch.Generator().manual_seed(0),
-        ),
-        ends=lambda tokens: False,
-        longest=3,
+    sampling = Sampling(
+        process=lambda tokens, logits: logits / TEMPERATURE,
+        draws=True,
+        generator=torch.Generator().manual_seed(0),
     )
-    drawn = [*tokens][1]
+    lossless = LosslessAnswer(
+        model=model, cache=cache, sampling=sampling, ends=lambda tokens: False, longest=3
+    )
+    drawn = [*lossless.tokens(ids)][1]
     counts = torch.bincount(drawn[:, 0], minlength=len(expected))
     assert chance(counts, expected) > 1e-3
     assert chance(counts, drafted) < 1e-6

@@ -15,7 +15,7 @@ from kernel_choice import WITH, kernel_choice
 from other_attention import attention_on_cpu
 from runtime_cells import FACTORS, answers_as_the_oracle, comparable, refusal
 
-from kvalloc.runtime.attention import cpu
+from kvalloc.runtime.attention.cpu import CpuBackend
 
 UNEVEN = set(
     itertools.product(
@@ -94,8 +94,8 @@ def test_the_core_answers_without_its_extensions():
 
 def test_the_kernel_is_called_where_it_is_asked_for(tmp_path):
     """A question after head-level budgets goes through it, and without it answers all the same."""
-    if cpu.unavailable() is not None:
-        pytest.skip(f"no kernel here: {cpu.unavailable()}")
+    if CpuBackend().unavailable() is not None:
+        pytest.skip(f"no kernel here: {CpuBackend().unavailable()}")
     what = ("score", "question_of_5", "immediate", "llama")
     settings = (*what, "head", "sdpa", "float32", "16_bits")
     for name in FACTORS["kernel"]:
