@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from kvalloc.cli.options import EngineOptions, FittedOptions, ModelArgument, takes
+from kvalloc.cli.options import EngineOptions, FittedOptions, ModelArgument, takes, typed_options
 from kvalloc.cli.output import ProgressBar, note, print_result
 from kvalloc.errors import InputError, several
 from kvalloc.files import check_writable
@@ -151,7 +151,7 @@ def eval(options: EvalOptions) -> None:
         with ProgressBar("evaluating", unit="answers") as progress:
             scores = evaluate(engine, tokenizer, cases, work, context=context, progress=progress)
     settings = {"tasks": [task.name for task in tasks], "context": context, "dtype": "float32"}
-    settings |= _typed(options, SETTINGS)
+    settings |= typed_options(options, SETTINGS)
     by_task = {task.name: prompts for task, prompts in cases}
     result = evaluation_of(shape, scores, settings=settings, profiles=profiles, cases=by_task)
     if options.output is not None:
@@ -177,7 +177,7 @@ def _profiles(options: EvalOptions) -> dict[str, BudgetProfile]:
     from kvalloc.runtime.options import CacheOptions
 
     widths = parse_numbers(options.plain_bits or (), "plain_bits")
-    if applied := _typed(options, APPLIED):
+    if applied := typed_options(options, APPLIED):
         check_conflicts(applied)
         decision_of(None, CacheOptions(), **applied)
     if not (applied or options.profile or options.peer or widths):
@@ -191,12 +191,6 @@ def _profiles(options: EvalOptions) -> dict[str, BudgetProfile]:
             raise InputError(f"two profiles are called {short}; rename one of the files")
         profiles[short] = load_profile(name)
     return profiles
-
-
-def _typed(options: EvalOptions, names: Sequence[str]) -> dict[str, Any]:
-    """Return the named options that were typed or have a default."""
-    values = {name: getattr(options, name) for name in names}
-    return {name: value for name, value in values.items() if value is not None}
 
 
 def _tasks(options: EvalOptions) -> list[Task]:
@@ -237,7 +231,7 @@ def _methods(
         make = partial(make_cache, model, budgets, allow_other_model=options.allow_other_model)
         make()  # refuses a profile of another model before anything runs
         methods[name] = CacheMethod(make_cache=make)
-    if applied := _typed(options, APPLIED):
+    if applied := typed_options(options, APPLIED):
         how = dict(applied)
         if options.fitted is not None:  # without a file it is about profiles alone
             how["allow_other_model"] = options.allow_other_model
@@ -255,7 +249,7 @@ def _cases(
     context = options.context or DEFAULT_CONTEXT
     limit = shape.max_context_tokens or float("inf")
     how = {
-        **_typed(options, ("split", "turns", "answer_tokens")),
+        **typed_options(options, ("split", "turns", "answer_tokens")),
         "after": options.question_at == "after",
         "opened": options.question_at == "second-turn",
     }

@@ -7,7 +7,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from math import inf
@@ -24,6 +24,12 @@ from kvalloc.units import Option, field_texts
 
 SOLVING, MODEL, ENGINE = "Solver", "Model", "Where it runs"
 """Headings in the help."""
+
+
+def typed_options(options: object, names: Iterable[str]) -> dict[str, Any]:
+    """Return the named options that were typed or have a default."""
+    values = {name: getattr(options, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -91,8 +97,7 @@ class LoadOptions:
     @property
     def keywords(self) -> dict[str, Any]:
         """Return what was typed, as keywords of `kvalloc.load_model`."""
-        typed = {"dtype": self.dtype, "device": self.device}
-        return {name: value for name, value in typed.items() if value is not None}
+        return typed_options(self, ("dtype", "device"))
 
     def load(self, model: str) -> Any:
         """Load the model that the user named, with a note where loading takes long.
@@ -138,7 +143,7 @@ class EngineOptions(LoadOptions):
             As `load`; or if there is no such engine, or it cannot be used.
         """
         if self.engine == "local":
-            if about := [one for one in ("address", "workers") if getattr(self, one) is not None]:
+            if about := [*typed_options(self, ("address", "workers"))]:
                 raise InputError(
                     f"{option(about[0])} goes with {option('engine', 'ray')}; add that"
                 )
@@ -153,7 +158,7 @@ class EngineOptions(LoadOptions):
 
         source = ModelSource(source=model, **self.keywords)
         tokenizer, model_id = source.tokenizer(note)
-        placing = {name: getattr(self, name) for name in ("address", "workers", "threads")}
+        placing = typed_options(self, ("address", "workers", "threads"))
         workers = RayEngine(source=source, log=is_verbose(), **placing)
         with ExitStack() as stack:
             # Ray tells of workers that died on stdout, where a command's result belongs

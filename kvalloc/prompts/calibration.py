@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from kvalloc.errors import InputError
 from kvalloc.prompts.cases import Case
@@ -25,8 +25,7 @@ every unit and level, so they must be few."""
 FORM_SEEDS = 1_000_003
 """Distance between the seeds of two forms: of a length and a place of the question."""
 
-Standing = Literal["inside", "after"]
-STANDINGS: dict[str, tuple[Standing, ...]] = {
+STANDINGS: dict[str, tuple[str, ...]] = {
     "inside": ("inside",),
     "after": ("after",),
     "both": ("inside", "after"),
