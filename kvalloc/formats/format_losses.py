@@ -131,7 +131,8 @@ class FormatLosses(ArrayRecord, FormatHeader):
         -------
         Predicted
             The mean is a correction times the sum of single losses. Correction, tail and top-1
-            are power laws of the sum, fitted to the mixtures. All at 16 bits loses nothing.
+            are power laws of the sum, fitted to the mixtures, and below the smallest of these too.
+            All at 16 bits loses nothing.
         """
         return self.predict_sums(self.sums(choices))
 
@@ -155,7 +156,7 @@ class FormatLosses(ArrayRecord, FormatHeader):
         at = self._mixture_logs
         ratio = np.log(np.maximum(measured, _SMALLEST)) - at
         slope, first = np.polyfit(at, ratio, 1) if np.ptp(at) > 0 else (0.0, ratio.mean())
-        fitted: FloatArray = first + slope * np.clip(logs, at.min(), at.max())
+        fitted: FloatArray = first + slope * np.minimum(logs, at.max())
         return fitted
 
     @cached_property

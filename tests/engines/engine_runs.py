@@ -111,6 +111,7 @@ class Row:
     predicted_mean: float
     predicted_p99: float
     predicted_top1: float
+    is_predictable: bool = True
 
     @property
     def ratio(self) -> float:
@@ -118,8 +119,8 @@ class Row:
 
     @property
     def is_judged(self) -> bool:
-        """Whether the loss is large enough to be predicted."""
-        return max(self.engine_mean, self.predicted_mean) > 0.001
+        """Whether the loss is large enough to be predicted, of an engine that rounds as kvalloc."""
+        return self.is_predictable and max(self.engine_mean, self.predicted_mean) > 0.001
 
     @property
     def is_predicted(self) -> bool:
@@ -165,9 +166,17 @@ def finished(call: tuple[subprocess.Popen[str], Path]) -> Any:
 
 
 def compared(
-    subject: Subject, caches: Mapping[str, Pairs], found: Any, *, engine: str = ""
+    subject: Subject,
+    caches: Mapping[str, Pairs],
+    found: Any,
+    *,
+    engine: str = "",
+    apart: str = "",
 ) -> list[Row]:
-    """Put what an engine lost beside what kvalloc predicts, and keep it as JSON."""
+    """Put what an engine lost beside what kvalloc predicts, and keep it as JSON.
+
+    Of settings whose names contain `apart`, the engine rounds otherwise than is predicted.
+    """
     engine = engine or subject.engine
     rows = []
     for name, pairs in caches.items():
@@ -181,6 +190,7 @@ def compared(
             predicted_mean=float(predicted.mean),
             predicted_p99=float(predicted.p99),
             predicted_top1=float(predicted.top1),
+            is_predictable=not apart or apart not in name,
         )
         rows.append(row)
     rows.sort(key=lambda row: row.engine_mean)
