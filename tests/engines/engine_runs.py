@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
+import torch
 
 from kvalloc.accounting.engine_formats import bytes_of
 from kvalloc.formats.format_losses import FormatLosses
@@ -80,6 +81,13 @@ class Subject:
         )
         assert samples.digest() == self.losses.text_digest
         return [sample.token_ids.tolist() for sample in samples.samples]
+
+    @property
+    def first_loss(self) -> float:
+        """Loss of the model on the first text: an engine that reads the same weights has it too."""
+        ids = torch.tensor(self.tokens[:1])
+        with torch.no_grad():
+            return float(self.loaded.model(input_ids=ids, labels=ids).loss)
 
     def bits(self, pairs: Pairs) -> float:
         """Return the bits a number of K and V."""
@@ -178,6 +186,7 @@ def compared(
     Of settings whose names contain `apart`, the engine rounds otherwise than is predicted.
     """
     engine = engine or subject.engine
+    np.testing.assert_allclose(found["nll"][0].mean(), subject.first_loss, atol=0.01)
     rows = []
     for name, pairs in caches.items():
         predicted = subject.predicted(pairs)
