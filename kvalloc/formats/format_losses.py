@@ -130,14 +130,15 @@ class FormatLosses(ArrayRecord, FormatHeader):
         -------
         Predicted
             The mean is a correction times the sum of single losses. Correction, tail and top-1
-            are power laws of the sum, fitted to the mixtures. All at 16 bits loses nothing.
+            are power laws of the sum, fitted to the mixtures, and below the smallest of these too.
+            All at 16 bits loses nothing.
         """
         return self.predict_sums(self.sums(choices))
 
     def predict_sums(self, sums: FloatArray) -> Predicted:
         """Return the same for sums of single losses, nats per token, ``(...)``."""
-        first, slopes, low, high = self._fits_of_mixtures
-        logs = np.clip(np.log(np.maximum(sums, _SMALLEST)), low, high)
+        first, slopes, largest = self._fits_of_mixtures
+        logs = np.minimum(np.log(np.maximum(sums, _SMALLEST)), largest)
         factors = np.exp(first + np.multiply.outer(logs, slopes))
         mean, p99, p999, changed = np.moveaxis(factors, -1, 0) * sums
         return Predicted(mean, p99, p999, 1 - np.minimum(changed, 1))
@@ -149,8 +150,8 @@ class FormatLosses(ArrayRecord, FormatHeader):
         return float(np.exp(np.abs(np.log(np.maximum(self.mean, _SMALLEST) / predicted)).max()))
 
     @cached_property
-    def _fits_of_mixtures(self) -> tuple[FloatArray, FloatArray, float, float]:
-        """Power laws of mean, 99%, 99.9% and changed tokens over the sum, and its range, as logs.
+    def _fits_of_mixtures(self) -> tuple[FloatArray, FloatArray, float]:
+        """Power laws of mean, 99%, 99.9% and changed tokens over the sum, and its most, as logs.
 
         Their values at 1, and their exponents less 1.
         """
@@ -160,7 +161,7 @@ class FormatLosses(ArrayRecord, FormatHeader):
         slopes, first = np.zeros(ratios.shape[1]), ratios.mean(axis=0)
         if np.ptp(logs) > 0:
             slopes, first = np.polyfit(logs, ratios, 1)
-        return first, slopes, float(logs.min()), float(logs.max())
+        return first, slopes, float(logs.max())
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

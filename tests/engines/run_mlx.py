@@ -8,6 +8,7 @@ A setting is a list of [bits, group], one a layer; 16 bits are mlx-lm's own cach
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from functools import cache
@@ -24,7 +25,9 @@ from mlx_lm.utils import load_model
 @cache
 def loaded(path: str) -> Any:
     """Return the model of a folder, without its tokenizer."""
-    return load_model(Path(path))[0]
+    config = json.loads(Path(path, "config.json").read_text(encoding="utf-8"))
+    # transformers 5 writes the base of RoPE where mlx-lm 0.32 does not look for it
+    return load_model(Path(path), model_config=config["rope_parameters"])[0]
 
 
 def logits(job: Job, setting: Sequence[Sequence[int]], tokens: np.ndarray) -> np.ndarray:

@@ -66,6 +66,10 @@ def test_a_power_law_of_the_mixtures_is_found_again():
     for name in ("mean", "p99", "p999", "top1"):
         np.testing.assert_allclose(getattr(predicted, name), getattr(one, name), rtol=1e-9)
     assert one.model_error == pytest.approx(1)
+    fewer = np.full((3, 2), -1)
+    fewer[0, 0] = 0  # less than any mixture loses
+    assert one.sums(fewer) < sums.min() / 2
+    assert one.predict(fewer).mean == pytest.approx(0.9 * one.sums(fewer) ** 0.98)
 
 
 def test_all_at_16_bits_loses_nothing_and_more_loss_is_predicted_as_more():
