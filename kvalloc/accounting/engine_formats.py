@@ -120,16 +120,6 @@ class Engine:
     pairs: tuple[tuple[str, str], ...]
     rounds_windows: bool = True
 
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """Return the formats that keys can have."""
-        return tuple(dict.fromkeys(key for key, _ in self.pairs))
-
-    @property
-    def values(self) -> tuple[str, ...]:
-        """Return the formats that values can have."""
-        return tuple(dict.fromkeys(value for _, value in self.pairs))
-
 
 def _alike(*names: str) -> tuple[tuple[str, str], ...]:
     """Return pairs of keys and values in the same format."""
@@ -188,7 +178,7 @@ def formats_of(names: Iterable[str]) -> tuple[str, ...]:
     chosen: set[str] = set()
     for name in names:
         if name in ENGINES:
-            chosen |= {*ENGINES[name].keys, *ENGINES[name].values}
+            chosen.update(*ENGINES[name].pairs)
         elif name in FORMATS:
             chosen.add(name)
         else:
@@ -198,7 +188,13 @@ def formats_of(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name in FORMATS if name in chosen and name != WHOLE)
 
 
-def check_holds(names: Iterable[str], shape: ModelShape) -> None:
+def formats_for(shape: ModelShape) -> list[str]:
+    """Return the formats that can store a model's heads."""
+    dims = {dim for layer in shape.by_layer for dim in layer.sizes[1:] if layer.kv_heads}
+    return [name for name, one in FORMATS.items() if all(map(one.holds, dims))]
+
+
+def check_holds(names: Sequence[str], shape: ModelShape) -> None:
     """Refuse a format that cannot store a model's heads.
 
     Raises
@@ -206,16 +202,14 @@ def check_holds(names: Iterable[str], shape: ModelShape) -> None:
     InputError
         Names the format, the head size, and the formats that can.
     """
-    dims = {dim for layer in shape.by_layer for dim in layer.sizes[1:] if layer.kv_heads}
-    names = tuple(names)
-    for name in names:
-        for dim in sorted(dims):
-            if not FORMATS[name].holds(dim):
-                able = [one for one in names if all(map(FORMATS[one].holds, dims))]
-                raise InputError(
-                    f"{name} stores blocks of {FORMATS[name].block} numbers, and heads of "
-                    f"{shape.model_id} have {dim}; take {', '.join(able) or WHOLE}"
-                )
+    able = formats_for(shape)
+    if odd := [name for name in names if name not in able]:
+        sizes = " and ".join(map(str, sorted({*shape.dims})))
+        others = ", ".join(name for name in names if name in able) or WHOLE
+        raise InputError(
+            f"{odd[0]} stores blocks of {FORMATS[odd[0]].block} numbers, and heads of "
+            f"{shape.model_id} have {sizes}; take {others}"
+        )
 
 
 def bytes_of(shape: ModelShape, pairs: Sequence[tuple[str, str]], n_tokens: int) -> int:

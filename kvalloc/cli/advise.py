@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Unpack
 
-from kvalloc.accounting.engine_formats import FORMATS
+from kvalloc.accounting.engine_formats import formats_for
 from kvalloc.allocation.engine_choice import TARGETS, choose, read_target
 from kvalloc.allocation.request import RequestOptions, Target
 from kvalloc.cli.options import LoadOptions, SolverOptions, takes
@@ -139,14 +139,12 @@ def _losses(options: AdviseOptions) -> FormatLosses:
     file = formats_file(shape)
     note(f"engine formats were not measured on {shape.model_id} yet; measuring them into {file}")
     make_folder(file.parent)
-    dims = {dim for layer in shape.by_layer for dim in layer.sizes[1:] if layer.kv_heads}
-    names = [name for name, one in FORMATS.items() if all(map(one.holds, dims))]
     with ProgressBar("measuring", unit="layers") as progress:
         return profile_formats(
             loaded.model,
             loaded.tokenizer,
             default_texts(),
-            formats=names,
+            formats=formats_for(shape),
             output=file,
             resume=True,
             progress=progress,

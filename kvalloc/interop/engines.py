@@ -145,11 +145,8 @@ def _vllm(choice: EngineChoice) -> dict[str, Any]:
     if {*keys} == {WHOLE}:
         return {"kv_cache_dtype": "auto"}
     [rounded] = {*keys} - {WHOLE}
-    kept = [
-        name == WHOLE and one.kv_heads
-        for name, one in zip(keys, choice.shape.by_layer, strict=True)
-    ]
-    skipped = [str(layer) for layer, is_kept in enumerate(kept) if is_kept]
+    stores = [layer for layer, one in enumerate(choice.shape.by_layer) if one.kv_heads]
+    skipped = [str(layer) for layer in stores if keys[layer] == WHOLE]
     return {"kv_cache_dtype": rounded, "kv_cache_dtype_skip_layers": skipped}
 
 

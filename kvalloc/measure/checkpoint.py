@@ -151,8 +151,9 @@ class Checkpoint:
             whole = whole and all(np.isfinite(array).all() for array in arrays.values())
         return arrays if whole else None
 
-    def finish(self) -> None:
-        """Delete all pieces: the job is done, and its result is saved."""
+    def finish(self, result: Any) -> None:
+        """Save the result of the job, by its ``save``, and delete all pieces."""
+        result.save(self.output)
         for file in self.folder.glob(f"*{_PIECE}"):
             delete_file(file)
 

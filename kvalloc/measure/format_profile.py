@@ -124,8 +124,7 @@ def profile_formats(
             raise failed[min(failed)].of_every_sample(shape.model_id)
         result = work.joined([*pieces.values()])
         if kept is not None:
-            result.save(kept.output)
-            kept.finish()
+            kept.finish(result)
     return result
 
 

@@ -159,8 +159,7 @@ def profile(
     with kept_work(output, partial(job.record, facts), resume=resume) as kept:
         result = measure_job(job, engine, kept, progress)
         if kept is not None:
-            result.save(kept.output)
-            kept.finish()
+            kept.finish(result)
     return result
 
 

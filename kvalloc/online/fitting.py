@@ -173,8 +173,7 @@ def fit(
         fitted.save(file)
         errors = _errors(engine, str(file), rotates, other_samples, kept.stage("error"), stage(2))
         fitted = fitted.with_errors(errors)
-        fitted.save(output)
-        kept.finish()
+        kept.finish(fitted)
     return fitted
 
 

@@ -127,8 +127,7 @@ def solve_measured(
 
         decided = _meet(request, lambda target: solve(scores, request=target, **how), measure)
         if kept is not None:
-            decided.save(kept.output)
-            kept.finish()
+            kept.finish(decided)
     return decided
 
 

@@ -347,7 +347,6 @@ class BudgetCache(CacheFigures, HookedCache):
             layer.reorder_cache(rows)
         self.door.select(rows)
         self.rows = [self.rows[row] for row in rows.tolist()]
-        self.tell("selected", rows)
 
     # Refused
 

@@ -56,8 +56,5 @@ class Extension:
     def cropped(self, cache: Any) -> None:
         """Note that a cache has been cut."""
 
-    def selected(self, rows: Tensor) -> None:
-        """Note that row i goes on with what row ``rows[i]`` held."""
-
     def reset(self) -> None:
         """Note that all is forgotten."""

@@ -55,8 +55,10 @@ class ReadTokens:
             if isinstance(one := arguments.get(name), Tensor)
         }
         for name in arguments.keys() - names.BY_TOKEN.keys() - {"attention_mask"}:
-            one, size = arguments[name], (batch.rows, batch.new)
-            if isinstance(one, Tensor) and one.shape[:2] == size:
+            if isinstance(one := arguments[name], Tensor) and one.shape[:2] == (
+                batch.rows,
+                batch.new,
+            ):
                 raise UnsupportedRequestError(
                     f"a scorer has the model repeat a prompt, and kvalloc does not repeat {name}, "
                     "which it takes for each token; choose another scorer"

@@ -35,6 +35,5 @@ def fit_surrogate(
     with kept_work(output, job, resume=resume) as kept:
         fitted = fit_samples(facts.shape, chosen, context, engine, kept, progress)
         if kept is not None:
-            fitted.save(kept.output)
-            kept.finish()
+            kept.finish(fitted)
     return fitted

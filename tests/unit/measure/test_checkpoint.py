@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from kvalloc.measure.checkpoint import Checkpoint, check_output
 
 JOB = {"scorer": "xkv", "context_tokens": 100, "versions": {"torch": "2"}}
 ARRAYS = {"curves": np.random.default_rng(0).random((2, 3, 5)), "masses": np.arange(3)}
+RESULT = SimpleNamespace(save=lambda path: None)
 
 
 @pytest.fixture
@@ -36,7 +38,7 @@ def test_a_piece_comes_back_bit_for_bit(output):
         assert arrays.keys() == ARRAYS.keys()
         assert all(arrays[name].tobytes() == ARRAYS[name].tobytes() for name in ARRAYS)
         assert kept.load("other") is None
-        kept.finish()
+        kept.finish(RESULT)
     assert not folder.exists()
 
 
@@ -69,14 +71,14 @@ def test_a_folder_without_pieces_is_no_unfinished_work(output, left):
         kept.save("piece", ARRAYS)
     with Checkpoint(output, JOB, resume=True) as kept:
         assert kept.load("piece") is not None
-        kept.finish()
+        kept.finish(RESULT)
     assert not list(output.parent.iterdir())
 
 
 def test_files_of_others_stay(output):
     (begun(output) / "mine.txt").write_text("mine")
     with Checkpoint(output, JOB, resume=True) as kept:
-        kept.finish()
+        kept.finish(RESULT)
     assert files_in(checkpoint_folder(output)) == {"mine.txt": b"mine"}
 
 
