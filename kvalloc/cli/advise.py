@@ -30,9 +30,6 @@ from kvalloc.report.terminal import hanging, table_text
 from kvalloc.shape import ModelShape
 from kvalloc.units import Option, parse_tokens
 
-NO_FILE = ("", "model")
-"""Kinds of what is no file of kvalloc."""
-
 OWN_NOTE = (
     "its loss is that of prompts made by 'kvalloc fit', and the engines' that of running text"
 )
@@ -119,7 +116,7 @@ def advise(
 
 def _is_file(source: str) -> bool:
     """Return whether a name is that of a file of kvalloc, or of one that ships; else of a model."""
-    return kind_of(source) not in NO_FILE or source in shipped_formats()
+    return kind_of(source) not in ("", "model") or source in shipped_formats()
 
 
 def _losses(options: AdviseOptions) -> FormatLosses:

@@ -239,7 +239,7 @@ SYNTAX: dict[str, EngineSyntax] = {
     "openvino": EngineSyntax(_openvino_call, _openvino, use=_OPENVINO_USE),
     "vllm": EngineSyntax(_vllm_flags, _vllm, use=_VLLM_USE, note=_CUT),
     "modelopt": EngineSyntax(
-        by_format, _modelopt, read=_read_modelopt, use=_MODELOPT_USE, note=_MODULES
+        by_format, _modelopt, ".json", _read_modelopt, _MODELOPT_USE, _MODULES
     ),
     "kvtuner": EngineSyntax(by_format, _kvtuner, ".yaml", _read_kvtuner, _KVTUNER_USE),
     "exllamav3": EngineSyntax(_exllamav3, _exllamav3, ".sh"),

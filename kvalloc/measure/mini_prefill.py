@@ -124,10 +124,9 @@ def _one_layer(
     handle = layers[layer].register_forward_hook(leave)
     try:
         for piece in pieces:
-            begun: AbstractContextManager[None] = nullcontext()
-            if entering is not None and layer:
-                begun = begun_at(layers, layer, entering[:, piece])
-            with begun, suppress(_Seen):
+            with ExitStack() as stack, suppress(_Seen):
+                if entering is not None and layer:
+                    stack.enter_context(begun_at(layers, layer, entering[:, piece]))
                 keyword = cache_keyword(decoder, cache)
                 decoder(input_ids=input_ids[:, piece], use_cache=True, **keyword)
             if leaving:

@@ -55,10 +55,8 @@ class ReadTokens:
             if isinstance(one := arguments.get(name), Tensor)
         }
         for name in arguments.keys() - names.BY_TOKEN.keys() - {"attention_mask"}:
-            if isinstance(one := arguments[name], Tensor) and one.shape[:2] == (
-                batch.rows,
-                batch.new,
-            ):
+            one, size = arguments[name], (batch.rows, batch.new)
+            if isinstance(one, Tensor) and one.shape[:2] == size:
                 raise UnsupportedRequestError(
                     f"a scorer has the model repeat a prompt, and kvalloc does not repeat {name}, "
                     "which it takes for each token; choose another scorer"
