@@ -87,7 +87,7 @@ FIELDS = [
     ("gemma3", {"query_pre_attn_scalar": 64}),
     ("gemma3", {"attn_logit_softcapping": 30.0}),
     ("gemma3", {"final_logit_softcapping": 30.0}),
-    ("gpt-oss", {"num_experts_per_tok": 2}),
+    ("gpt-oss", {"num_experts_per_tok": 1}),
 ]
 
 
