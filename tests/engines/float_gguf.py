@@ -1,4 +1,4 @@
-"""A GGUF file's weights in float32, with everything else that the file says."""
+"""A GGUF file's weights as floating-point numbers, with everything else that the file says."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ COUNTED = ("GGUF.", "general.architecture", "general.file_type", "general.quanti
 """Fields that a writer makes by itself."""
 
 
-def write_float_gguf(source: Path, target: Path) -> None:
-    """Write `target`: the tensors of `source` in float32, in its channel order."""
+def write_float_gguf(source: Path, target: Path, *, half: bool = False) -> None:
+    """Write `target`: the tensors of `source` in float32, in its channel order.
+
+    With `half`, matrices are in float16, which OpenVINO reads.
+    """
     reader = gguf.GGUFReader(source)
     architecture = reader.fields["general.architecture"].contents()
     writer = gguf.GGUFWriter(target, architecture)
-    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    kind = gguf.LlamaFileType.MOSTLY_F16 if half else gguf.LlamaFileType.ALL_F32
+    writer.add_file_type(kind)
     for name, field in reader.fields.items():
         if name.startswith(COUNTED):
             continue
@@ -24,7 +28,8 @@ def write_float_gguf(source: Path, target: Path) -> None:
         writer.add_key_value(name, field.contents(), field.types[0], item)
     for tensor in reader.tensors:
         numbers = gguf.dequantize(tensor.data, tensor.tensor_type)
-        writer.add_tensor(tensor.name, np.ascontiguousarray(numbers, np.float32))
+        dtype = np.float16 if half and numbers.ndim > 1 else np.float32
+        writer.add_tensor(tensor.name, np.ascontiguousarray(numbers, dtype))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
