@@ -157,6 +157,8 @@ def _padded(model: Any, settings: dict[str, Any]) -> None:
     plain = torch.stack(_written(model, ids, attention_mask=mask).logits)
     with _watched(model, settings, "in a padded batch") as (applied, twin):
         _written(model, ids, attention_mask=mask)
+    with kvalloc.apply(model, **settings) as applied:  # a turn's end ranks by few queries
+        _written(model, ids, 1, attention_mask=mask)
         together = _kept(applied.last_cache, full_layers(twin.cache))
     for row, start in enumerate((PADDING, 0)):
         alone = ids[row : row + 1, start:]
@@ -164,7 +166,7 @@ def _padded(model: Any, settings: dict[str, Any]) -> None:
         if (answers[:, 0] - plain[:, row]).abs().max() > TOLERANCE:
             continue  # those of the plain model differ, too
         with kvalloc.apply(model, **settings) as applied:
-            _written(model, alone)
+            _written(model, alone, 1)
         for layer, kept in _kept(applied.last_cache, full_layers(twin.cache)).items():
             if [[n + start for n in head] for head in kept[0]] != together[layer][row]:
                 raise Wrong(f"row {row} of a padded batch keeps other entries than alone")
