@@ -164,8 +164,7 @@ class PosedEngine:
     def totals(self, settings: IntArray) -> FloatArray:
         """Return loss and bytes of settings ``(n_settings, n_layers, 2)``, ``(2, n_settings)``."""
         rows, parts = np.ogrid[: settings.shape[1], :2]
-        sums: FloatArray = self.tables[:, rows, parts, settings].sum(axis=(-1, -2))
-        return sums
+        return np.asarray(self.tables[:, rows, parts, settings].sum(axis=(-1, -2)))
 
     @cached_property
     def problems(self) -> list[tuple[AllocationProblem, Units]]:

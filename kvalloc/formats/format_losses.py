@@ -115,8 +115,7 @@ class FormatLosses(ArrayRecord, FormatHeader):
         """
         single = np.pad(self.losses, ((0, 0), (0, 0), (0, 1)))  # 16 bits come last, and lose 0
         layers, parts = np.ogrid[: len(single), :2]
-        total: FloatArray = single[layers, parts, np.asarray(choices)].sum(axis=(-1, -2))
-        return total
+        return np.asarray(single[layers, parts, np.asarray(choices)].sum(axis=(-1, -2)))
 
     def predict(self, choices: npt.ArrayLike) -> Predicted:
         """Return what whole caches lose.
@@ -129,11 +128,15 @@ class FormatLosses(ArrayRecord, FormatHeader):
         Returns
         -------
         Predicted
-            The mean is a correction times the sum of single losses. Correction, tail and top-1
-            are power laws of the sum, fitted to the mixtures, and below the smallest of these too.
-            All at 16 bits loses nothing.
+            Of a mixture what was measured. Else the mean is a correction times the sum of single
+            losses. Correction, tail and top-1 are power laws of the sum, fitted to the mixtures,
+            and below the smallest of these too. All at 16 bits loses nothing.
         """
-        return self.predict_sums(self.sums(choices))
+        same = (np.asarray(choices)[..., None, :, :] == self.choices).all(axis=(-2, -1))
+        place, known = same.argmax(axis=-1), same.any(axis=-1)
+        measured = [getattr(self, name)[place] for name in Predicted._fields]
+        pairs = zip(measured, self.predict_sums(self.sums(choices)), strict=True)
+        return Predicted(*(np.where(known, *pair) for pair in pairs))
 
     def predict_sums(self, sums: FloatArray) -> Predicted:
         """Return the same for sums of single losses, nats per token, ``(...)``."""
@@ -146,7 +149,7 @@ class FormatLosses(ArrayRecord, FormatHeader):
     @cached_property
     def model_error(self) -> float:
         """Largest factor between measured and predicted mean loss of a mixture, at least 1."""
-        predicted = np.maximum(self.predict(self.choices).mean, _SMALLEST)
+        predicted = np.maximum(self.predict_sums(self.sums(self.choices)).mean, _SMALLEST)
         return float(np.exp(np.abs(np.log(np.maximum(self.mean, _SMALLEST) / predicted)).max()))
 
     @cached_property

@@ -246,8 +246,7 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
         """
         totals = self.masses.sum(axis=-1, keepdims=True)
         even = np.full_like(self.masses, 1.0 / self.masses.shape[-1])
-        shares: FloatArray = np.divide(self.masses, totals, out=even, where=totals > 0)
-        return shares
+        return np.asarray(np.divide(self.masses, totals, out=even, where=totals > 0))
 
     def contributions(self, sample: int | None = None) -> FloatArray:
         """Return what each head adds to its layer's retention, by the entries it keeps.
