@@ -199,7 +199,7 @@ _NAMES = {
     "tasks": (f"{_PROMPTS}tasks:TASKS",),
     "metric": (f"{_PROMPTS}metrics:METRICS",),
     "to": ("kvalloc.interop.exporting:TARGETS",),
-    "formats": ("kvalloc.accounting.engine_formats:ENGINES",),
+    "formats": tuple(f"kvalloc.accounting.engine_formats:{one}S" for one in ("ENGINE", "FORMAT")),
     "dtype": ("kvalloc.models.loading:DTYPES",),
 }
 """Where the shell finds the names that complete a parameter: groups of entry points, and
