@@ -25,7 +25,7 @@ from kvalloc.problem import (
     deadline_after,
     dual_bound,
 )
-from kvalloc.solvers._repair import equal_choices
+from kvalloc.solvers._prices import equal_choices
 
 MOST_OPTIONS = 2**17
 """A problem with more options in all is solved by parts."""

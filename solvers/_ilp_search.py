@@ -22,8 +22,7 @@ from kvalloc.problem import (
 )
 from kvalloc.problem.bounds import NOISE
 from kvalloc.solvers._ilp_program import BackEnd, by_cp_sat, encode
-from kvalloc.solvers._prices import Prices, best_prices
-from kvalloc.solvers._repair import best_known, rule_choices
+from kvalloc.solvers._prices import Prices, best_known, best_prices, rule_choices
 
 SHORT_SECONDS = 0.5
 """A search by many small programs becomes one program after this long."""

@@ -1,26 +1,169 @@
-"""The best price of a byte, and of a byte of each cap: what bounds and reductions rest on.
+"""The best price of a byte, and of a byte of each cap, and the choices beside it.
 
-At given prices every unit picks its best option on its own; the sum bounds the whole, for any
-prices (Lagrangian relaxation). Without caps the best price is that of `dual_bound`; with caps it is
-read from the dual of the linear relaxation, which has the same optimum (Geoffrion, 1974: a
-multiple-choice row has the integrality property). Only options on the upper hull of a unit have a
-part in it.
+Bounds and reductions rest on these prices. At given prices every unit picks its best option on
+its own; the sum bounds the whole, for any prices (Lagrangian relaxation). Without caps the best
+price is that of `dual_bound`; with caps it is read from the dual of the linear relaxation, which
+has the same optimum (Geoffrion, 1974: a multiple-choice row has the integrality property). Only
+options on the upper hull of a unit have a part in it.
+
+Searches start from two choices. One is that at the best price. The other is greedy: segments of the
+upper hulls are taken whole, steepest first. One that does not fit within the capacity or a cap is
+passed over, and so are the later ones of its unit. Both are repaired: one unit is changed, or two
+are exchanged.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
+from bisect import bisect_left
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
 from kvalloc.accounting import BoolArray, FloatArray, IntArray
 from kvalloc.accounting.rounding import round_up_to_grain
-from kvalloc.errors import InfeasibleError
-from kvalloc.problem import AllocationProblem, dual_bound
+from kvalloc.errors import InfeasibleError, SolverError
+from kvalloc.problem import AllocationProblem, Solver, dual_bound
 from kvalloc.problem.bounds import NOISE
-from kvalloc.solvers._hulls import upper_hull
+from kvalloc.solvers._rules import Rule
+from kvalloc.solvers.proportional import Proportional
+from kvalloc.solvers.uniform import Uniform
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segments:
+    """Steps between neighbours on the hulls, steepest first; ties go to the lower unit.
+
+    Attributes
+    ----------
+    units : ndarray of int64, (n_segments,)
+    before, after : ndarray of int64, (n_segments,)
+        Options that the segment leads from and to.
+    bytes : ndarray of int64, (n_segments,)
+        Cost, above 0.
+    """
+
+    units: IntArray
+    before: IntArray
+    after: IntArray
+    bytes: IntArray
+
+    @classmethod
+    def of(cls, problem: AllocationProblem) -> Segments:
+        """Return the segments of all units."""
+        units, columns = np.nonzero(upper_hull(problem))
+        worth, costs = problem.worth[units, columns], problem.costs[units, columns]
+        same = np.flatnonzero(units[1:] == units[:-1])
+        gains, bytes_ = np.diff(worth)[same], np.diff(costs)[same]
+        # Stable: the segments of a unit stay in order, and their slopes fall.
+        order = np.argsort(-(gains / bytes_), kind="stable")
+        at = same[order]
+        return cls(units=units[at], before=columns[at], after=columns[at + 1], bytes=bytes_[order])
+
+    def part(self, places: IntArray) -> Segments:
+        """Return some of the segments."""
+        return Segments(**{name: array[places] for name, array in vars(self).items()})
+
+
+def hull_greedy(problem: AllocationProblem) -> IntArray:
+    """Take whole segments within the limits until no more fit or the target is met.
+
+    Returns
+    -------
+    ndarray of int64, (n_units,)
+        Within capacity and caps; it may miss a target under caps.
+    """
+    segments = Segments.of(problem)
+    segments = segments.part(_fitting(problem, segments))
+    if problem.target is None:
+        return _after(problem, segments, segments.units.size)
+    return _least_cost(problem, segments)
+
+
+def _after(problem: AllocationProblem, segments: Segments, count: int) -> IntArray:
+    """Return the choice after the first segments."""
+    choice = np.zeros(problem.n_units, dtype=np.int64)
+    choice[segments.units[:count]] = segments.after[:count]
+    return choice
+
+
+def _fitting(problem: AllocationProblem, segments: Segments) -> IntArray:
+    """Return the places of the segments that fit within capacity and caps, in their order."""
+    floors = np.zeros(problem.n_units, dtype=np.int64)
+    room = [cap.capacity_bytes - problem.cost(floors, cap.units) for cap in problem.caps]
+    drawn = [np.where(np.isin(segments.units, c.units), segments.bytes, 0) for c in problem.caps]
+    if problem.target is None:
+        room.append(problem.spendable_bytes - problem.min_cost_bytes)
+        drawn.append(segments.bytes)
+    n_segments = segments.units.size
+    if not room or not n_segments:
+        return np.arange(n_segments)
+    left, needed = np.array(room), np.stack(drawn)
+    over = np.any(np.cumsum(needed, axis=1) > left[:, None], axis=0)
+    first = int(np.argmax(over)) if over.any() else n_segments
+    taken, stuck = list(range(first)), set()
+    left -= needed[:, :first].sum(axis=1)
+    for number, unit in enumerate(segments.units[first:].tolist(), start=first):
+        if unit in stuck:
+            continue
+        if np.any(needed[:, number] > left):
+            stuck.add(unit)
+        else:
+            taken.append(number)
+            left -= needed[:, number]
+    return np.array(taken, dtype=np.int64)
+
+
+def _least_cost(problem: AllocationProblem, segments: Segments) -> IntArray:
+    """Take segments until the target is met; give back those not needed, largest first."""
+    counts = range(segments.units.size)
+    taken = bisect_left(
+        counts, True, key=lambda count: problem.satisfies(_after(problem, segments, count))
+    )
+    choice = _after(problem, segments, taken)
+    for place in np.argsort(-segments.bytes[:taken], kind="stable").tolist():
+        unit, option = segments.units[place], segments.after[place]
+        if choice[unit] != option:
+            continue  # a later segment of the unit stands on this one
+        choice[unit] = segments.before[place]
+        if not problem.satisfies(choice):
+            choice[unit] = option
+    return choice
+
+
+def upper_hull(problem: AllocationProblem) -> BoolArray:
+    """Return the options on the upper convex hull of each unit, from its cheapest to its best.
+
+    All units at once: an option under the chord of its two neighbours is under the hull, so all
+    such options go in one sweep, until none is left. Options on a chord stay: they can be taken
+    if the whole chord does not fit.
+
+    Returns
+    -------
+    ndarray of bool, (n_units, n_options)
+    """
+    # Beyond the first best option nothing is worth its cost.
+    best = np.argmax(problem.worth, axis=1)
+    kept: BoolArray = problem.exists & (np.arange(problem.n_options)[None, :] <= best[:, None])
+    units, columns = np.nonzero(kept)
+    worth, costs = problem.worth[units, columns], problem.costs[units, columns]
+    while True:
+        same = units[1:] == units[:-1]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            slope = np.diff(worth) / np.diff(costs)
+        inner = np.flatnonzero(same[1:] & same[:-1]) + 1
+        under = inner[slope[inner - 1] < slope[inner]]
+        if under.size == 0:
+            break
+        stay = np.ones(units.size, dtype=np.bool_)
+        stay[under] = False
+        units, columns, worth, costs = units[stay], columns[stay], worth[stay], costs[stay]
+    hull = np.zeros(kept.shape, dtype=np.bool_)
+    hull[units, columns] = True
+    return hull
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,4 +390,158 @@ def _beyond_caps(problem: AllocationProblem, deadline: float) -> InfeasibleError
         f"a target of {problem.target:.15g} cannot be met within the caps of {names}; "
         f"{nearest:.15g} can; raise the caps or ask for that",
         nearest=nearest,
+    )
+
+
+ROUNDS = 2000
+"""Limit on the improvements of one choice; a safety net, dozens are common."""
+
+NEAR = 4096
+"""Options that a change may lead to: those that lose least at the prices."""
+
+PAIRED = 128
+"""Options that are exchanged in pairs: those that lose least at the prices."""
+
+TRIED = 64
+"""Best changes of a round that are checked against capacity, target and caps."""
+
+MARGIN = 1e-13
+"""Smaller gains, relative to the larger of 1 and the sum, may come from the order of the sum."""
+
+
+class SameBytes(Uniform):
+    """As many bytes for every unit, which is no less than the same entries at the same width."""
+
+    takes_bits: ClassVar[bool] = True
+
+    def rule(self, problem: AllocationProblem, deadline: float) -> tuple[Rule, int]:
+        """Return the choices by their bytes."""
+        costs = np.unique(problem.costs[problem.exists])
+        rows = list(zip(problem.costs, problem.option_counts.tolist(), strict=True))
+
+        def same(place: int) -> IntArray:
+            within = [row[:n].searchsorted(costs[place], side="right") for row, n in rows]
+            return np.maximum(np.array(within, dtype=np.int64) - 1, 0)
+
+        return same, costs.size - 1
+
+
+def equal_choices(problem: AllocationProblem) -> list[IntArray]:
+    """Return equal budgets (equal bytes if bits are chosen, too), if they satisfy everything."""
+    return _choices_of(problem, Uniform() if problem.bits is None else SameBytes())
+
+
+def rule_choices(problem: AllocationProblem) -> list[IntArray]:
+    """Return equal and proportional budgets, if they satisfy everything."""
+    return [*equal_choices(problem), *_choices_of(problem, Proportional())]
+
+
+def _choices_of(problem: AllocationProblem, rule: Solver) -> list[IntArray]:
+    if rule.can_solve(problem) is True:
+        with contextlib.suppress(InfeasibleError, SolverError):
+            return [rule.solve(problem).choice]
+    return []
+
+
+def best_of(problem: AllocationProblem, *choices: IntArray) -> IntArray | None:
+    """Return the best of some choices; None if none satisfies everything."""
+    known = [choice for choice in choices if problem.satisfies(choice)]
+    return max(known, key=lambda choice: _merit(problem, choice), default=None)
+
+
+def best_known(
+    problem: AllocationProblem, prices: Prices, deadline: float, *known: IntArray
+) -> IntArray | None:
+    """Return the best choice that repair reaches, or a known one if that is better.
+
+    Parameters
+    ----------
+    problem : AllocationProblem
+    prices : Prices
+        Their start is repaired, and what the hull greedy picks.
+    deadline : float
+        ``time.monotonic()`` at which to stop improving.
+    *known : ndarray of int64, (n_units,)
+        Choices that are known already.
+
+    Returns
+    -------
+    ndarray of int64, (n_units,), or None
+        None if no choice satisfies everything.
+    """
+    starts = (prices.start, hull_greedy(problem))
+    repaired = (_repaired(problem, prices, start, deadline) for start in starts)
+    return best_of(problem, *repaired, *known)
+
+
+def _repaired(
+    problem: AllocationProblem, prices: Prices, start: IntArray, deadline: float
+) -> IntArray:
+    """Return the choice that is reached from a start, which is better if it satisfies all."""
+    choice = start
+    for _ in range(ROUNDS):
+        if time.monotonic() > deadline or not problem.satisfies(choice):
+            break
+        room = prices.room(problem.objective(choice))
+        improved = None if room < 0 else _improved(problem, prices, choice, room)
+        if improved is None:
+            break
+        choice = improved
+    return choice
+
+
+def _improved(
+    problem: AllocationProblem, prices: Prices, choice: IntArray, room: float
+) -> IntArray | None:
+    """Return the choice after the best change of one unit, else of two; None if none is better.
+
+    ``room`` is the largest loss of an option of a better choice.
+    """
+    kept = prices.worth_keeping(room)
+    kept[problem.units, choice] = False
+    units, options = np.nonzero(kept)
+    lost = prices.loss[units, options] - prices.loss[units, choice[units]]
+    near = np.argsort(lost, kind="stable")[:NEAR]
+    units, options = units[near], options[near]
+    gained = problem.gains(choice[units], options, units)
+    bytes_ = problem.costs[units, options] - problem.costs[units, choice[units]]
+    pairs = np.stack(np.triu_indices(min(units.size, PAIRED), k=1), axis=1)
+    pairs = pairs[units[pairs[:, 0]] != units[pairs[:, 1]]]
+    for moves in (np.arange(units.size)[:, None], pairs):
+        scores = _scores(problem, choice, gained[moves].sum(axis=1), bytes_[moves].sum(axis=1))
+        if moves is not pairs:
+            for cap in problem.caps:
+                too_large = bytes_ > cap.capacity_bytes - problem.cost(choice, cap.units)
+                scores[too_large & np.isin(units, cap.units)] = -np.inf
+        for best in np.argsort(-scores, kind="stable")[:TRIED].tolist():
+            if not np.isfinite(scores[best]):
+                break
+            changed = choice.copy()
+            changed[units[moves[best]]] = options[moves[best]]
+            if problem.satisfies(changed) and _merit(problem, changed) > _merit(problem, choice):
+                return changed
+    return None
+
+
+def _merit(problem: AllocationProblem, choice: IntArray) -> tuple[float, float]:
+    """Return what is optimised, higher is better; of equal costs the higher value."""
+    value = problem.objective_value(choice)
+    return (value, 0.0) if problem.target is None else (-float(problem.cost(choice)), value)
+
+
+def _scores(
+    problem: AllocationProblem, choice: IntArray, gained: FloatArray, bytes_: IntArray
+) -> FloatArray:
+    """Return how good each of some changes is; -inf if it does not improve the choice."""
+    now = problem.objective_value(choice)
+    values, margin = now + gained, MARGIN * max(1.0, abs(now))
+    if problem.target is None:
+        able = (bytes_ <= problem.spendable_bytes - problem.cost(choice)) & (gained > margin)
+        return np.where(able, values, -np.inf)
+    able = (bytes_ < 0) | ((bytes_ == 0) & (gained > margin))
+    able &= values >= problem.lowest_accepted_value - margin
+    # Bytes first; among equal ones the change that leaves most to give back.
+    spread = float(np.ptp(values)) if values.size else 0.0
+    return np.where(
+        able, -bytes_ + 0.5 * (values - values.min(initial=0.0)) / (spread or 1.0), -np.inf
     )

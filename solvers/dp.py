@@ -14,8 +14,7 @@ from kvalloc.errors import InputError, option
 from kvalloc.problem import AllocationProblem, Sense
 from kvalloc.problem.bounds import NOISE
 from kvalloc.problem.solver import Solution, Solver, deadline_after
-from kvalloc.solvers._prices import Prices, best_prices
-from kvalloc.solvers._repair import best_known, rule_choices
+from kvalloc.solvers._prices import Prices, best_known, best_prices, rule_choices
 
 Options = np.ndarray[Any, np.dtype[Any]]
 """Options of states, in the smallest type that holds them."""

@@ -6,9 +6,7 @@ from typing import ClassVar
 
 from kvalloc.accounting import IntArray
 from kvalloc.problem import AllocationProblem, SideConstraint
-from kvalloc.solvers._hulls import hull_greedy
-from kvalloc.solvers._prices import Prices
-from kvalloc.solvers._repair import best_of
+from kvalloc.solvers._prices import Prices, best_of, hull_greedy
 from kvalloc.solvers.lagrangian import Lagrangian
 
 

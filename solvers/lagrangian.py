@@ -8,8 +8,7 @@ from kvalloc.accounting import IntArray
 from kvalloc.errors import SolverError
 from kvalloc.problem import AllocationProblem, GroupCap, SideConstraint, Solution
 from kvalloc.solvers._coarse import ByParts
-from kvalloc.solvers._prices import Prices, best_prices
-from kvalloc.solvers._repair import best_known, rule_choices
+from kvalloc.solvers._prices import Prices, best_known, best_prices, rule_choices
 
 
 class Lagrangian(ByParts):

@@ -162,9 +162,15 @@ class PosedEngine:
         return tables
 
     def totals(self, settings: IntArray) -> FloatArray:
-        """Return loss and bytes of settings ``(n_settings, n_layers, 2)``, ``(2, n_settings)``."""
+        """Return loss and bytes of settings ``(n_settings, n_layers, 2)``, ``(2, n_settings)``.
+
+        The loss is the sum of those of single layers; of whole settings it is what is predicted.
+        """
         rows, parts = np.ogrid[: settings.shape[1], :2]
-        return np.asarray(self.tables[:, rows, parts, settings].sum(axis=(-1, -2)))
+        sums = np.asarray(self.tables[:, rows, parts, settings].sum(axis=(-1, -2)))
+        if self.engine.grain == "model":
+            sums[0] = self.losses.predict(settings).mean
+        return sums
 
     @cached_property
     def problems(self) -> list[tuple[AllocationProblem, Units]]:
@@ -248,6 +254,8 @@ class PosedEngine:
 
     def largest_sum(self, loss: float) -> float:
         """Return the largest sum of single losses that is predicted to lose no more than this."""
+        if self.engine.grain == "model":
+            return loss
         largest = float(self.tables[0].max(axis=-1).sum())
 
         def is_more(part: int) -> bool:
@@ -272,15 +280,17 @@ class PosedEngine:
     def stated(self, settings: Sequence[IntArray] | IntArray) -> list[EngineSetting]:
         """Return settings ``(n_layers, 2)`` with their names, bytes and predicted losses."""
         names = np.array([*self.losses.formats, WHOLE], dtype=object)
-        costs = self.totals(np.array(settings))[1] + self.batch * self.losses.shape.state_bytes
-        predicted = np.transpose(self.losses.predict(settings)).tolist()
+        sums, costs = self.totals(np.array(settings))
+        costs += self.batch * self.losses.shape.state_bytes
+        is_whole = self.engine.grain == "model"
+        predicted = self.losses.predict(settings) if is_whole else self.losses.predict_sums(sums)
         return [
             EngineSetting(
                 pairs=tuple(map(tuple, names[setting].tolist())),
                 cache_bytes=int(cost),
                 **dict(zip(Predicted._fields, row, strict=True)),
             )
-            for setting, cost, row in zip(settings, costs, predicted, strict=True)
+            for setting, cost, row in zip(settings, costs, np.transpose(predicted), strict=True)
         ]
 
 
@@ -378,7 +388,7 @@ def choose(
         requested=requested,
         full_bytes=full.cache_bytes,
         model_error=losses.model_error,
-        summed_loss=float(losses.sums(setting)),
+        summed_loss=float(posed.totals(setting[None])[0, 0]),
         bound=solved.bound + states if is_loss else max(0.0, -solved.bound),
         bound_source=solved.bound_source,
         gap=solved.gap,

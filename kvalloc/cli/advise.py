@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
@@ -101,7 +102,7 @@ def advise(
     if not rows:
         raise min(refused.values(), key=lambda error: getattr(error, "nearest", None) or 0)
     rows += _kvalloc_row(options, losses.shape, goal, full, (context, batch))
-    rows.sort(key=lambda row: row.mean)
+    rows.sort(key=lambda row: row.facts["cache_bytes"] if goal.kind == "loss" else row.mean)
     rows += [
         Row(name, 0, ["-"] * 5, str(why), {"refused": str(why)}) for name, why in refused.items()
     ]
@@ -109,7 +110,7 @@ def advise(
     notes = [KL_NOTE, *(f"{row.name}: {texts[row.name]}" for row in rows if texts[row.name])]
     if options.output is None:
         notes.append("-o FOLDER writes the files that engines read")
-    facts = {row.name: {"run": row.line, **row.facts} for row in rows}
+    facts = {row.name: row.facts for row in rows}
     heading = f"{losses.shape.model_id}, {requested}, {context:,} tokens"
     print_result(facts, lines=_lines(heading, rows), notes=notes, always=True)
 
@@ -163,8 +164,8 @@ def _kvalloc_row(
     if decided is not None and (loss := decided.expected_loss) is not None:
         stored = decided.retained_bytes_at(*size)
         model = shape.model_id if _is_file(options.model) else options.model
-        line = f"kvalloc generate {model} --budget {share:.1%}"
-        facts = {"cache_bytes": stored, "mean": loss, "fitted": file}
+        line = f"kvalloc generate {model} --budget {math.floor(1000 * share) / 10:g}%"
+        facts = {"cache_bytes": stored, "mean": loss, "fitted": file, "run": line}
         yield Row(
             "kvalloc", loss, [*size_cells(stored, full), f"{loss:.2g}", "-", "-"], line, facts
         )

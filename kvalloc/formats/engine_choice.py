@@ -80,7 +80,7 @@ class EngineChoice(EngineSetting, JsonRecord):
     """Largest factor between measured and predicted losses of whole caches."""
 
     summed_loss: float = Field(ge=0)
-    """Losses of single layers, summed, nats per token."""
+    """Losses of single layers, summed, or of one pair for all layers, nats per token."""
 
     bound: float
     """No setting of the engine has a smaller sum in the bytes that were asked for, or for a loss

@@ -223,11 +223,11 @@ _VLLM_USE = "vllm.LLM('{model}', **json.load(open('{file}')))"
 _MODELOPT_USE = "{file} is hf_quant_config.json in the folder of {model}"
 _KVTUNER_USE = (
     "FlexibleQuantizedCacheConfig(per_layer_quant=True, per_layer_config_path='{file}', "
-    "q_group_size=-1, axis_key=0, axis_value=0, residual_length=0)"
+    "asym=True, q_group_size=-1, axis_key=0, axis_value=0, residual_length=0)"
 )
 _CUDA = (
-    "a CUDA build without GGML_CUDA_FA_ALL_QUANTS computes attention on the CPU, unless K and V "
-    "are in the same format of f16, q8_0 and q4_0"
+    "a CUDA build computes attention with iq4_nl on the CPU, and without GGML_CUDA_FA_ALL_QUANTS "
+    "that of other pairs, too, unless K and V are both in f16, in q8_0 or in q4_0"
 )
 _CUT = "on a CPU vLLM 0.32 cuts numbers instead of rounding them, which loses 3 to 4 times as much"
 _MODULES = "modules are named model.layers.N.self_attn"

@@ -52,8 +52,9 @@ def choice_fields(choice: EngineChoice) -> dict[str, str]:
 
 
 def choice_facts(choice: EngineChoice) -> dict[str, Any]:
-    """Return a choice as plain values, with what runs it."""
-    return {**choice.record(), "run": SYNTAX[choice.engine].line(choice)}
+    """Return a choice as plain values, with what runs it; None where a file does."""
+    formats, run = by_format(choice), SYNTAX[choice.engine].line(choice)
+    return {**choice.record(), "formats": formats, "run": None if run == formats else run}
 
 
 def frontier_lines(choice: EngineChoice) -> Iterator[str]:
