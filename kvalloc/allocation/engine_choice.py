@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -313,7 +314,7 @@ def choose(
     engine : str
         A name of `ENGINES`.
     context : int, optional
-        Tokens of a row; by default those of the measured texts.
+        Tokens of a row; by default those that the model was made for.
     batch : int
         Rows.
     solver, time_limit
@@ -339,7 +340,7 @@ def choose(
     """
     shape, chosen = losses.shape, one_of("engine", engine, ENGINES)
     goal, name, requested = read_target(target)
-    context = losses.context_tokens if context is None else context
+    context = context or shape.max_context_tokens or losses.context_tokens
     Request.parse(memory=1, context=context, batch=batch)  # whether these can be
     shape.check_context(context)
     posed = PosedEngine(
@@ -387,7 +388,7 @@ def choose(
         batch=batch,
         requested=requested,
         full_bytes=full.cache_bytes,
-        model_error=losses.model_error,
+        model_error=losses.error_among({*chain(*chosen.pairs)}),
         summed_loss=float(posed.totals(setting[None])[0, 0]),
         bound=solved.bound + states if is_loss else max(0.0, -solved.bound),
         bound_source=solved.bound_source,

@@ -83,7 +83,8 @@ def advise(
     if options.output is not None:
         make_folder(options.output)
     losses = _losses(options)
-    context = losses.context_tokens if context is None else parse_tokens(context)
+    longest = losses.shape.max_context_tokens or losses.context_tokens
+    context = longest if context is None else parse_tokens(context)
     how = {**target, "solver": solving.solver, "time_limit": solving.time_limit}
     rows, refused, full = list[Row](), dict[str, KVAllocError](), 1
     for name, syntax in SYNTAX.items():
@@ -107,7 +108,8 @@ def advise(
         Row(name, 0, ["-"] * 5, str(why), {"refused": str(why)}) for name, why in refused.items()
     ]
     texts = {"kvalloc": OWN_NOTE, **{name: one.note for name, one in SYNTAX.items()}}
-    notes = [KL_NOTE, *(f"{row.name}: {texts[row.name]}" for row in rows if texts[row.name])]
+    measured = f"{KL_NOTE}; measured on texts of {losses.context_tokens:,} tokens"
+    notes = [measured, *(f"{row.name}: {texts[row.name]}" for row in rows if texts[row.name])]
     if options.output is None:
         notes.append("-o FOLDER writes the files that engines read")
     facts = {row.name: row.facts for row in rows}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import cached_property
 from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
@@ -148,9 +149,15 @@ class FormatLosses(ArrayRecord, FormatHeader):
 
     @cached_property
     def model_error(self) -> float:
-        """Largest factor between measured and predicted mean loss of a mixture, at least 1."""
-        predicted = np.maximum(self.predict_sums(self.sums(self.choices)).mean, _SMALLEST)
-        return float(np.exp(np.abs(np.log(np.maximum(self.mean, _SMALLEST) / predicted)).max()))
+        """Largest factor between measured and fitted mean loss of a mixture, at least 1."""
+        return self.error_among(self.formats)
+
+    def error_among(self, names: Collection[str]) -> float:
+        """Return the same of the mixtures that have only these formats, and 16 bits."""
+        known = [-1, *(index for index, name in enumerate(self.formats) if name in names)]
+        fitted = np.maximum(self.predict_sums(self.sums(self.choices)).mean, _SMALLEST)
+        factors = np.exp(np.abs(np.log(np.maximum(self.mean, _SMALLEST) / fitted)))
+        return float(factors[np.isin(self.choices, known).all(axis=(1, 2))].max(initial=1.0))
 
     @cached_property
     def _fits_of_mixtures(self) -> tuple[FloatArray, FloatArray, float]:

@@ -124,7 +124,7 @@ REFUSED = {
     "target_loss=1e-09 is less than kvtuner can be told: .* nats; give target_loss=": {
         "target_loss": 1e-9
     },
-    "bits=1 is less than kvtuner .* is 27.00 KiB; give bits=4.5$": {"bits": 1},
+    "bits=1 is less than kvtuner .* is 42.19 KiB; give bits=4.5$": {"bits": 1},
     "budget='1%' is less than kvtuner .* give budget='28.13%'": {"budget": "1%"},
     "batch=0 is not possible; give batch=1 or more": {"bits": 5, "batch": 0},
 }
