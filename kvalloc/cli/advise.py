@@ -166,7 +166,8 @@ def _kvalloc_row(
     if decided is not None and (loss := decided.expected_loss) is not None:
         stored = decided.retained_bytes_at(*size)
         model = shape.model_id if _is_file(options.model) else options.model
-        line = f"kvalloc generate {model} --budget {math.floor(1000 * share) / 10:g}%"
+        whole = math.ceil if goal.kind == "loss" else math.floor
+        line = f"kvalloc generate {model} --budget {whole(1000 * share) / 10:g}%"
         facts = {"cache_bytes": stored, "mean": loss, "fitted": file, "run": line}
         yield Row(
             "kvalloc", loss, [*size_cells(stored, full), f"{loss:.2g}", "-", "-"], line, facts
