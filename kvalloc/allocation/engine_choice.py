@@ -340,7 +340,8 @@ def choose(
     """
     shape, chosen = losses.shape, one_of("engine", engine, ENGINES)
     goal, name, requested = read_target(target)
-    context = context or shape.max_context_tokens or losses.context_tokens
+    if context is None:
+        context = shape.max_context_tokens or losses.context_tokens
     Request.parse(memory=1, context=context, batch=batch)  # whether these can be
     shape.check_context(context)
     posed = PosedEngine(

@@ -157,7 +157,7 @@ def check_seen(model: Any, layers: Iterable[int], seen: Container[int]) -> None:
 def run_apart(model: Any, *, states: bool = False) -> bool:
     """Return whether each layer of a model runs on what the one before it makes, and that alone.
 
-    Beside the tokens themselves. Not where layers read others' entries, or return more.
+    A layer may get the tokens, too. It must not read another's entries, or return anything else.
 
     Parameters
     ----------

@@ -127,6 +127,7 @@ REFUSED = {
     "bits=1 is less than kvtuner .* is 42.19 KiB; give bits=4.5$": {"bits": 1},
     "budget='1%' is less than kvtuner .* give budget='28.13%'": {"budget": "1%"},
     "batch=0 is not possible; give batch=1 or more": {"bits": 5, "batch": 0},
+    "context=0 is not possible; give context=1 or more": {"bits": 5, "context": 0},
 }
 
 
