@@ -42,7 +42,7 @@ from kvalloc.models.names import base_implementation
 from kvalloc.models.rope import Rotation, rotate
 from kvalloc.models.structure import context_limit, decoder_of, input_device, text_config
 from kvalloc.runtime.cache import BudgetCache
-from kvalloc.runtime.kept import Part
+from kvalloc.runtime.kept import Part, counts_of
 from kvalloc.runtime.making import Way, build_rows
 from kvalloc.runtime.options import CacheOptions
 from kvalloc.runtime.refusals import check_owner
@@ -393,8 +393,8 @@ class DenseLayer:
             segments=np.arange(kept.shape[1]),
             lengths=kept.sum(dim=2).cpu().numpy().ravel(),
         )
-        row = np.array([0])
-        layer.replace(row, layer.as_stored(part, row, bits if self.rounded else None))
+        row, counts = np.array([0]), counts_of(part, bits) if self.rounded else None
+        layer.replace(row, layer.as_stored(part, row, counts))
 
 
 @dataclass(kw_only=True)

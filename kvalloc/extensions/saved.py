@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from kvalloc.accounting.costs import WIDTHS
 from kvalloc.errors import ModelMismatchError, UnsupportedRequestError, option
 from kvalloc.extensions.making import extended
 from kvalloc.formats.record import save_tensors
@@ -126,7 +127,9 @@ def _tensors_of(cache: BudgetCache) -> dict[str, Tensor]:
             stored_tensors["latest"] = torch.from_numpy(layer.tail.lengths.copy())
             for part in _by_width(layer.kept):
                 names = {name: getattr(part, field) for name, field in KEPT.items()}
-                names["lengths"] = torch.from_numpy(part.lengths.reshape(layer.rows, -1).copy())
+                lengths = np.zeros((layer.rows, layer.kept.heads), dtype=np.int64)
+                lengths.flat[part.segments] = part.lengths
+                names["lengths"] = torch.from_numpy(lengths)
                 stored_tensors |= {f"bits_{part.bits}.{name}": one for name, one in names.items()}
         for name, tensor in stored_tensors.items():
             if tensor is not None:
@@ -229,7 +232,7 @@ def filled_cache(
         layer.lazy_initialization(stored_tensors["keys"], stored_tensors["values"])
         layer.keys, layer.values = stored_tensors["keys"], stored_tensors["values"]
         if isinstance(layer, Store):
-            _fill(layer, stored_tensors, header, index)
+            _fill(layer, stored_tensors, header)
         else:
             layer.cumulative_length = header.seen_tokens
     fill_rows(cache, header.seen_tokens, header.prompt_tokens, visible, header.ranked_tokens)
@@ -263,26 +266,24 @@ def _tensor(stored: StoredTensor) -> Tensor:
     return torch.frombuffer(stored.data, dtype=dtype).reshape(stored.shape)
 
 
-def _fill(layer: Store, tensors: dict[str, Tensor], header: SavedCacheHeader, index: int) -> None:
+def _fill(layer: Store, tensors: dict[str, Tensor], header: SavedCacheHeader) -> None:
     """Put a layer into the state that was saved."""
-    layer.seen, heads = header.seen_tokens, header.profile.shape.n_kv_heads
+    layer.seen, heads = header.seen_tokens, int(tensors["keys"].shape[1])
     if "latest" not in tensors:
         return
     layer.tail = Tail((tensors["keys"], tensors["values"]), tensors["latest"].cpu().numpy())
     layer.keys, layer.values = layer.tail.states
-    widths = header.profile.widths[index]
-    segments = np.arange(header.batch * heads).reshape(header.batch, heads)
-    parts = []
-    for width in sorted(set(widths.tolist()), reverse=True):
-        named = {field: tensors.get(f"bits_{width}.{name}") for name, field in KEPT.items()}
-        parts.append(
-            Part(
-                **named,  # type: ignore[arg-type]
-                segments=segments[:, widths == width].ravel(),
-                lengths=tensors[f"bits_{width}.lengths"].cpu().numpy().ravel(),
-                bits=width,
-            )
-        )
+    lengths = {
+        bits: tensors[name].cpu().numpy().ravel()
+        for bits in WIDTHS
+        if (name := f"bits_{bits}.lengths") in tensors
+    }
+    empty, parts = sum(lengths.values()) == 0, []
+    for bits, own in lengths.items():
+        named = {field: tensors.get(f"bits_{bits}.{name}") for name, field in KEPT.items()}
+        segments = np.flatnonzero((own > 0) | empty)
+        empty = np.zeros_like(empty)
+        parts.append(Part(**named, segments=segments, lengths=own[segments], bits=bits))  # type: ignore[arg-type]
     like = tensors["keys"][0, 0, :0].clone(), tensors["values"][0, 0, :0].clone()
     layer.kept = Kept(parts=tuple(parts), rows=header.batch, heads=heads, like=like)
 

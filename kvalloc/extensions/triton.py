@@ -3,8 +3,8 @@
 The entries that are kept and the tokens that followed are cut into tiles (segment, start, end) of
 equal length in all segments, so that long heads are shared by as many programs as
 they need. Each program leaves the partial softmax of its tile, and one more launch adds the partial
-softmaxes of each segment and writes the answer in its final layout. Which kept tiles
-belong to which segment stands on the device, made once for each eviction; as many programs are
+softmaxes of each segment and writes the answer in its final layout. Which kept tiles belong to
+which piece of a segment stands on the device, made once for each eviction; as many programs are
 launched as entries of that number can need. Lengths and numbers of tiles are arguments at run time,
 so a longer answer compiles nothing anew, and nothing here asks the device for a value.
 
@@ -97,22 +97,31 @@ def triton_attention(call: AttentionCall, kept: Kept, *, programs: int) -> Tenso
     following_tiles = -(-n_following // tile)
     widths = tuple(part.bits for part in kept.parts)
     sizes = _sizes(head_dim, value_dim, rows, widths, columns, call.queries.dtype)
+    n_pieces = int(work.pieces.shape[1])
     n_parts = work.room + n_segments * following_tiles
     partial = call.queries.new_empty(n_parts, n_rows, value_dim + 2, dtype=torch.float32)
     output = call.queries.new_empty(batch, n_new, n_query_heads, value_dim)
     sinks = call.sink_logits
-    counts = n_rows, n_new, n_kv_heads, n_query_heads // n_kv_heads
+    counts = n_rows, n_new, n_kv_heads, n_query_heads // n_kv_heads, n_pieces
     _launch(
         "read_tile",
         (n_parts, row_blocks),
         (call.queries, *call.queries.stride()[:3]),
-        (work.segments, *(_stored(part) for part in kept.parts)),
+        (work.pieces, *(_stored(part) for part in kept.parts)),
         (
             *((states, *states.stride()[:3]) for states in (call.keys, call.values)),
             call.starts,
         ),
         partial,
-        *(work.room, following_tiles, work.length, tile, n_following, n_segments, counts),
+        *(
+            work.room,
+            following_tiles,
+            work.length,
+            tile,
+            n_following,
+            n_segments * n_pieces,
+            counts,
+        ),
         (call.scaling, call.softcap),
         SIZES=sizes,
         num_warps=max(1, min(4, sizes.columns * sizes.head_block // _WARP_NUMBERS)),
@@ -120,7 +129,7 @@ def triton_attention(call: AttentionCall, kept: Kept, *, programs: int) -> Tenso
     _launch(
         "add_tiles",
         (n_segments, row_blocks),
-        *(partial, work.segments, None if sinks is None else (sinks, sinks.stride(0)), output),
+        *(partial, work.pieces, None if sinks is None else (sinks, sinks.stride(0)), output),
         *(work.room, following_tiles, work.length, tile, n_following, counts),
         SIZES=sizes,
     )

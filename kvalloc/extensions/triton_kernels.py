@@ -21,7 +21,7 @@ import triton.language as tl
 __all__ = ["Sizes", "add_tiles", "read_tile"]
 
 # Lengths change with every token: whether they are 1 or divide by 16 must compile nothing anew.
-_LENGTHS = ("n_tiles", "following_tiles", "length", "tile", "n_following", "n_segments")
+_LENGTHS = ("n_tiles", "following_tiles", "length", "tile", "n_following", "all_pieces")
 
 
 class Codes(NamedTuple):
@@ -91,7 +91,7 @@ def read_tile(  # type: ignore[no-untyped-def]
     length,
     tile,
     n_following,
-    n_segments,
+    all_pieces,
     counts,
     factors,
     SIZES: tl.constexpr,
@@ -100,25 +100,25 @@ def read_tile(  # type: ignore[no-untyped-def]
 
     Parts of ``partial`` are (n_rows, value_dim + 2): summed, largest, total. First come parts of at
     most ``n_tiles`` tiles of ``length`` kept entries, then ``following_tiles`` of each segment,
-    ``tile`` entries each of ``n_following``. ``kept`` are segments as `kvalloc.runtime.kept.Work`
-    has them and, of each part, keys, values and scales; ``queries_in`` and ``followed`` are
-    tensors with the steps between their rows, heads and tokens.
+    ``tile`` entries each of ``n_following``. ``kept`` are the pieces of segments as
+    `kvalloc.runtime.kept.Work` has them and, of each part, keys, values and scales; ``queries_in``
+    and ``followed`` are tensors with the steps between their rows, heads and tokens.
     """
     queries, query_row, query_head, query_token = queries_in
-    segments = kept[0]
+    pieces = kept[0]
     keys, key_row, key_head, key_token = followed[0]
     values, value_row, value_head, value_token = followed[1]
-    n_rows, n_new, n_kv_heads, group = counts
+    n_rows, n_new, n_kv_heads, group, n_pieces = counts
     part = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * SIZES.rows + tl.arange(0, SIZES.rows)
     dims, value_dims = tl.arange(0, SIZES.head_block), tl.arange(0, SIZES.value_block)
     is_kept = part < n_tiles
     later = part - n_tiles  # negative for kept entries
     divisor = tl.maximum(following_tiles, 1)
-    segment = _segment_of(part, segments, tl.where(is_kept, n_segments, 0))
-    if segment == n_segments:
+    piece = _piece_of(part, pieces, tl.where(is_kept, all_pieces, 0))
+    if piece == all_pieces:
         return
-    segment = tl.where(is_kept, segment, later // divisor)
+    segment = tl.where(is_kept, piece // n_pieces, later // divisor)
     batch_row, head = segment // n_kv_heads, segment % n_kv_heads
     asking = batch_row * query_row + (head * group + row // n_new) * query_head
     asking += (row % n_new) * query_token
@@ -130,7 +130,7 @@ def read_tile(  # type: ignore[no-untyped-def]
     largest = tl.full([SIZES.rows], float("-inf"), dtype=tl.float32)
     total = tl.full([SIZES.rows], 0.0, dtype=tl.float32)
     summed = tl.full([SIZES.rows, SIZES.value_block], 0.0, dtype=tl.float32)
-    work, softmax = segments + segment * 5, (largest, total, summed)
+    work, softmax = pieces + piece * 5, (largest, total, summed)
     before = (part - _first_tile(work, length)) * length
     start = tl.load(work) + before
     end = tl.where(is_kept, tl.minimum(start + length, tl.load(work + 1)), start)
@@ -162,27 +162,27 @@ def read_tile(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _segment_of(tile, segments, n_segments):  # type: ignore[no-untyped-def]
-    """Return the segment of a tile of kept entries: the number that end before it."""
+def _piece_of(tile, pieces, all_pieces):  # type: ignore[no-untyped-def]
+    """Return the piece of a tile of kept entries: the number that end before it."""
     count = tl.zeros([], dtype=tl.int64)
-    for first in range(0, n_segments, 64):
+    for first in range(0, all_pieces, 64):
         place = first + tl.arange(0, 64)
-        inside = place < n_segments
-        ends = tl.load(segments + place * 5 + 4, mask=inside, other=0)
+        inside = place < all_pieces
+        ends = tl.load(pieces + place * 5 + 4, mask=inside, other=0)
         count += tl.sum((inside & (ends <= tile)).to(tl.int64))
     return count
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _first_tile(segment, length):  # type: ignore[no-untyped-def]
-    """Return the first tile of a segment."""
-    return tl.load(segment + 4) - tl.cdiv(tl.load(segment + 1) - tl.load(segment), length)
+def _first_tile(piece, length):  # type: ignore[no-untyped-def]
+    """Return the first tile of a piece."""
+    return tl.load(piece + 4) - tl.cdiv(tl.load(piece + 1) - tl.load(piece), length)
 
 
 @triton.jit(do_not_specialize=_LENGTHS[:5])  # type: ignore[untyped-decorator, unused-ignore]
 def add_tiles(  # type: ignore[no-untyped-def]
     partial,
-    segments,
+    pieces,
     sinks,
     output,
     n_tiles,
@@ -195,11 +195,11 @@ def add_tiles(  # type: ignore[no-untyped-def]
 ):
     """Write one segment's answer from the softmaxes of its tiles, where the model wants it.
 
-    Where the values of its part are turned, so is their sum, and nothing else is.
+    Tiles of turned values come first; their sum is turned, and nothing else is.
     ``output`` is (batch, n_new, n_kv_heads * group, value_dim); ``sinks`` are the logits and the
     step between two of them.
     """
-    n_rows, n_new, n_kv_heads, group = counts
+    n_rows, n_new, n_kv_heads, group, n_pieces = counts
     segment = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * SIZES.rows + tl.arange(0, SIZES.rows)
     value_dims = tl.arange(0, SIZES.value_block)
@@ -212,20 +212,24 @@ def add_tiles(  # type: ignore[no-untyped-def]
     if sinks is not None:
         largest = tl.load(sinks[0] + member * sinks[1], mask=inside, other=0.0).to(tl.float32)
         total += 1.0
-    work = segments + segment * 5
-    width, first, last = tl.load(work + 3), _first_tile(work, length), tl.load(work + 4)
-    softmax = _add_parts(partial, first, last, n_rows, row, (largest, total, summed), SIZES)
-    largest, total, summed = softmax
+    work = pieces + segment * n_pieces * 5
+    first, last = _first_tile(work, length), tl.load(work + n_pieces * 5 - 1)
+    softmax = (largest, total, summed)
     if SIZES.turned:
-        is_turned = width < 0
-        for number in tl.static_range(len(SIZES.codes)):
-            is_turned = is_turned | ((width == number) & SIZES.codes[number].turned)
+        plain = first
+        for piece in range(n_pieces):
+            width = tl.load(work + piece * 5 + 3)
+            is_turned = width < 0
+            for number in tl.static_range(len(SIZES.codes)):
+                is_turned = is_turned | ((width == number) & SIZES.codes[number].turned)
+            plain = tl.where(is_turned, tl.load(work + piece * 5 + 4), plain)
+        largest, total, summed = _add_parts(partial, first, plain, n_rows, row, softmax, SIZES)
         turned = _turned(summed, SIZES.rows * SIZES.value_block, SIZES.value_dim)
-        turned = tl.reshape(turned, (SIZES.rows, SIZES.value_block))
-        summed = tl.where(is_turned, turned, summed)
+        softmax = (largest, total, tl.reshape(turned, (SIZES.rows, SIZES.value_block)))
+        first = plain
+    softmax = _add_parts(partial, first, last, n_rows, row, softmax, SIZES)
     first = n_tiles + segment * following_tiles
     last = first + tl.cdiv(n_following, tile)
-    softmax = (largest, total, summed)
     largest, total, summed = _add_parts(partial, first, last, n_rows, row, softmax, SIZES)
     place = (batch_row * n_new + row % n_new) * n_kv_heads * group + member
     tl.store(

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from pydantic import Field, PlainSerializer, PlainValidator, model_validator
 
 from kvalloc.accounting import IntArray
-from kvalloc.accounting.costs import KEY_BLOCK_TOKENS, packed_row_bytes
+from kvalloc.accounting.costs import KEY_BLOCK_TOKENS, WIDTHS, bits_fault, packed_row_bytes
 from kvalloc.errors import ProfileFileError, by_interface, option
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.record import FileRecord, require
@@ -100,7 +100,7 @@ class SavedCacheHeader(FileRecord):
     kind: Literal["kvalloc.cache"] = "kvalloc.cache"
     """What the file is."""
 
-    schema_version: Literal[7] = 7
+    schema_version: Literal[8] = 8
     """How the file is to be read."""
 
     model: str
@@ -276,7 +276,7 @@ class _Contents:
 
     def _check_layer(self, index: int, layer: LayerShape) -> None:
         """Check the tensors of a layer: all of its entries, or the kept ones in segments."""
-        header, profile = self._header, self._header.profile
+        header = self._header
         seen, heads = header.seen_tokens, layer.kv_heads
         name = f"{index}.keys"
         keys = self._take(name, header.dtype, (header.batch, heads, None, layer.key_dim))
@@ -292,12 +292,23 @@ class _Contents:
         tokens = np.full(header.batch, seen) if self._shown is None else self._shown.sum(axis=1)
         sound = bool((latest >= 0).all() and (latest <= tokens.clip(max=n_dense)).all())
         self._require(sound, name, latest.tolist(), f"up to {n_dense}, and to the tokens seen")
-        for bits in np.unique(widths := profile.widths[index]).tolist():
-            n_heads = int((widths == bits).sum())
-            self._check_segments(f"{index}.bits_{bits}.", bits, n_heads, tokens - latest)
+        kept = []
+        for bits in WIDTHS:
+            name = f"{index}.bits_{bits}.lengths"
+            if name in self._left:
+                expected = f"a width that heads of {layer.value_dim} numbers can have"
+                self._require(not bits_fault(bits, layer.value_dim), name, "there", expected)
+                kept += self._check_segments(f"{index}.bits_{bits}.", bits, heads, tokens - latest)
+        places = np.concatenate([np.zeros(0, np.int64), *kept])
+        sound = len(np.unique(places)) == len(places)
+        name = f"{index}.kept_positions"
+        self._require(sound, name, "of a token at two widths", "each at one")
 
-    def _check_segments(self, prefix: str, bits: int, heads: int, end: IntArray) -> None:
-        """Check the segments of rows and heads, back to back, of tokens below a row's ``end``."""
+    def _check_segments(self, prefix: str, bits: int, heads: int, end: IntArray) -> list[IntArray]:
+        """Check the segments of rows and heads, back to back, of tokens below a row's ``end``.
+
+        Returns the token of each entry, with a different number for each segment.
+        """
         header, dims = self._header, self._header.profile.shape.dims
         name = f"{prefix}lengths"
         counts = self._take(name, "int64", (header.batch, heads)).reshape(-1)
@@ -318,6 +329,7 @@ class _Contents:
         sound = bool(rising.all() and (tokens >= 0).all() and (tokens < ends.repeat(counts)).all())
         expected = f"tokens that rise in each head, from 0 and below {int(end.max())}"
         self._require(sound, name, "others", expected)
+        return [segments * header.seen_tokens + tokens]
 
     def _take(
         self, name: str, dtype: str | tuple[str, ...], shape: tuple[int | None, ...]

@@ -19,7 +19,7 @@ from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.models.attention import AttentionStates, Observed, without_autocast
 from kvalloc.runtime.checks import ensure
 from kvalloc.runtime.door import Batch, Door
-from kvalloc.runtime.kept import Part, joined, packed
+from kvalloc.runtime.kept import Part, counts_of, joined, packed
 from kvalloc.runtime.notes import of_head, of_row, of_rows
 from kvalloc.runtime.plan import widest
 from kvalloc.runtime.policies.base import FEW_ENTRIES, EvictionPolicy, Limits
@@ -425,17 +425,18 @@ class Eviction:
         parts = [fresh]
         if widths_of and len(stores) > 1:
             widths = np.concatenate(widths_of)
-            parts = packed(fresh, widths[fresh.segments % len(widths)])
+            parts = packed(fresh, counts_of(fresh, widths))
         if len(stores) > 1 and not any(part.has_wide_scales(fresh) for part in parts):
             by_layer: list[list[Part]] = [[] for _ in stores]
             for part in parts:
                 for place, one in part.by_layer(*sizes):
                     by_layer[place].append(one)
             return by_layer
-        return [  # each by itself
-            store.as_stored(one, self.rows, self.widths.get(layer), beside_kept=self.new_only)
-            for (layer, store), (_, one) in zip(stores.items(), fresh.by_layer(*sizes), strict=True)
-        ]
+        result = []  # each by itself
+        for (layer, store), (_, one) in zip(stores.items(), fresh.by_layer(*sizes), strict=True):
+            counts = counts_of(one, self.widths[layer]) if layer in self.widths else None
+            result.append(store.as_stored(one, self.rows, counts, beside_kept=self.new_only))
+        return result
 
     def _rest(self, store: Store) -> list[Part]:
         """Return all that other rows have, of a layer that has been whole until now."""

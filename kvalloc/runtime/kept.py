@@ -5,11 +5,12 @@ A segment is one KV head of one row; that of row b and head h has the number ``b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from math import nan
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -50,7 +51,7 @@ LEAST_NUMBER, LEAST_CHANNEL = 2.0**-14, 2.0**-20
 digits, and has fewer than bfloat16 from 2**-17 on."""
 
 WORK_BYTES = 20
-"""Bytes of a segment in `Work`."""
+"""Bytes in `Work` of a segment that is in one part; one in several has as many for each."""
 
 
 def on_device(array: IntArray, device: torch.device) -> Tensor:
@@ -375,16 +376,119 @@ def _without_ends(keys: Tensor, spans: Spans) -> Tensor:
     return keys[_gathered(spans.first_scales[:-1] * KEY_BLOCK_TOKENS, spans.lengths, keys.device)]
 
 
-def packed(part: Part, widths: IntArray, before: Sequence[Part] = ()) -> list[Part]:
-    """Return numbers of the model's type, each segment at its width, (n_segments,)."""
-    parts, blocks = [], part.spans.blocks
-    for width in sorted(set(widths.tolist()), reverse=True):
-        segments = np.flatnonzero(widths == width)
-        n_blocks = int(blocks[segments].sum())
-        share = -(-STEPS * n_blocks // max(int(blocks.sum()), 1))
-        n_steps = max(1, min(share, n_blocks // STEP_BLOCKS))
-        parts.append(pack(part.taken(segments), width, before, n_steps=n_steps))
+def counts_of(part: Part, widths: IntArray) -> dict[int, IntArray]:
+    """Return how many entries of each segment `packed` stores at each width, (n_segments,).
+
+    Parameters
+    ----------
+    part : Part
+    widths : ndarray of int64, (n_kv_heads,)
+        One for all entries of a KV head.
+    """
+    own = widths[part.segments % len(widths)]
+    return {width: np.where(own == width, part.lengths, 0) for width in sorted({*own.tolist()})}
+
+
+def by_width(
+    part: Part, counts: Mapping[int, IntArray], width_of: Tensor | None = None
+) -> Iterator[tuple[int, Part]]:
+    """Yield the entries of each width, the widest first, as they are; see `packed`."""
+    lengths = part.lengths
+    ensure(_fit(part, counts, width_of), _refuse_counts)
+    empty = lengths == 0  # segments that are in the widest part
+    for width, own in sorted(counts.items(), reverse=True):
+        segments = np.flatnonzero((own > 0) | empty)
+        empty = np.zeros_like(empty)
+        if (own[segments] == lengths[segments]).all():
+            if len(segments):
+                yield width, part.taken(segments)
+            continue
+        if width_of is None:
+            _refuse_counts()
+        places = (width_of == width).nonzero_static(size=int(own.sum()), fill_value=0)[:, 0]
+        yield (
+            width,
+            replace(
+                part,
+                keys=part.keys[places],
+                values=part.values[places],
+                positions=part.positions[places],
+                segments=part.segments[segments],
+                lengths=own[segments],
+            ),
+        )
+
+
+def _fit(part: Part, counts: Mapping[int, IntArray], width_of: Tensor | None) -> Tensor:
+    """Return whether entries have the widths that are counted."""
+    fits = torch.tensor(np.array_equal(sum(counts.values()), part.lengths), device="cpu")
+    if width_of is None or not fits:
+        return fits
+    ends = on_device(part.spans.ends, width_of.device)
+    fits = fits.to(width_of.device)
+    for width, own in counts.items():
+        before = torch.nn.functional.pad((width_of == width).cumsum(0), (1, 0))
+        fits = fits & (before[ends] == on_device(np.cumsum(own), width_of.device)).all()
+    return fits
+
+
+def _refuse_counts() -> NoReturn:
+    raise ValueError("entries have other widths than those that are counted")
+
+
+def packed(
+    part: Part,
+    counts: Mapping[int, IntArray],
+    width_of: Tensor | None = None,
+    before: Sequence[Part] = (),
+) -> list[Part]:
+    """Return numbers of the model's type as they are stored, each at its width.
+
+    Parameters
+    ----------
+    part : Part
+    counts : mapping of int to ndarray of int64, (n_segments,)
+        By width, how many entries of each segment are stored at it; all add up to its length.
+    width_of : Tensor of int, (n_entries,), optional
+        The width of each entry, on its device; not needed where each segment has one width.
+    before : sequence of Part
+        What was stored of the same segments; see `pack`.
+    """
+    blocks = {bits: -(-own // KEY_BLOCK_TOKENS) for bits, own in counts.items()}
+    all_blocks = max(sum(int(own.sum()) for own in blocks.values()), 1)
+    parts = []
+    for bits, own in by_width(part, counts, width_of):
+        n_blocks = int(blocks[bits].sum())
+        n_steps = max(1, min(-(-STEPS * n_blocks // all_blocks), n_blocks // STEP_BLOCKS))
+        parts.append(pack(own, bits, before, n_steps=n_steps))
     return parts
+
+
+def added(
+    stored: Sequence[Part],
+    part: Part,
+    counts: Mapping[int, IntArray],
+    width_of: Tensor | None = None,
+) -> list[Part]:
+    """Return stored parts with numbers of the model's type behind, those of each width; `packed`.
+
+    Entries of a width that their segment has none of become a part of their own.
+    """
+    result, more = [], dict(by_width(part, counts, width_of))
+    for one in stored:
+        if (new := more.get(one.bits)) is not None:
+            _, here, there = np.intersect1d(new.segments, one.segments, return_indices=True)
+            lengths = np.zeros_like(one.lengths)
+            lengths[there] = new.lengths[here]
+            more[one.bits] = new.taken(np.setdiff1d(np.arange(len(new.segments)), here))
+            if lengths.any():
+                same = replace(new.taken(here), segments=one.segments, lengths=lengths)
+                one = extended(one, same)
+        result.append(one)
+    for bits, new in more.items():
+        if new.lengths.any():
+            result.append(pack(new.taken(np.flatnonzero(new.lengths)), bits))
+    return result
 
 
 def extended(part: Part, more: Part) -> Part:
@@ -459,15 +563,30 @@ class Work:
     length : int
         Entries of a tile, at most.
     room : int
-        Tiles of as many entries in as many segments, at most; how many there are says the last
-        segment.
-    segments : Tensor of int32, (n_segments, 5)
-        Start, end, first key scale and part of each segment, and tiles up to its end.
+        Tiles of as many entries in as many pieces, at most; how many there are says the last piece.
+    pieces : Tensor of int32, (n_segments, n_pieces, 5)
+        `Kept.pieces`, and of each the tiles up to its end.
     """
 
     length: int
     room: int
-    segments: Tensor
+    pieces: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Run:
+    """Segments that are computed together: of as many entries in the same parts, back to back.
+
+    Attributes
+    ----------
+    segments : ndarray of int64, (n_segments,)
+        Their numbers, increasing.
+    pieces : list of (Part, int)
+        Where they have entries, as in `Kept.pieces`: of each part the place of the first segment.
+    """
+
+    segments: IntArray
+    pieces: list[tuple[Part, int]]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -477,7 +596,7 @@ class Kept:
     Attributes
     ----------
     parts : tuple of Part
-        Each segment is in one.
+        Each segment is in one, or in several of different widths.
     rows, heads : int
     like : tuple of Tensor
         Keys and values (0, head_dim) with the model's sizes and type.
@@ -491,17 +610,49 @@ class Kept:
     @cached_property
     def lengths(self) -> IntArray:
         """Entries of each row and head, (rows, heads)."""
-        return (self.spans[:, 1] - self.spans[:, 0]).reshape(self.rows, self.heads)
+        counts = np.diff(self.pieces[:, :, :2]).sum(axis=(1, 2))
+        return np.asarray(counts.reshape(self.rows, self.heads))
 
     @cached_property
-    def spans(self) -> IntArray:
-        """Start, end, first key scale and part of each segment, (n_segments, 4)."""
-        result = np.zeros((self.rows * self.heads, 4), dtype=np.int64)
+    def pieces(self) -> IntArray:
+        """What each segment has in parts, (n_segments, n_pieces, 4).
+
+        Start, end, first key scale and part; those with turned values first. Segments that are in
+        fewer parts than others have pieces of no entry behind.
+        """
+        dim = int(self.like[1].shape[-1])
+        rows = []
         for number, part in enumerate(self.parts):
             spans = part.spans
             columns = [spans.starts, spans.ends, spans.first_scales[:-1]]
-            result[part.segments, :3] = np.stack(columns, axis=1)
-            result[part.segments, 3] = number
+            plain, numbers = (
+                np.full(len(spans.ends), x) for x in (not turns(part.bits, dim), number)
+            )
+            rows.append(np.column_stack([*columns, numbers, part.segments, plain]))
+        every = np.concatenate([*rows, np.zeros((0, 6), np.int64)])
+        every = every[every[:, 1] > every[:, 0]]
+        every = every[np.lexsort((-every[:, 3], every[:, 5], every[:, 4]))]
+        segments = every[:, 4]
+        place = np.arange(len(every)) - np.searchsorted(segments, segments)
+        shape = self.rows * self.heads, int(place.max(initial=0)) + 1, 4
+        result = np.zeros(shape, dtype=np.int64)
+        result[segments, place] = every[:, :4]
+        return result
+
+    @cached_property
+    def runs(self) -> list[Run]:
+        """All segments, each in one run."""
+        order = np.lexsort(self.pieces[:, ::-1, 3].T)
+        starts, ends, _, parts = np.moveaxis(self.pieces[order], 2, 0)
+        lengths = ends - starts
+        same = (parts[1:] == parts[:-1]) & (lengths[1:] == lengths[:-1]) & (starts[1:] == ends[:-1])
+        edges = [0, *(np.flatnonzero(~same.all(axis=1)) + 1).tolist(), len(order)]
+        result = []
+        for first, last in pairwise(edges):
+            own = [self.parts[number] for number in parts[first][lengths[first] > 0]]
+            at = [int(np.searchsorted(part.segments, order[first])) for part in own]
+            segments = order[first:last]
+            result.append(Run(segments=segments, pieces=list(zip(own, at, strict=True))))
         return result
 
     @property
@@ -519,12 +670,15 @@ class Kept:
         """
         if length not in self._work:
             self._work.clear()
-            lengths = self.lengths.ravel()
-            segments = np.column_stack([self.spans, np.cumsum(-(-lengths // length))])
+            lengths = np.diff(self.pieces[:, :, :2])
+            tiles = np.cumsum(-(-lengths // length)).reshape(lengths.shape)
             self._work[length] = Work(
                 length=length,
-                room=int(lengths.sum()) // length + len(lengths),
-                segments=on_device(segments.astype(np.int32), self.like[0].device),
+                room=int(lengths.sum()) // length + lengths.size,
+                pieces=on_device(
+                    np.concatenate([self.pieces, tiles], axis=2).astype(np.int32),
+                    self.like[0].device,
+                ),
             )
         return self._work[length]
 
@@ -535,7 +689,7 @@ class Kept:
     def tensors(self) -> list[Tensor]:
         """Return all that is stored: K and V, scales, positions, and lists of tiles."""
         stored = [tensor for part in self.parts for tensor in part.tensors()]
-        return stored + [one.segments for one in self._work.values()]
+        return stored + [one.pieces for one in self._work.values()]
 
     def _numbers_of(self, rows: IntArray, head: int | None = None) -> IntArray:
         """Return the numbers of the segments of rows, row by row, of all KV heads or of one."""
@@ -564,7 +718,7 @@ class Kept:
     def padded(self, rows: IntArray, head: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return keys, values and positions of rows, with as many places in all of their heads.
 
-        Of all KV heads, or of one.
+        Of all KV heads, or of one. Entries of each head are in the order of their positions.
 
         Returns
         -------
@@ -584,10 +738,21 @@ class Kept:
         places = int(np.prod(shape))
         keys, values = (tensor.new_zeros(places, tensor.shape[-1]) for tensor in self.like)
         positions = torch.full((places,), NO_COLUMN, dtype=torch.int32, device=keys.device)
-        order = np.searchsorted(self._numbers_of(rows, head), np.arange(self.rows * self.heads))
+        firsts = np.zeros(self.rows * self.heads, dtype=np.int64)
+        firsts[self._numbers_of(rows, head)] = np.arange(lengths.size) * shape[2]
+        at = []
         for part in parts:
+            at.append(_gathered(firsts[part.segments], part.lengths, keys.device))
+            positions[at[-1]] = part.positions
+            firsts[part.segments] += part.lengths
+        if sum(len(part.segments) for part in parts) > lengths.size:  # some heads are in several
+            order = positions.view(-1, shape[2]).argsort(dim=1)
+            order += torch.arange(0, places, shape[2], device=keys.device)[:, None]
+            rank = torch.empty_like(order).flatten()
+            rank[order.flatten()] = torch.arange(places, device=keys.device)
+            positions, at = positions[order], [rank[one] for one in at]
+        for part, own in zip(parts, at, strict=True):
             unpacked = part.unpacked(self.like)
-            at = _gathered(order[part.segments] * shape[2], part.lengths, keys.device)
-            keys[at], values[at], positions[at] = unpacked.keys, unpacked.values, unpacked.positions
+            keys[own], values[own] = unpacked.keys, unpacked.values
         keys, values = (tensor.view(*shape, tensor.shape[-1]) for tensor in (keys, values))
         return keys, values, positions.view(shape)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from transformers import DynamicLayer
 from kvalloc.accounting import IntArray
 from kvalloc.models.attention import AttentionStates, latent_states
 from kvalloc.runtime.door import Batch, Columns
-from kvalloc.runtime.kept import NO_COLUMN, Kept, Part, extended, joined, packed
+from kvalloc.runtime.kept import NO_COLUMN, Kept, Part, added, joined, packed
 from kvalloc.runtime.notes import Notes
 from kvalloc.runtime.tail import Tail, rows_of
 
@@ -230,7 +230,13 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
     # Evicting
 
     def as_stored(
-        self, fresh: Part, rows: IntArray, widths: IntArray | None, *, beside_kept: bool = False
+        self,
+        fresh: Part,
+        rows: IntArray,
+        counts: Mapping[int, IntArray] | None,
+        width_of: Tensor | None = None,
+        *,
+        beside_kept: bool = False,
     ) -> list[Part]:
         """Return entries of some rows as they will be stored.
 
@@ -240,20 +246,17 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
             Numbers of the model's type: segments of these rows.
         rows : ndarray of int64, (n_rows,)
             Increasing.
-        widths : ndarray of int64, (n_kv_heads,), or None
-            At which they are stored; None as they are.
+        counts : mapping of int to ndarray of int64, (n_segments,), or None
+            How many entries of each segment are stored at each width; None as they are.
+        width_of : Tensor of int, (n_entries,), optional
+            The width of each entry; see `kvalloc.runtime.kept.packed`.
         beside_kept : bool
-            Whether entries kept before stay; the new ones then get their widths.
+            Whether entries kept before stay; the new ones then stand behind those of their width.
         """
         stored = [] if self.kept is None else self.kept.of_rows(rows)
         if beside_kept:
-            return [
-                extended(part, fresh.taken(np.flatnonzero(np.isin(fresh.segments, part.segments))))
-                for part in stored
-            ]
-        if widths is None:
-            return [fresh]
-        return packed(fresh, widths[fresh.segments % int(self.keys.shape[1])], stored)
+            return added(stored, fresh, counts or {16: fresh.lengths}, width_of)
+        return [fresh] if counts is None else packed(fresh, counts, width_of, stored)
 
     def replace(self, rows: IntArray, new: Sequence[Part], whole_rows: Sequence[Part] = ()) -> None:
         """Keep these entries of some rows, and free all their others.

@@ -77,12 +77,47 @@ def even_of(keys: Tensor, values: Tensor) -> Kept:
     return layer_of([part], counts, part)
 
 
+def widths_of(counts: IntArray, bits: Any) -> dict[tuple[int, ...], IntArray]:
+    """The width of each entry of a row and head; ``bits`` as of `packed_of`."""
+    rows = bits if isinstance(bits[0], list | np.ndarray) else [bits] * len(counts)
+    rng, found = np.random.default_rng(0), {}
+    for (row, head), count in np.ndenumerate(counts):
+        own = rows[row][head]
+        found[row, head] = rng.choice(own if isinstance(own, tuple) else [own], count)
+    return found
+
+
+def counted(widths: Sequence[IntArray]) -> tuple[dict[int, IntArray], Tensor]:
+    """Counts and widths as `packed` takes them, of the widths of each segment's entries."""
+    every = np.concatenate(widths)
+    counts = {
+        bits: np.array([(own == bits).sum() for own in widths])
+        for bits in np.unique(every).tolist()
+    }
+    return counts or {16: np.zeros(len(widths), np.int64)}, torch.from_numpy(every)
+
+
 def packed_of(stored: Stored, counts: IntArray, bits: Any) -> Kept:
-    """Stored at so many bits a KV head; or a row and head, each row packed by itself."""
-    numbers, widths = flat_of(stored, counts), np.broadcast_to(bits, counts.shape).ravel()
-    together = np.split(np.arange(counts.size), len(counts) if np.ndim(bits) == 2 else 1)
-    parts = [packed(numbers.taken(own), widths[own]) for own in together]
-    return layer_of(joined([one for several in parts for one in several]), counts, numbers)
+    """Stored at so many bits a KV head; or a row and head, each row packed by itself.
+
+    A tuple is several widths of one head: each entry has one of them.
+    """
+    numbers, widths = flat_of(stored, counts), [*widths_of(counts, bits).values()]
+    by_row = isinstance(bits[0], list | np.ndarray)
+    together = np.split(np.arange(counts.size), len(counts) if by_row else 1)
+    parts = []
+    for own in together:
+        by_width, width_of = counted([widths[segment] for segment in own])
+        parts += packed(numbers.taken(own), by_width, width_of.to(numbers.keys.device))
+    return layer_of(joined(parts), counts, numbers)
+
+
+def with_widths(cache: Any, *bits: int) -> None:
+    """Store the kept entries of a cache at some widths, which each head takes by turns."""
+    for store in cache.stores.values():
+        (whole,) = joined([part.unpacked(store.kept.like) for part in store.kept.parts])
+        widths = np.split(np.resize(bits, len(whole.positions)), whole.spans.ends[:-1])
+        store.kept = replace(store.kept, parts=tuple(packed(whole, *counted(widths))))
 
 
 def unpacked(kept: Kept) -> Stored:
@@ -95,8 +130,12 @@ def exact_numbers(stored: Stored, counts: IntArray, bits: Any) -> Stored:
     """The numbers that codes stand for, which are not rounded to half precision once more."""
     wide = {place: (keys.float(), values.float()) for place, (keys, values) in stored.items()}
     exact, whole = (unpacked(packed_of(own, counts, bits)) for own in (wide, stored))
-    widths = np.broadcast_to(bits, counts.shape)
-    return {place: (whole if widths[place] == 16 else exact)[place] for place in stored}
+    found = {}
+    for place, widths in widths_of(counts, bits).items():
+        is_half = torch.from_numpy(widths == 16)[:, None]
+        pairs = zip(whole[place], exact[place], strict=True)
+        found[place] = tuple(torch.where(is_half, own.float(), other) for own, other in pairs)
+    return found
 
 
 def call_of(
@@ -242,6 +281,8 @@ def triton_cases(
         ([8, 8, 8], 24, 2, 2, False, 2),
         ([3, 16, 5], 16, 1, 2, False, 12),
         ([[8, 4, 16], [16, 8, 4]], 64, 2, 2, True, 12),
+        ([(8, 4), (16, 5, 3), 4], 64, 3, 1, True, 12),
+        ([[(8, 5), (16, 4), 3], [(4, 3), 8, (16, 8, 5)]], 32, 1, 2, False, 1),
     ):
         for dtype in (torch.float32, *(halves if dim == 64 else ())):
             yield skewed, bits, dim, group, n_new, 3, extras, dtype, programs
@@ -256,8 +297,9 @@ def check_triton(device: str) -> dict[torch.dtype, float]:
     worst: dict[torch.dtype, float] = {}
     for counts, bits, dim, group, n_new, before, extras, dtype, programs in triton_cases(halves):
         stored = stored_of(counts, (dim, dim), dtype, device=device)
-        if bits == [8, 8, 8] or np.ndim(bits) == 2:  # all scales, or those of a row, are bfloat16
-            stored = smaller(stored, range(np.ndim(bits) - 1, 2))
+        by_row = isinstance(bits[0], list)
+        if bits == [8, 8, 8] or by_row:  # all scales, or those of a row, are bfloat16
+            stored = smaller(stored, range(by_row, 2))
         call = call_of(
             counts, (dim, dim), dtype, group=group, n_new=n_new, before=before, extras=extras,
             device=device,

@@ -8,6 +8,7 @@ rounding of numbers, which has tests by hand.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -249,11 +250,12 @@ class Shadow:
             columns = cache.kept_indices(layer).long().cpu()
             if entries is None or not (combined or entries.is_rounded):
                 continue
-            none = torch.zeros(*entries.lengths.shape, own.keys.shape[-1], 1).to(own.keys)
-            steps = self.steps.setdefault(layer, none)
-            for (row, head), piece in pieces_of(entries).items():
+            sizes = *entries.lengths.shape, max(WIDTHS) + 1, own.keys.shape[-1], 1
+            steps = self.steps.setdefault(layer, torch.zeros(sizes).to(own.keys))
+            tokens = entries.padded(np.arange(entries.rows))[2].cpu()
+            for (row, head), piece in each_piece(entries):
                 width, keys, values = WIDTHS[piece.bits], piece.keys, piece.values
-                places = columns[row, head, : len(keys)]
+                places = columns[row, head, torch.isin(tokens[row, head], piece.positions.cpu())]
                 stored = keys.to(own.keys), values.to(own.values)
                 before = own.keys[row, head, places], own.values[row, head, places]
                 if not combined and keys.dtype == torch.float32 and len(places):
@@ -268,8 +270,8 @@ class Shadow:
                         off, most = (exact - rounded).abs(), half_step(exact, bits)
                         if exact is pairs[0][0] and bits < 16:  # keys
                             first = most[:, :64]
-                            first[:] = torch.maximum(first, steps[row, head])
-                            steps[row, head] = first.amax(dim=1, keepdim=True)
+                            first[:] = torch.maximum(first, steps[row, head, piece.bits])
+                            steps[row, head, piece.bits] = first.amax(dim=1, keepdim=True)
                         assert (off <= most).all(), float(off.max())
                 own.keys[row, head, places], own.values[row, head, places] = stored
 
@@ -374,16 +376,20 @@ def worst(found: torch.Tensor, expected: torch.Tensor, mask: torch.Tensor | None
 
 
 def pieces_of(kept: Any) -> dict[tuple[int, int], SimpleNamespace]:
-    """Keys, values and width of each segment of stored entries, as numbers."""
-    found = {}
+    """Keys, values and width of each segment of stored entries that has one width, as numbers."""
+    return dict(each_piece(kept))
+
+
+def each_piece(kept: Any) -> Iterator[tuple[tuple[int, int], SimpleNamespace]]:
+    """Row and head, keys, values and width of what each segment has in each part, as numbers."""
     for part in kept.parts:
         numbers, ends = part.unpacked(kept.like), part.lengths.cumsum()
         for segment, length, end in zip(part.segments, part.lengths, ends, strict=True):
             own = slice(int(end - length), int(end))
-            found[divmod(int(segment), kept.heads)] = SimpleNamespace(
+            piece = SimpleNamespace(
                 bits=part.bits,
                 keys=numbers.keys[own],
                 values=numbers.values[own],
                 positions=numbers.positions[own],
             )
-    return found
+            yield divmod(int(segment), kept.heads), piece

@@ -59,13 +59,15 @@ typedef struct {
 typedef struct {
     const float *queries;         /* (n_segments, n_rows, key_dim) */
     const part *parts;
-    const int64_t *spans;         /* (n_segments, 4): start, end, first key scale, part */
+    const int64_t *pieces;        /* (n_segments, n_pieces, 4): start, end, first key scale, part;
+                                     of each segment those of turned values come first */
     const void *keys;             /* (n_segments, room, key_dim), n_following of the room */
     const void *values;           /* (n_segments, room, value_dim) */
     const int64_t *starts;        /* (batch,): first of each row that followed, or NULL */
     const float *sinks;           /* (n_kv_heads, group), or NULL */
     float *output;                /* (batch, n_new, n_kv_heads * group, value_dim) */
-    int64_t n_segments, n_kv_heads, n_rows, n_new, n_following, room, key_dim, value_dim;
+    int64_t n_segments, n_pieces, n_kv_heads, n_rows, n_new, n_following, room;
+    int64_t key_dim, value_dim;
     int64_t following_kind, threads;
     float scaling, softcap; /* softcap is 0 where there is none */
 } arguments;
@@ -483,12 +485,11 @@ static void add_span(const arguments *given, int64_t segment, const span *of, in
     }
 }
 
-/* The two spans of a segment: what is kept, and the tokens that followed. */
-static void spans_of(const arguments *given, int64_t segment, span out[2]) {
-    const int64_t *own = given->spans + segment * 4;
+/* A piece of what is kept of a segment. */
+static span kept_span(const arguments *given, int64_t segment, int64_t piece) {
+    const int64_t *own = given->pieces + (segment * given->n_pieces + piece) * 4;
     const part *kept = given->parts + own[3];
-    int64_t first = segment * given->room;
-    out[0] = (span){
+    span out = {
         .keys = kept->keys + own[0] * code_bytes(kept->key_kind, given->key_dim),
         .values = kept->values + own[0] * value_bytes(kept->value_kind, given->value_dim),
         .count = own[1] - own[0],
@@ -497,8 +498,14 @@ static void spans_of(const arguments *given, int64_t segment, span out[2]) {
         .scale_kind = (int)kept->scale_kind,
         .turned = (int)kept->turned,
     };
-    if (kept->key_scales) out[0].key_scales = kept->key_scales + own[2] * 2 * given->key_dim;
-    out[1] = (span){
+    if (kept->key_scales) out.key_scales = kept->key_scales + own[2] * 2 * given->key_dim;
+    return out;
+}
+
+/* The tokens that followed. */
+static span following_span(const arguments *given, int64_t segment) {
+    int64_t first = segment * given->room;
+    return (span){
         .keys = (const char *)given->keys
             + first * code_bytes(given->following_kind, given->key_dim),
         .values = (const char *)given->values
@@ -511,8 +518,10 @@ static void spans_of(const arguments *given, int64_t segment, span out[2]) {
 }
 
 static int64_t entries_of(const arguments *given, int64_t segment) {
-    const int64_t *own = given->spans + segment * 4;
-    return own[1] - own[0] + given->n_following;
+    const int64_t *own = given->pieces + segment * given->n_pieces * 4;
+    int64_t count = given->n_following;
+    for (int64_t piece = 0; piece < given->n_pieces; piece++, own += 4) count += own[1] - own[0];
+    return count;
 }
 
 /* A segment's queries, scaled; logits are in units of log 2 unless they are capped first. */
@@ -554,21 +563,25 @@ static void read_share(const arguments *given, int64_t thread, int64_t start, in
     for (int64_t segment = 0; segment < given->n_segments && before < end; segment++) {
         int64_t count = entries_of(given, segment);
         if (before + count > start) {
-            span spans[2];
-            spans_of(given, segment, spans);
             softmax to = found_by(given, found, thread + segment);
             for (int64_t r = 0; r < given->n_rows; r++) to.most[r] = LOWEST, to.total[r] = 0.0f;
             memset(to.summed, 0, sizeof(float) * given->n_rows * own->value_width);
             ask(given, segment, own);
             int64_t place = before;
-            for (int which = 0; which < 2; which++) {
-                int64_t first = start - place, last = end - place, n = spans[which].count;
+            int turned = 0; /* whether what is summed up is */
+            for (int64_t piece = 0; piece <= given->n_pieces; piece++) {
+                span from = piece < given->n_pieces ? kept_span(given, segment, piece)
+                                                    : following_span(given, segment);
+                int64_t first = start - place, last = end - place;
                 first = first < 0 ? 0 : first;
-                last = last < n ? last : n;
-                if (first < last) add_span(given, segment, spans + which, first, last, own, &to);
-                if (first < last && spans[which].turned)
-                    turn(to.summed, given->n_rows, given->value_dim, own->value_width);
-                place += n;
+                last = last < from.count ? last : from.count;
+                if (turned && !from.turned)
+                    turn(to.summed, given->n_rows, given->value_dim, own->value_width), turned = 0;
+                if (first < last) {
+                    add_span(given, segment, &from, first, last, own, &to);
+                    turned = from.turned;
+                }
+                place += from.count;
             }
         }
         before += count;

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -68,10 +69,11 @@ class _Arguments(ctypes.Structure):
     """The same fields, in the same order, as ``arguments`` in cpu.c."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("queries", "parts", "spans")),
+        *((name, ctypes.c_void_p) for name in ("queries", "parts", "pieces")),
         *((name, ctypes.c_void_p) for name in ("keys", "values", "starts", "sinks", "output")),
-        *((name, ctypes.c_int64) for name in ("n_segments", "n_kv_heads", "n_rows", "n_new")),
-        *((name, ctypes.c_int64) for name in ("n_following", "room", "key_dim", "value_dim")),
+        *((name, ctypes.c_int64) for name in ("n_segments", "n_pieces", "n_kv_heads", "n_rows")),
+        *((name, ctypes.c_int64) for name in ("n_new", "n_following", "room")),
+        *((name, ctypes.c_int64) for name in ("key_dim", "value_dim")),
         *((name, ctypes.c_int64) for name in ("following_kind", "threads")),
         *((name, ctypes.c_float) for name in ("scaling", "softcap")),
     )
@@ -212,8 +214,9 @@ def _entries(kept: Kept, *sizes: int) -> _Arguments:
         parts = (_Part * len(kept.parts))(*(_Part.of(part, value_dim) for part in kept.parts))
         arguments = _Arguments(
             parts=ctypes.addressof(parts),
-            spans=kept.spans.ctypes.data,
+            pieces=kept.pieces.ctypes.data,
             n_segments=batch * n_kv_heads,
+            n_pieces=kept.pieces.shape[1],
             n_kv_heads=n_kv_heads,
             key_dim=key_dim,
             value_dim=value_dim,
@@ -249,9 +252,11 @@ def _check_call(call: AttentionCall) -> None:
 
 def _check_kept(kept: Kept, batch: int, n_kv_heads: int, key_dim: int, value_dim: int) -> None:
     """Raise if the kept entries are not of these sizes, or not stored as C reads them."""
-    segments = [segment for part in kept.parts for segment in part.segments.tolist()]
-    fits = sorted(segments) == [*range(batch * n_kv_heads)]
+    segments = {segment for part in kept.parts for segment in part.segments.tolist()}
+    fits = segments == {*range(batch * n_kv_heads)} and len(segments) == kept.rows * kept.heads
     for part in kept.parts:
+        fits &= part.lengths.shape == part.segments.shape and bool((part.lengths >= 0).all())
+        fits &= bool((np.diff(part.segments) > 0).all())
         n, packed = int(part.lengths.sum()), part.bits < 16
         widths = packed_row_bytes(part.bits, key_dim, value_dim) if packed else (key_dim, value_dim)
         rows = [(n, width) for width in widths]

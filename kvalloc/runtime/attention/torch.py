@@ -7,6 +7,7 @@ the other. Logits are at least float32, and so are the numbers that entries at f
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 from kvalloc.accounting.costs import KEY_BLOCK_TOKENS, turns
 from kvalloc.models.attention import without_autocast
 from kvalloc.runtime.attention.call import AttentionCall, Backend
-from kvalloc.runtime.kept import Kept, Part, index_of
+from kvalloc.runtime.kept import Kept, Part, Run, index_of
 from kvalloc.runtime.quantization import key_numbers, rotated, value_numbers
 
 SCRATCH_NUMBERS = 1 << 18
@@ -36,72 +37,82 @@ class TorchBackend(Backend):
         queries = call.queries.reshape(n_segments, -1, n_new, key_dim)
         following = call.keys.flatten(0, 1), call.values.flatten(0, 1)
         with without_autocast(output):
-            for part in kept.parts:
-                turned = turns(part.bits, value_dim)
-                for places in _equal_segments(call, part):
-                    segments = index_of(part.segments[places], output.device)
-                    latest = following[0][segments], following[1][segments]
-                    n_keys = int(part.lengths[places.start]) + int(latest[0].shape[1])
-                    step = SCRATCH_NUMBERS // (len(latest[0]) * queries.shape[1] * n_keys)
-                    entries = _unpacked(call, part, places)
-                    for first in range(0, n_new, max(step, 1)):
-                        tokens = slice(first, min(first + max(step, 1), n_new))
-                        asking = queries[segments][:, :, tokens]
-                        result = _answers(
-                            call, asking, entries, latest, segments, tokens, turned=turned
-                        )
-                        answers[segments, :, tokens] = result.to(answers.dtype)
+            for run, places in _equal_segments(call, kept):
+                segments = index_of(run.segments[places], output.device)
+                latest = following[0][segments], following[1][segments]
+                entries = [_unpacked(call, *piece, places) for piece in run.pieces]
+                n_keys = sum(one.keys.shape[1] for one in entries) + int(latest[0].shape[1])
+                step = max(SCRATCH_NUMBERS // (len(latest[0]) * queries.shape[1] * n_keys), 1)
+                for first in range(0, n_new, step):
+                    tokens = slice(first, min(first + step, n_new))
+                    asking = queries[segments][:, :, tokens]
+                    result = _answers(call, asking, entries, latest, segments, tokens)
+                    answers[segments, :, tokens] = result.to(answers.dtype)
         return output.transpose(1, 2).contiguous()
 
 
-def _equal_segments(call: AttentionCall, part: Part) -> Iterator[slice]:
+class _Entries(NamedTuple):
+    """Kept entries of equally long segments, (n_segments, length, ...), in the work type.
+
+    Values may be ``turned``: then their weighted sum is to be turned back.
+    """
+
+    keys: Tensor
+    values: Tensor
+    turned: bool
+
+
+def _equal_segments(call: AttentionCall, kept: Kept) -> Iterator[tuple[Run, slice]]:
     """Yield segments that are computed together: equally long, as many as fit the scratch."""
-    for first, last in part.spans.runs:
-        length = int(part.lengths[first])
-        size = length * (call.queries.shape[-1] + call.values.shape[-1])
-        step = last - first
-        if part.keys.dtype != call.work_type:
-            step = max(SCRATCH_NUMBERS // max(size, 1), 1)
-        for start in range(first, last, step):
-            yield slice(start, min(start + step, last))
+    numbers = call.queries.shape[-1] + call.values.shape[-1]
+    for run in kept.runs:
+        converted = [part for part, _ in run.pieces if part.keys.dtype != call.work_type]
+        step = len(run.segments)
+        if converted:
+            size = sum(int(part.lengths[place]) for part, place in run.pieces) * numbers
+            step = max(SCRATCH_NUMBERS // size, 1)
+        for start in range(0, len(run.segments), step):
+            yield run, slice(start, min(start + step, len(run.segments)))
 
 
-def _unpacked(call: AttentionCall, part: Part, places: slice) -> tuple[Tensor, Tensor]:
-    """Return keys and values of equally long segments, (n, length, ...), in the work type."""
-    spans, count = part.spans, places.stop - places.start
-    entries = slice(int(spans.starts[places.start]), int(spans.ends[places.stop - 1]))
+def _unpacked(call: AttentionCall, part: Part, first: int, places: slice) -> _Entries:
+    """Return the entries of some segments of a run, whose first one has this place in a part."""
+    spans, count, start = part.spans, places.stop - places.start, first + places.start
+    length = int(part.lengths[first])
+    entries = slice(int(spans.starts[start]), int(spans.starts[start]) + count * length)
     keys, values = part.keys[entries], part.values[entries]
     if part.key_scales is not None:
-        blocks = slice(*spans.first_scales[[places.start, places.stop]])
-        scales = part.key_scales[blocks].view(count, -1, 1, 2, call.keys.shape[-1])
+        block = int(spans.first_scales[start])
+        scales = part.key_scales[block : block + count * int(spans.blocks[first])]
+        scales = scales.view(count, -1, 1, 2, call.keys.shape[-1])
         scales = scales.expand(-1, -1, KEY_BLOCK_TOKENS, -1, -1).flatten(1, 2)
-        scales = scales[:, : len(keys) // count].flatten(0, 1)
+        scales = scales[:, :length].flatten(0, 1)
         keys = key_numbers(keys, scales, part.bits)
         values = value_numbers(values, part.bits, int(call.values.shape[-1]), scales.dtype)
-    length, work = len(keys) // count, call.work_type
-    keys, values = (one.view(count, length, one.shape[-1]).to(work) for one in (keys, values))
-    return keys, values
+    keys, values = (
+        one.view(count, length, one.shape[-1]).to(call.work_type) for one in (keys, values)
+    )
+    return _Entries(keys, values, turns(part.bits, int(call.values.shape[-1])))
 
 
 def _answers(
     call: AttentionCall,
     queries: Tensor,
-    kept: tuple[Tensor, Tensor],
+    kept: list[_Entries],
     following: tuple[Tensor, Tensor],
     segments: slice | Tensor,
     tokens: slice,
-    *,
-    turned: bool,
 ) -> Tensor:
     """Return what segments answer new tokens, as the queries: (n, group, n_tokens, dim).
 
-    Where kept values are ``turned``, their weighted sum is turned back, and nothing else is.
+    Those with turned values come first, so that the sum of all of them is turned back once.
     """
-    (n_segments, group, n_tokens, _), work = queries.shape, kept[0].dtype
-    n_kept, n_following = kept[0].shape[1], call.keys.shape[2]
+    (n_segments, group, n_tokens, _), work = queries.shape, call.work_type
+    n_kept = sum(one.keys.shape[1] for one in kept)
     keys, values = (states.to(work) for states in following)
     rows = queries.flatten(1, 2).to(work) * call.scaling
-    logits = call.capped(torch.cat([rows @ kept[0].mT, rows @ keys.mT], dim=-1))
+    products = [rows @ one.mT for one in (*(entries.keys for entries in kept), keys)]
+    logits = call.capped(torch.cat(products, dim=-1))
     if (hidden := _hidden(call, segments, tokens)) is not None:
         near = logits[..., n_kept:].view(n_segments, group, n_tokens, -1)
         near.masked_fill_(hidden, float("-inf"))
@@ -110,10 +121,13 @@ def _answers(
         sinks = sinks.expand(len(call.keys), -1, -1, n_tokens).reshape(-1, group * n_tokens, 1)
         logits = torch.cat([logits, sinks[segments]], dim=-1)
     weights = logits.softmax(dim=-1)
-    near_weights = weights[..., n_kept : n_kept + n_following]
-    result = weights[..., :n_kept] @ kept[1]
-    result = rotated(result).to(result.dtype) if turned else result
-    result = torch.baddbmm(result, near_weights, values)
+    every = [*kept, _Entries(keys, values, turned=False)]
+    result, end, turned = weights.new_zeros(*rows.shape[:2], values.shape[-1]), 0, False
+    for one in every:
+        if turned and not one.turned:
+            result = rotated(result).to(work)
+        start, end, turned = end, end + one.keys.shape[1], one.turned
+        result = torch.baddbmm(result, weights[..., start:end], one.values)
     return result.view(n_segments, group, n_tokens, -1)
 
 

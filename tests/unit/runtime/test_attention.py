@@ -81,8 +81,9 @@ def answer(backend, call, kept, *, threads=2, scratch=1 << 20):
 
 @pytest.mark.parametrize(
     "widths",
-    [[16], [8], [5], [4], [3], [16, 8, 4], [3, 16, 5], [[8, 4, 16], [16, 8, 4]]],
-)
+    [[16], [8], [5], [4], [3], [16, 8, 4], [3, 16, 5], [[8, 4, 16], [16, 8, 4]],
+     [(8, 5)], [(16, 8, 4), 3, (5, 4)], [[8, (5, 16), (4, 3)], [(8, 4), 4, (16, 5, 3)]]],
+)  # fmt: skip
 @pytest.mark.parametrize("backend", BACKENDS)
 @settings(max_examples=35, deadline=None)
 @given(
@@ -92,12 +93,12 @@ def answer(backend, call, kept, *, threads=2, scratch=1 << 20):
 def test_any_call_over_any_entries_is_answered_by_the_definition(
     backend, widths, data, threads, scratch, exact
 ):
-    call, counts = data.draw(cases(turned=3 in widths))
-    bits = np.array((3 if len(widths) == 1 else 1) * widths)[..., : counts.shape[1]]
-    bits = bits if bits.ndim == 1 else bits[: len(counts)]
+    call, counts = data.draw(cases(turned="3" in str(widths)))
+    by_row = isinstance(widths[0], list)
+    bits = widths if by_row else (3 if len(widths) == 1 else 1) * widths
     dims = int(call.keys.shape[-1]), int(call.values.shape[-1])
     stored = stored_of(counts, dims, call.queries.dtype)
-    if bits.ndim == 2:  # both kinds of scales are in one layer
+    if by_row:  # both kinds of scales are in one layer
         stored = smaller(stored, [1])
     kept = packed_of(stored, counts, bits)
     if exact and backend == "torch":  # float64 over entries of another type, as autocast mixes them

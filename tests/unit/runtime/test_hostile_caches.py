@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import runtime_oracle as tiny
 import torch
+from attention_cases import with_widths
 from cli_tools import run as run_command
 from hostile_files import Tensors, by_chance, changed_bytes, changed_value
 from hypothesis import given
@@ -42,6 +43,7 @@ def saved(tmp_path_factory):
         ("even", "llama", torch.float32, 2, {}),
         ("whole", "llama", torch.float16, 1, {}),
         ("packed", "llama", torch.float32, 2, {}),
+        ("mixed", "llama", torch.float32, 2, {}),
         ("padded", "llama", torch.float32, 2, {}),
         ("sliding", "gemma3", torch.float32, 1, {}),
     ):
@@ -59,6 +61,9 @@ def saved(tmp_path_factory):
         with torch.no_grad():
             model(tiny.prompt(CONTEXT, batch), attention_mask=mask, past_key_values=cache)
             model(tiny.prompt(140 if name == "packed" else 3, batch), past_key_values=cache)
+        if name == "mixed":
+            cache.end_turn()
+            with_widths(cache, 16, 8, 4)
         kvalloc.save_cache(cache, folder / name)
         found[name] = model, folder / name
     return found
@@ -190,6 +195,17 @@ OLDER = ("0.keys", "0.values")
         ("even", numbers("kept_positions", twice), "0.bits_16.kept_positions"),
         ("whole", many_rows, "ranked_tokens is 1, expected one for each of 1099511627776 rows"),
         ("packed", cut((B4 + "key_scales",), np.s_[:1]), "0.bits_4.key_scales is float16 of 1 x 2"),
+        (
+            "mixed",
+            lambda file: set_at(0, 0)(file.numbers(B4 + "kept_positions")),
+            "0.kept_positions is of a token at two widths, expected each at one",
+        ),
+        (
+            "mixed",
+            lambda file: set_at(np.s_[0, 0], -1)(file.numbers(B4 + "lengths")),
+            "0.bits_4.lengths is from -1 to",
+        ),
+        ("mixed", cut((B4 + "lengths",), np.s_[:, :1]), "0.bits_4.lengths is int64 of 2 x 1"),
         ("whole", cut(OLDER, np.s_[:, :, 1:]), "0.keys is of 302 tokens, expected all 303"),
         ("whole", more_seen, "0.keys is of 303 tokens, expected all 304"),
         ("padded", hidden_entry, "0.bits_16.kept_positions is others, expected tokens"),

@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from attention_cases import flat_of, packed_of, stored_of
+from attention_cases import counted, flat_of, packed_of, stored_of, widths_of
 from factories import make_shape
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_choice import WITH, WITHOUT, kernel_choice
-from runtime_oracle import pieces_of, rounded
+from runtime_oracle import rounded
 from scipy.linalg import hadamard
 from tiny_models import equal_budgets, tiny_model
 
@@ -18,22 +18,22 @@ import kvalloc
 from kvalloc.accounting.costs import head_bytes
 from kvalloc.errors import InputError, UnsupportedRequestError
 from kvalloc.models.names import cache_keyword
-from kvalloc.runtime.kept import NO_COLUMN, extended, pack
+from kvalloc.runtime.kept import NO_COLUMN, added, extended, joined, pack, packed
 from kvalloc.runtime.quantization import quantised_keys, quantised_values, rotated
 
 BATCH, HEADS = 2, 3
 
 
 def tables(each):
-    """A number for each row and head."""
-    several = st.lists(each, min_size=BATCH * HEADS, max_size=BATCH * HEADS)
-    return several.map(lambda own: np.array(own).reshape(BATCH, HEADS))
+    """One for each row and head."""
+    rows = st.lists(st.lists(each, min_size=HEADS, max_size=HEADS), min_size=BATCH, max_size=BATCH)
+    return rows.map(lambda own: own if isinstance(own[0][0], tuple) else np.array(own))
 
 
 @settings(deadline=None, max_examples=25)
 @given(
     counts=tables(st.integers(0, 270)),
-    bits=tables(st.sampled_from([16, 8, 5, 4, 3])),
+    bits=tables(st.sampled_from([(16,), (8,), (5,), (4,), (3,), (8, 4), (16, 5, 3)])),
     head_dim=st.sampled_from([4, 8, 9, 64, 80]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     seed=st.integers(0, 999),
@@ -42,8 +42,8 @@ def test_what_comes_back_is_what_was_measured_and_takes_the_accounts_bytes(
     counts, bits, head_dim, dtype, seed
 ):
     torch.manual_seed(seed)
-    if head_dim & (head_dim - 1):
-        bits = np.maximum(bits, 4)
+    least = 4 if head_dim & (head_dim - 1) else 3
+    bits = [[tuple(max(width, least) for width in own) for own in row] for row in bits]
     stored = {  # none so near 0 that its channel, and with it all heads, has scales in bfloat16
         at: (keys + keys.sign() * 0.01, values)
         for at, (keys, values) in stored_of(counts, (head_dim, head_dim), dtype).items()
@@ -51,22 +51,65 @@ def test_what_comes_back_is_what_was_measured_and_takes_the_accounts_bytes(
     kept = packed_of(stored, counts, bits)
     shape = make_shape(head_dim=head_dim, dtype_bytes=dtype.itemsize)
     size = sum(own.untyped_storage().nbytes() for own in kept.tensors())
-    assert size == int(head_bytes(counts, bits, shape).sum())
+    widths = widths_of(counts, bits)
+    sizes = [(np.count_nonzero(own == one), one) for own in widths.values() for one in {*own}]
+    assert size == sum(int(head_bytes(*each, shape)) for each in sizes)
     assert np.array_equal(kept.lengths, counts)
-    assert all((bits.flat[part.segments] == part.bits).all() for part in kept.parts)
-    pieces, swapped = pieces_of(kept), pieces_of(kept.select(np.array([1, 0, 1])))
-    for row, head in np.ndindex(*counts.shape):
-        keys, values = rounded(*stored[row, head], bits[row, head])
-        for own in (pieces[row, head], swapped[1 - row, head]):
-            assert torch.equal(own.keys, keys)
-            assert torch.equal(own.values, values)
-            assert own.positions.tolist() == list(range(counts[row, head]))
-    dense = kept.padded(np.array([1]))
-    for head, count in enumerate(counts[1]):
-        own = pieces[1, head]
-        for found, expected in zip(dense, (own.keys, own.values, own.positions), strict=True):
-            assert torch.equal(found[0, head, :count], expected)
-        assert (dense[2][0, head, count:] == NO_COLUMN).all()
+    both = kept, kept.select(np.array([1, 0, 1]))
+    dense, swapped = (own.padded(np.arange(own.rows)) for own in both)
+    alone = kept.padded(np.array([1]), 2)
+    for (row, head), count in np.ndenumerate(counts):
+        expected = [torch.empty(count, head_dim, dtype=dtype) for _ in range(2)]
+        for width in {*widths[row, head]}:
+            own = torch.from_numpy(widths[row, head] == width)
+            numbers = [one[own] for one in stored[row, head]]
+            for found, one in zip(expected, rounded(*numbers, width), strict=True):
+                found[own] = one
+        of_head = [(dense, row, head), (swapped, 1 - row, head)]
+        for found, at, place in [*of_head, *[(alone, 0, 0)] * ((row, head) == (1, 2))]:
+            keys, values, positions = (one[at, place] for one in found)
+            assert torch.equal(keys[:count], expected[0])
+            assert torch.equal(values[:count], expected[1])
+            assert positions[:count].tolist() == [*range(count)]
+            assert (positions[count:] == NO_COLUMN).all()
+
+
+@settings(deadline=None, max_examples=10)
+@given(
+    counts=tables(st.integers(0, 150)), more=tables(st.integers(0, 150)), seed=st.integers(0, 99)
+)
+def test_new_entries_stand_behind_those_of_their_width(counts, more, seed):
+    """Their values are rounded by themselves; keys in blocks, the last one of which is filled."""
+    torch.manual_seed(seed)
+    stored = stored_of(counts + more, (8, 8), torch.float32)
+    bits = [[(8, 4), 5, (16, 3)], [(16, 8, 5), (4, 3), 16]]
+    numbers, expected = flat_of(stored, counts + more), packed_of(stored, counts + more, bits)
+    widths = [*widths_of(counts + more, bits).values()]
+    ends = numbers.spans.ends
+    cuts = [
+        np.split(np.arange(end - own.size, end), [n])
+        for end, own, n in zip(ends, widths, counts.flat, strict=True)
+    ]
+    parts = []
+    for which in range(2):
+        places = np.concatenate([cut[which] for cut in cuts])
+        part = replace(
+            numbers,
+            keys=numbers.keys[places],
+            values=numbers.values[places],
+            positions=numbers.positions[places],
+            lengths=np.array([len(cut[which]) for cut in cuts]),
+        )
+        own = np.split(np.concatenate(widths)[places], part.lengths.cumsum()[:-1])
+        parts.append((part, *counted(own)))
+    kept = replace(expected, parts=tuple(joined(added(packed(*parts[0]), *parts[1]))))
+    every = np.arange(BATCH)
+    found, exact = kept.padded(every), expected.padded(every)
+    assert torch.equal(found[2], exact[2])
+    assert torch.equal(found[1], exact[1])
+    whole = packed_of(stored, counts + more, [16] * HEADS).padded(every)[0]
+    lost, least = (found[0] - whole).norm(), (exact[0] - whole).norm()
+    assert lost <= 1.5 * least + 1e-3
 
 
 @pytest.mark.parametrize("bits", [8, 5, 4, 3])

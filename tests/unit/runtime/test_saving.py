@@ -3,6 +3,7 @@
 import pytest
 import runtime_oracle as tiny
 import torch
+from attention_cases import with_widths
 from prompt_runs import run
 
 import kvalloc
@@ -11,15 +12,21 @@ from kvalloc.errors import ModelMismatchError
 CONTEXT = 150
 
 
-@pytest.mark.parametrize("every", [None, 20])
-@pytest.mark.parametrize("scorer", ["xkv", "reconstruction"])
-def test_a_loaded_conversation_keeps_what_the_saved_one_keeps(tmp_path, scorer, every):
+@pytest.mark.parametrize(
+    ("scorer", "every", "widths"),
+    [("xkv", None, (4, 3)), ("xkv", 20, (8, 16, 4)), ("reconstruction", None, ()),
+     ("reconstruction", 20, ())],
+)  # fmt: skip
+def test_a_loaded_conversation_keeps_what_the_saved_one_keeps(tmp_path, scorer, every, widths):
     """Saved between two turns of which the later ones let all that is kept compete again."""
     model = tiny.tiny_model()
     profile = tiny.make_profile(model, CONTEXT, 0.5, scorer=scorer)
     cache = kvalloc.make_cache(model, profile, decode_every=every)
     for tokens in (CONTEXT, 30):
         run(model, tiny.prompt(tokens, 2), cache)
+    cache.end_turn()
+    if widths:
+        with_widths(cache, *widths)
     kvalloc.save_cache(cache, tmp_path / "c.safetensors")
     loaded = kvalloc.load_cache(tmp_path / "c.safetensors", model)
     for turn, tokens in enumerate((30, 10, 15, 70)):
