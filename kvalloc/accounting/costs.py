@@ -1,4 +1,4 @@
-"""Bytes of entries at 16, 8, 5, 4 or 3 bits, and what an option and a whole cache cost."""
+"""Bytes of entries at 16 bits and fewer, and what an option and a whole cache cost."""
 
 from __future__ import annotations
 
@@ -42,13 +42,14 @@ WIDTHS = {
     5: Width(5, 4, turned=True),
     4: Width(4, 4, turned=True),
     3: Width(4, 3, turned=True, only_turned=True),
+    2: Width(3, 2, turned=True, only_turned=True),
 }
-"""By the bits' name; 16 is half precision, also where the model computes in float32. At 5 and 3
+"""By the bits' name; 16 is half precision, also where the model computes in float32. At 5, 3 and 2
 bits keys have one bit more than values: their rounding is what loses most (docs/storage.md)."""
 
 BIT_WIDTHS = tuple(WIDTHS)
 
-PLANES = {8: (8,), 5: (4, 1), 4: (4,), 3: (2, 1)}
+PLANES = {8: (8,), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,), 1: (1,)}
 """Planes of a row of codes of so many bits: the lowest bits of all codes, then the others.
 
 A byte holds a plane's bits of 8 / width neighbours, so that all are read without a look at where
@@ -90,8 +91,8 @@ def checked_bits(bits: Iterable[int]) -> tuple[int, ...]:
 def stored_bytes(tokens: npt.ArrayLike, bits: npt.ArrayLike, shape: ModelShape) -> IntArray:
     """Return the bytes of K and V that one KV head stores of one row.
 
-    At 16 bits an entry takes ``shape.bytes_per_entry``. At 8, 5, 4 or 3 bits, with the head's
-    kept entries in the order of their positions:
+    At 16 bits an entry takes ``shape.bytes_per_entry``. At fewer bits, with the head's kept
+    entries in the order of their positions:
 
     - keys are quantised per channel in blocks of 64 tokens: of each channel and block a float16
       scale and a float16 minimum. The last block may hold fewer tokens and has scales all the

@@ -14,7 +14,7 @@ from typing import Any, Literal, Unpack
 import numpy as np
 
 from kvalloc.accounting import IntArray
-from kvalloc.accounting.costs import WIDTHS, constant_entries
+from kvalloc.accounting.costs import constant_entries
 from kvalloc.accounting.rounding import apportion
 from kvalloc.allocation.formulation import PosedRequest, choose_objective
 from kvalloc.allocation.infeasibility import advise
@@ -424,7 +424,8 @@ def _predicted_losses(
     file: str, profile: BudgetProfile, share: float
 ) -> tuple[float | None, float | None]:
     """Return the predicted loss of budgets, and of the best ones in their bytes."""
-    scores, widths = load_fitted(file).scores, sorted({*WIDTHS} - {16})
+    scores = load_fitted(file).scores
+    widths = sorted({*scores.loss_widths} - {16})
     request = Request.parse(
         budget=share, context=profile.context_tokens, level="head", objective="loss", bits=widths
     )

@@ -54,7 +54,7 @@ class EvalOptions(FittedOptions, EngineOptions, ModelArgument):
     """With `budget`: whether layers or heads get budgets; layer by default."""
 
     plain_bits: Annotated[str | None, Option("8,4", CACHES)] = None
-    """Also everything kept at fewer bits: 8, 5, 4, 3 or several with commas."""
+    """Also everything kept at fewer bits: 8, 5, 4, 3, 2 or several with commas."""
 
     peer: Annotated[Sequence[str], Option("kvpress:NAME", CACHES)] = ()
     """A press of kvpress on the same prompts, at the profiles' share of entries or at a named one:

@@ -141,7 +141,7 @@ def checked_widths(bits: str | Sequence[int] | None) -> tuple[int, ...]:
     Raises
     ------
     InputError
-        If one is not 16, 8, 5, 4 or 3, or there is none in a list.
+        If one is not of `BIT_WIDTHS`, or there is none in a list.
     """
     if bits is None:
         return ()

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from kvalloc.accounting import IntArray
+from kvalloc.accounting.costs import WIDTHS, Width
 from kvalloc.runtime.attention.call import AttentionCall
 from kvalloc.runtime.kept import Kept, Part, joined, packed
 
@@ -281,7 +282,8 @@ def triton_cases(
         ([8, 8, 8], 24, 2, 2, False, 2),
         ([3, 16, 5], 16, 1, 2, False, 12),
         ([[8, 4, 16], [16, 8, 4]], 64, 2, 2, True, 12),
-        ([(8, 4), (16, 5, 3), 4], 64, 3, 1, True, 12),
+        ([(8, 4), (16, 5, 3), 1], 64, 3, 1, True, 12),
+        ([(4, 2), 8, (2, 1)], 32, 2, 2, True, 12),
         ([[(8, 5), (16, 4), 3], [(4, 3), 8, (16, 8, 5)]], 32, 1, 2, False, 1),
     ):
         for dtype in (torch.float32, *(halves if dim == 64 else ())):
@@ -292,6 +294,7 @@ def check_triton(device: str) -> dict[torch.dtype, float]:
     """The largest error of the Triton kernels in each type; raises where it is too large."""
     from kvalloc.extensions.triton import TritonBackend, triton_attention
 
+    WIDTHS[1] = Width(keys=2, values=1, turned=True)  # which codes allow, and which has no use
     # Triton's interpreter has no bfloat16 (it multiplies the raw bits).
     halves = (torch.float16, torch.bfloat16) if device == "cuda" else (torch.float16,)
     worst: dict[torch.dtype, float] = {}

@@ -66,7 +66,7 @@ class Soak:
             kvalloc.fit(self.model, None, prompts, output=fitted, context=CONTEXT, samples=4)
         layer = oracle.make_profile(self.model, CONTEXT, 0.4)
         head = oracle.by_head(layer)
-        packed = {n: head.replace(bits=np.full_like(head.budgets, n)) for n in (8, 5, 4, 3)}
+        packed = {n: head.replace(bits=np.full_like(head.budgets, n)) for n in (8, 5, 4, 3, 2)}
         names = [*policy_names(), *SCORERS, f"surrogate:file={fitted}"]
         self.ways: dict[str, dict[str, Any] | None] = {
             "no kvalloc": None,

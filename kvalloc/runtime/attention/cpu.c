@@ -140,7 +140,7 @@ static inline vec power_of_two(vec x) {
     return (vec)((ivec)product & (enough | (x != x)));
 }
 
-/* Numbers of half precision, 8 codes of 8 to 3 bits: as float32. */
+/* Numbers of half precision, codes of 8 bits and fewer: as float32. */
 
 static inline vec from_bfloat16(half_vec x) {
     return (vec)(__builtin_convertvector(x, uvec) << 16);
@@ -298,7 +298,7 @@ static void as_floats(int kind, const char *rows, int64_t row_bytes, int64_t n, 
         else if (dim == 128) SIZED(kind, 128, 128); \
         else SIZED(kind, dim, width); \
         break;
-    switch (kind) { OF(3) OF(4) OF(5) OF(8) OF(FLOAT16) OF(BFLOAT16) OF(FLOAT32) }
+    switch (kind) { OF(1) OF(2) OF(3) OF(4) OF(5) OF(8) OF(FLOAT16) OF(BFLOAT16) OF(FLOAT32) }
 }
 
 static void keys_as_floats(const span *of, int64_t first, int64_t n, int64_t dim, scratch *own) {

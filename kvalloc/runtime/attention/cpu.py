@@ -1,7 +1,7 @@
 """Attention of a few new tokens over kept entries in one pass on the CPU, written in C.
 
-Each entry is read once, as it is stored: float32, half precision, codes of 8 to 3 bits. Threads
-share all entries of a layer equally, however different segments are. `cpu.c` is built when
+Each entry is read once, as it is stored: float32, half precision, codes of 8 bits and fewer.
+Threads share all entries of a layer equally, however different segments are. `cpu.c` is built when
 kvalloc is installed where there is a compiler (setup.py), and by ``make kernel``: on x86 twice, and
 the processor takes its own. Without it torch's operations do the same, slower.
 """

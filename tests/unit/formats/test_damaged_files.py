@@ -199,7 +199,10 @@ SEMANTIC = {
         (edit("losses", lambda a: -a), "loss.*what is lost, above 0"),
     ],
     make_bits: [
-        (lambda s, given=given: {"loss_bits": np.array(given)}, "16, then some of 8, 5, 4, 3 once")
+        (
+            lambda s, given=given: {"loss_bits": np.array(given)},
+            "16, then some of 8, 5, 4, 3, 2 once",
+        )
         for given in ([16, 8, 6], [16, 8, 8], [8, 16, 4])
     ],
 }

@@ -273,7 +273,10 @@ def test_names_are_read_and_written_alike():
         ("kvpress:Recent(Hiding)@20%", "cannot be made"),
         ("kvpress:Ratioless@20%", "takes no share"),
         ("kvpress:Recent", "needs a share"),
-        ("kvpress:Recent@20%@2bits", "nothing is rounded to 2 bits; choose from: 16, 8, 5, 4, 3"),
+        (
+            "kvpress:Recent@20%@6bits",
+            "nothing is rounded to 6 bits; choose from: 16, 8, 5, 4, 3, 2",
+        ),
     ],
 )
 def test_what_is_no_peer_is_refused(text, said):
