@@ -98,7 +98,8 @@ def stored_bytes(tokens: npt.ArrayLike, bits: npt.ArrayLike, shape: ModelShape) 
       scale and a float16 minimum. The last block may hold fewer tokens and has scales all the
       same: ``ceil(n / 64) * key_dim * 4`` bytes;
     - values are quantised per token in blocks of 64 channels: of each token and block a scale and
-      a minimum, ``n * ceil(value_dim / 64) * 4`` bytes;
+      a minimum, ``n * ceil(value_dim / 64) * 4`` bytes, or half of it where `turns` says so: codes
+      of turned values are around 0 and have no minimum;
     - the numbers themselves are packed row by row, a row of one token's key (value) vector in
       `PLANES` that end on a whole byte: ``ceil(dim * w / 8)`` bytes for each w of the planes.
 
@@ -121,7 +122,7 @@ def stored_bytes(tokens: npt.ArrayLike, bits: npt.ArrayLike, shape: ModelShape) 
     >>> shape = ModelShape(model_id="m", n_layers=1, n_query_heads=1, n_kv_heads=1, head_dim=64,
     ...                    dtype_bytes=2, layer_types=("full",))
     >>> stored_bytes([64, 65], [[16], [8], [5], [4]], shape).tolist()
-    [[16384, 16640], [8704, 9092], [5120, 5452], [4608, 4932]]
+    [[16384, 16640], [8704, 9092], [4992, 5322], [4480, 4802]]
 
     References
     ----------
@@ -199,7 +200,7 @@ def entries_in_share(
     >>> shape = ModelShape(model_id="m", n_layers=1, n_query_heads=1, n_kv_heads=1, head_dim=64,
     ...                    dtype_bytes=4, layer_types=("full",))
     >>> [entries_in_share(0.2, 1000, width, shape, least=12) for width in (16, 8, 4)]
-    [196, 365, 672]
+    [196, 365, 691]
     >>> entries_in_share(0.2, 30, 16, shape, least=12)
     30
     """
@@ -289,7 +290,7 @@ def filling_bytes(
 
 def packed_row_bytes(bits: int, key_dim: int, value_dim: int) -> tuple[int, int]:
     """Return the bytes of a token's packed key, and of its packed value with its scales."""
-    scales = -(-value_dim // VALUE_BLOCK_CHANNELS) * 2 * SCALE_BYTES
+    scales = -(-value_dim // VALUE_BLOCK_CHANNELS) * (2 - turns(bits, value_dim)) * SCALE_BYTES
     width = WIDTHS[bits]
     return code_bytes(width.keys, key_dim), code_bytes(width.values, value_dim) + scales
 

@@ -146,7 +146,7 @@ def _by_width(kept: Kept) -> list[Part]:
         same = [part for part in kept.parts if part.bits == bits]
         if len(same) > 1:
             whole = joined([part.unpacked(kept.like) for part in same])
-            same = [pack(one, bits, kind=torch.bfloat16) for one in whole]
+            same = [pack(one, bits, same, torch.bfloat16) for one in whole]
         result += same
     return result
 

@@ -350,13 +350,13 @@ def _keys(  # type: ignore[no-untyped-def]
 def _values(entries, column, inside, SIZES: tl.constexpr, CODES: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return values in rows, (columns, value_block).
 
-    At fewer bits a row's scales and minima, one for `channels` numbers, stand behind its
-    codes; ``scales[1]`` are the same rows in their type.
+    At fewer bits a row's scales, one for `channels` numbers, stand behind its codes, and a minimum
+    behind each unless values are turned; ``scales[1]`` are the same rows in their type.
     """
     _, _, values, value_token, scales = entries
     dims = tl.arange(0, SIZES.value_block)
     BLOCKS: tl.constexpr = SIZES.value_block // SIZES.channels
-    N_SCALES: tl.constexpr = (SIZES.value_dim + SIZES.channels - 1) // SIZES.channels * 2
+    N_SCALES: tl.constexpr = (SIZES.value_dim + SIZES.channels - 1) // SIZES.channels
     if scales is None:
         value = tl.load(
             values + column[:, None] * value_token + dims[None, :],
@@ -364,13 +364,17 @@ def _values(entries, column, inside, SIZES: tl.constexpr, CODES: tl.constexpr): 
             other=0.0,
         )
     else:
-        ROW_BYTES: tl.constexpr = CODES.value_bytes + 2 * N_SCALES
+        EACH: tl.constexpr = 1 if CODES.turned else 2
+        ROW_BYTES: tl.constexpr = CODES.value_bytes + 2 * EACH * N_SCALES
         blocks = tl.arange(0, BLOCKS)
         pair = scales[1] + column[:, None] * (ROW_BYTES // 2) + CODES.value_bytes // 2
-        pair += 2 * blocks[None, :]
-        has_scale = inside[:, None] & (2 * blocks[None, :] < N_SCALES)
+        pair += EACH * blocks[None, :]
+        has_scale = inside[:, None] & (blocks[None, :] < N_SCALES)
         step = tl.load(pair, mask=has_scale, other=0.0).to(tl.float32)
-        minimum = tl.load(pair + 1, mask=has_scale, other=0.0).to(tl.float32)
+        if CODES.turned:
+            minimum = step * (-0.5 * (2**CODES.value_bits - 1))
+        else:
+            minimum = tl.load(pair + 1, mask=has_scale, other=0.0).to(tl.float32)
         codes = _codes(
             values, column, inside, ROW_BYTES, SIZES.value_dim, SIZES.value_block, CODES.value_bits
         )

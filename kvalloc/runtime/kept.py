@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, repeat
 from math import nan
 from typing import Any, NoReturn
 
@@ -144,10 +144,9 @@ class Spans:
         return starts, np.minimum(starts + KEY_BLOCK_TOKENS, self.ends[segment])
 
     def block_places(self) -> Tensor:
-        """Return the entries of each block of keys, (n_blocks, 64); a short one repeats its end."""
-        starts, ends = self.key_blocks()
-        places = np.minimum(starts[:, None] + np.arange(KEY_BLOCK_TOKENS), ends[:, None] - 1)
-        return on_device(places, self.device)
+        """Return the entries of each block of keys, (n_blocks, 64); a short one repeats its own."""
+        starts, ends = (edges[:, None] for edges in self.key_blocks())
+        return on_device(starts + np.arange(KEY_BLOCK_TOKENS) % (ends - starts), self.device)
 
 
 def _gathered(firsts: IntArray, counts: IntArray, device: torch.device) -> Tensor:
@@ -300,13 +299,15 @@ def pack(
 
     The first block of each segment keeps the key scales that it had ``before``, where they cover
     what is in it now. It holds the sinks, which stay for ever and are attended to most: what they
-    lose each time that they are rounded by other scales adds up.
+    lose each time that they are rounded by other scales adds up. Values of what was stored
+    ``before`` come back as they are.
     """
     if bits == 16:
         keys, values = halved(part.keys, part.values, lengths=part.lengths)
         return replace(part, keys=keys, values=values)
     keys, key_scales, key_exact = _packed_segments(part, bits, n_steps, before, kind)
-    steps = [encode_values(values, bits, kind) for values in part.values.chunk(n_steps)]
+    pieces = zip(part.values.chunk(n_steps), _again(part, bits, before, n_steps), strict=False)
+    steps = [encode_values(own, bits, kind, again) for own, again in pieces]
     values, value_exact = (torch.cat(tensors) for tensors in zip(*steps, strict=True))
     if len(values):
         spans, width = part.spans, WIDTHS[bits]
@@ -316,6 +317,17 @@ def pack(
         if not _fits(fits, kind, key_exact, value_exact):
             return pack(part, bits, before, torch.bfloat16, n_steps)
     return replace(part, keys=keys, values=values, key_scales=key_scales, bits=bits)
+
+
+def _again(
+    part: Part, bits: int, before: Sequence[Part], n_steps: int
+) -> Sequence[Tensor] | Iterator[None]:
+    """Return in steps which entries are of segments that had some at this width before."""
+    segments = [one.segments for one in before if one.bits == bits]
+    if not segments:
+        return repeat(None)
+    again = np.isin(part.segments, np.concatenate(segments)).repeat(part.lengths)
+    return on_device(again.astype(np.int64), part.values.device).bool().chunk(n_steps)
 
 
 def _fits(fits: Tensor, kind: torch.dtype, *exact: Tensor) -> bool:
@@ -370,7 +382,7 @@ def _packed_segments(
 
 
 def _without_ends(keys: Tensor, spans: Spans) -> Tensor:
-    """Return rows of full blocks without the repeated ends of segments."""
+    """Return rows of full blocks without what their short blocks repeat."""
     if int(spans.blocks.sum()) * KEY_BLOCK_TOKENS == int(spans.lengths.sum()):
         return keys
     return keys[_gathered(spans.first_scales[:-1] * KEY_BLOCK_TOKENS, spans.lengths, keys.device)]

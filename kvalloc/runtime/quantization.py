@@ -8,8 +8,9 @@ each byte, scales included, has to be the one that the budget was decided with
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
-from math import inf
+from math import inf, prod
 
 import numpy as np
 import torch
@@ -32,6 +33,25 @@ _LARGEST_SCALE = 65504.0
 
 _LARGEST = 2.0**12
 """Scales and minima from it on are stored in bfloat16: float16 has few digits behind the point."""
+
+_CLIPPED_BITS = 4
+_RANGES = (1.0, 0.92, 0.84, 0.76, 0.68, 0.6)
+"""Shares of a block's range that codes of so few bits may span: what lies outside becomes the first
+or the last code. Of each block the share with the least squared error is taken."""
+
+_CENTRED_STEPS = {4: 0.3352, 3: 0.586, 2: 0.9957, 1: 1.5958}
+"""By bits, the step between codes around 0 with the least squared error of normally distributed
+numbers, over their standard deviation."""
+
+_STEP_FACTORS = (0.8, 0.9, 1.0, 1.15, 1.35)
+"""Of each block around 0 the multiple of that step is taken that has the least squared error."""
+
+_KEPT_ERROR = 2.0
+"""Blocks that may be clipped keep scales that do not cover them up to so many times the least
+squared error."""
+
+_SEARCH_NUMBERS = 1 << 17
+"""Numbers that are tried at once on the CPU: more are not in its cache."""
 
 _LEAST_STEP, _LEAST_CHANNEL_STEP = 2.0**-16, 2.0**-22
 """A head, or a channel of its keys, whose steps are all smaller has scales in bfloat16: below
@@ -72,9 +92,12 @@ def quantised_values(values: Tensor, bits: int) -> Tensor:
     """
     if bits == 16:
         return values
-    turned, width = turns(bits, int(values.shape[-1])), WIDTHS[bits].values
-    codes = _rounded(rotated(values) if turned else values, VALUE_BLOCK_CHANNELS, width, dim=-1)
-    return rotated(codes).to(values.dtype) if turned else codes
+    dim, width = int(values.shape[-1]), WIDTHS[bits].values
+    block = min(VALUE_BLOCK_CHANNELS, dim)
+    if not turns(bits, dim):
+        return _rounded(values, block, width, dim=-1)
+    codes = _rounded(rotated(values), block, width, dim=-1, centred=True)
+    return rotated(codes).to(values.dtype)
 
 
 def round_first_keys(keys: Tensor, counts: Tensor, bits: IntArray) -> None:
@@ -89,11 +112,12 @@ def round_first_keys(keys: Tensor, counts: Tensor, bits: IntArray) -> None:
         Of `WIDTHS`.
     """
     n_tokens, device = int(keys.shape[2]), keys.device
-    missing = -n_tokens % KEY_BLOCK_TOKENS if n_tokens > KEY_BLOCK_TOKENS else 0
     ends = counts.to(device)[..., None]
-    places = torch.arange(n_tokens + missing, device=device)
-    places = places.minimum((ends - 1).clamp_(0, n_tokens - 1))
-    stored = torch.arange(n_tokens, device=device) < ends  # a short block repeats its last key
+    places = torch.arange(n_tokens + -n_tokens % KEY_BLOCK_TOKENS, device=device)
+    stored = places[:n_tokens] < ends
+    last = ends // KEY_BLOCK_TOKENS * KEY_BLOCK_TOKENS  # a short block repeats its keys
+    repeated = last + (places - last).remainder((ends - last).clamp(min=1))
+    places = torch.where(places < ends, places, repeated).clamp(max=n_tokens - 1)
     for width in sorted(set(bits.tolist()) - {16}):
         heads = torch.from_numpy(np.flatnonzero(bits == width)).to(device)
         index = places[:, heads, :, None].expand(-1, -1, -1, keys.shape[3])
@@ -151,6 +175,14 @@ def from_codes(codes: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
     return codes.float().mul_(scale).add_(minimum)
 
 
+def scales_of(scales: Tensor, bits: int, dim: int = -1) -> tuple[Tensor, Tensor]:
+    """Return scale and minimum of blocks, which stand along an axis; around 0 the scale alone."""
+    if scales.shape[dim] == 1:
+        return scales, scales.float() * (-(2**bits - 1) / 2)
+    scale, minimum = torch.split(scales, 1, dim=dim)
+    return scale, minimum
+
+
 @torch.no_grad()
 def coded(
     blocks: Tensor,
@@ -158,6 +190,9 @@ def coded(
     dim: int = -1,
     before: Tensor | None = None,
     kind: torch.dtype = torch.float16,
+    *,
+    centred: bool = False,
+    again: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return blocks of float32, which lie along one axis, as codes and their scales.
 
@@ -169,45 +204,113 @@ def coded(
         The axis.
     before : Tensor of the kind, optional
         Scales by which numbers of a block were rounded before, as they are returned; NaN for none.
-        They are kept where they cover all of the block to half a step, and those numbers come back
-        as they are.
+        They are kept where they cover all of the block to half a step, or lose little more
+        than others if it may be clipped; those numbers then come back as they are.
     kind : torch.dtype
         Of the scales, float16 or bfloat16; see `fits_float16`.
+    centred : bool
+        Whether codes are around 0: blocks then have a scale and no minimum.
+    again : Tensor of bool, (n,), optional
+        Which blocks around 0, along the first axis, may be rounded already; those that are come
+        back as they are.
 
     Returns
     -------
     codes : Tensor of uint8, as ``blocks``
     scales : Tensor of the kind
-        As ``blocks``, but with a block's scale and its minimum along the axis.
+        As ``blocks``, but with a block's scale and its minimum along the axis, or its scale.
     exact : Tensor of float32, as ``scales``
         The same before they were rounded.
     """
-    levels, sizes = float(2**bits - 1), list(blocks.shape)
-    sizes[dim] = 2
-    scales = blocks.new_empty(sizes)
-    scale, minimum = torch.split(scales, 1, dim=dim)
-    torch.amin(blocks, dim, keepdim=True, out=minimum)
-    wide = kind == torch.bfloat16
-    if wide:  # scale and minimum cover the block although they have 8 bits
-        minimum.copy_(_upper_half(minimum, (minimum < 0).int()))
-    torch.amax(blocks, dim, keepdim=True, out=scale).sub_(minimum).div_(levels)
+    levels, wide = float(2**bits - 1), kind == torch.bfloat16
+    exact = _centred(blocks, bits, dim, again) if centred else _ranges(blocks, bits, dim, wide=wide)
     if before is not None:
-        step, first = torch.split(before.float(), 1, dim=dim)
-        excess = minimum - first + levels * (scale - step)  # of the last code
-        covers = torch.maximum(first - minimum, excess) <= step / 2
-        scales = torch.where(covers, before.float(), scales)
-    exact, limit = scales, _LARGEST_SCALE
-    scales = (_upper_half(exact, 1) if wide else exact.clamp(-limit, limit)).to(kind)
-    scale, minimum = torch.split(scales, 1, dim=dim)
+        old = before.float()
+        step, first = scales_of(old, bits, dim)
+        excess = blocks.amax(dim, keepdim=True) - first - levels * step
+        stay = torch.maximum(first - blocks.amin(dim, keepdim=True), excess) <= step / 2
+        if bits <= _CLIPPED_BITS:
+            lost, least = (_error(blocks, one, bits, dim) for one in (old, exact))
+            stay |= lost <= _KEPT_ERROR * least
+        exact = torch.where(stay, old, exact)
+    limit, up = _LARGEST_SCALE, int(not centred)
+    scales = (_upper_half(exact, up) if wide else exact.clamp(-limit, limit)).to(kind)
+    return _codes(blocks, *scales_of(scales, bits, dim), levels).to(torch.uint8), scales, exact
+
+
+def _codes(blocks: Tensor, scale: Tensor, minimum: Tensor, levels: float) -> Tensor:
+    """Return the nearest codes, float32."""
     divisor = torch.threshold(scale, 0.0, inf)  # at 0 all of a block are alike: no steps
-    steps = (blocks - minimum).div_(divisor)  # in float32
-    return steps.round_().clamp_(0, levels).to(torch.uint8), scales, exact
+    return (blocks - minimum).div_(divisor).round_().clamp_(0, levels)
+
+
+def _error(blocks: Tensor, scales: Tensor, bits: int, dim: int) -> Tensor:
+    """Return the squared error of blocks that are rounded by float32 scales; NaN if these are."""
+    scale, minimum = scales_of(scales, bits, dim)
+    back = _codes(blocks, scale, minimum, 2**bits - 1).mul_(scale).add_(minimum)
+    return back.sub_(blocks).square_().sum(dim, keepdim=True)
+
+
+def _ranges(blocks: Tensor, bits: int, dim: int, *, wide: bool) -> Tensor:
+    """Return the exact scales and minima of blocks, along the axis; see `coded`."""
+    least, largest = blocks.amin(dim, keepdim=True), blocks.amax(dim, keepdim=True)
+    levels = 2**bits - 1
+    if bits <= _CLIPPED_BITS:
+        half = (largest - least) / 2
+        middle = least + half
+        steps = [2 * share / levels for share in _RANGES]
+        normal = (blocks - middle).div_(half.clamp(min=torch.finfo(half.dtype).tiny))
+        half *= _best_step(normal, steps, bits, dim)[0] * (levels / 2)
+        least, largest = middle - half, middle + half
+    if wide:  # scale and minimum cover the range although they have 8 bits
+        least = _upper_half(least, (least < 0).int())
+    return torch.cat([(largest - least) / levels, least], dim)
+
+
+def _centred(blocks: Tensor, bits: int, dim: int, again: Tensor | None) -> Tensor:
+    """Return the exact scales of blocks around 0, along the axis; see `coded`."""
+    size = blocks.square().mean(dim, keepdim=True).sqrt_()
+    normal = blocks / size.clamp(min=torch.finfo(size.dtype).tiny)
+    steps = [factor * _CENTRED_STEPS[bits] for factor in _STEP_FACTORS]
+    best, least = _best_step(normal, steps, bits, dim)
+    if again is not None:  # the least number of a rounded block is half a step
+        codes = normal / normal.abs().amin(dim, keepdim=True).mul_(2)
+        codes = codes.floor_().clamp_(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1).add_(0.5)
+        step = (normal * codes).sum(dim, keepdim=True) / codes.square().sum(dim, keepdim=True)
+        error = (codes * step).sub_(normal).square_().sum(dim, keepdim=True)
+        same = (error < least) & again.view(-1, *[1] * (step.ndim - 1))
+        best = torch.where(same, step, best)
+    return size * best
+
+
+def _best_step(
+    normal: Tensor, steps: Sequence[float], bits: int, dim: int
+) -> tuple[Tensor, Tensor]:
+    """Return of each block which step between codes around 0 has the least squared error, and it.
+
+    Numbers of ``normal`` are as large as steps and a few times larger.
+    """
+    end = 2 ** (bits - 1)
+    together = max(_SEARCH_NUMBERS // max(prod(normal.shape[1:]), 1), 1)
+    result = []
+    for some in torch.split(normal, together) if normal.is_cpu else [normal]:
+        trial, least = torch.empty_like(some), torch.full_like(some.narrow(dim, 0, 1), inf)
+        best = torch.full_like(least, steps[0])
+        for step in steps:
+            torch.mul(some, 1 / step, out=trial).floor_().clamp_(-end, end - 1).add_(0.5)
+            torch.add(some, trial, alpha=-step, out=trial)
+            error = trial.square_().sum(dim, keepdim=True)
+            best.masked_fill_(error < least, step)
+            least = torch.minimum(error, least)
+        result.append((best, least))
+    best, least = (torch.cat(own) for own in zip(*result, strict=True))
+    return best, least
 
 
 def magnitudes(exact: Tensor, bits: int, dim: int = -1) -> Tensor:
-    """Return the largest magnitude in each block, of its exact scale and minimum along an axis."""
-    scale, minimum = exact.unbind(dim)
-    return torch.maximum(minimum.abs(), scale * (2**bits - 1))
+    """Return the largest magnitude in each block, of its exact scales along an axis, or a bound."""
+    span = exact.select(dim, 0) * (2**bits - 1)
+    return span if exact.shape[dim] == 1 else torch.maximum(exact.select(dim, 1).abs(), span)
 
 
 def fits_float16(magnitudes: Tensor, bits: int | None = None) -> Tensor:
@@ -260,32 +363,32 @@ def _upper_half(values: Tensor, away: Tensor | int) -> Tensor:
 def in_blocks(values: Tensor, block: int, dim: int = -1) -> Tensor:
     """Return numbers in blocks along an axis, float32: that axis becomes (n_blocks, block).
 
-    An axis shorter than a block is one block of its own length.
+    The last block repeats its numbers where it is short, so that all of them count alike.
     """
     dim = dim % values.ndim
     size = int(values.shape[dim])
-    block = min(block, max(size, 1))
     missing = -size % block
     padded = values.float()
-    if missing:  # by the last number of its block, which changes neither minimum nor maximum
-        last = padded.narrow(dim, size - 1, 1)
-        padded = torch.cat([padded, last.repeat_interleave(missing, dim=dim)], dim=dim)
+    if missing:
+        more = size // block * block + torch.arange(missing, device=values.device) % (size % block)
+        padded = torch.cat([padded, padded.index_select(dim, more)], dim=dim)
     sizes = (*values.shape[:dim], (size + missing) // block, block, *values.shape[dim + 1 :])
     return padded.contiguous().view(sizes)
 
 
-def _rounded(values: Tensor, block: int, bits: int, dim: int) -> Tensor:
-    """Return numbers that were rounded to codes in blocks along an axis."""
+def _rounded(values: Tensor, block: int, bits: int, dim: int, *, centred: bool = False) -> Tensor:
+    """Return numbers (batch, n_kv_heads, n, dim) rounded to codes, in blocks along an axis."""
     if not values.numel():
         return values
     dim = dim % values.ndim
     blocks = in_blocks(values, block, dim)
-    codes, scales, exact = coded(blocks, bits, dim=dim + 1)
-    largest = magnitudes(exact, bits, dim + 1).transpose(0, 1).flatten(1, 2)  # of each head
-    if not fits_float16(largest.amax(dim=1), bits):
-        codes, scales, _ = coded(blocks, bits, dim=dim + 1, kind=torch.bfloat16)
-    back = from_codes(codes, *torch.split(scales, 1, dim=dim + 1)).flatten(dim, dim + 1)
-    same: Tensor = back.narrow(dim, 0, values.shape[dim]).to(values.dtype)
+    flat, axis, sizes = blocks.flatten(0, 2), dim - 1, blocks.shape[:3]  # as they are stored
+    codes, scales, exact = coded(flat, bits, axis, centred=centred)
+    largest = magnitudes(exact, bits, axis).view(*sizes, -1).transpose(0, 1).flatten(1, 2)
+    if not fits_float16(largest.amax(dim=1), bits):  # of each head
+        codes, scales, _ = coded(flat, bits, axis, kind=torch.bfloat16, centred=centred)
+    back = from_codes(codes, *scales_of(scales, bits, axis)).view(blocks.shape)
+    same: Tensor = back.flatten(dim, dim + 1).narrow(dim, 0, values.shape[dim]).to(values.dtype)
     return same
 
 
@@ -317,15 +420,19 @@ def encode_keys(
     return packed_codes(codes.flatten(0, 1), width), scales, exact
 
 
-def encode_values(values: Tensor, bits: int, kind: torch.dtype) -> tuple[Tensor, Tensor]:
+def encode_values(
+    values: Tensor, bits: int, kind: torch.dtype, again: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return values (n, head_dim) as they are stored, of uint8, (n, value_bytes), and exact scales.
 
-    Behind the codes of a token stand the scale and the minimum of each block of its channels.
+    Behind the codes of a token stand the scale of each block of its channels, and if they are not
+    turned its minimum. Which tokens may be rounded ``again`` says `coded`.
     """
-    width = WIDTHS[bits].values
-    plain = rotated(values) if turns(bits, int(values.shape[1])) else values
-    codes, scales, exact = coded(in_blocks(plain, VALUE_BLOCK_CHANNELS), width, kind=kind)
-    rows = packed_codes(codes.flatten(1)[:, : values.shape[1]], width)
+    dim, width = int(values.shape[1]), WIDTHS[bits].values
+    turned = turns(bits, dim)
+    blocks = in_blocks(rotated(values) if turned else values, min(VALUE_BLOCK_CHANNELS, dim))
+    codes, scales, exact = coded(blocks, width, kind=kind, centred=turned, again=again)
+    rows = packed_codes(codes.flatten(1)[:, :dim], width)
     rows = torch.cat([rows, scales.flatten(1).view(torch.uint8)], dim=1)
     return rows, exact
 
@@ -354,11 +461,12 @@ def value_numbers(rows: Tensor, bits: int, head_dim: int, kind: torch.dtype) -> 
     n_bytes = code_bytes(width, head_dim)
     # A copy even of one row: float16 cannot begin at an odd byte.
     scales = rows[:, n_bytes:].clone(memory_format=torch.contiguous_format).view(kind)
-    scales = scales.view(len(rows), scales.shape[1] // 2, 2)
+    each = 1 if turns(bits, head_dim) else 2
+    scales = scales.view(len(rows), scales.shape[1] // each, each)
     codes = unpacked_codes(rows[:, :n_bytes], width, head_dim)
     block = min(VALUE_BLOCK_CHANNELS, head_dim)
     blocks = _padded(codes, block).view(len(rows), scales.shape[1], block)
-    return from_codes(blocks, scales[..., :1], scales[..., 1:]).flatten(1)[:, :head_dim]
+    return from_codes(blocks, *scales_of(scales, width)).flatten(1)[:, :head_dim]
 
 
 def packed_codes(codes: Tensor, bits: int) -> Tensor:

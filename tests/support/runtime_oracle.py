@@ -261,17 +261,22 @@ class Shadow:
                 if not combined and keys.dtype == torch.float32 and len(places):
                     pairs = [(before[0].T, stored[0].T), (before[1], stored[1])]
                     dim = int(values.shape[-1])
-                    if turns(piece.bits, dim):
+                    if turned := turns(piece.bits, dim):
                         turn = torch.from_numpy(hadamard(dim)).to(own.values) / dim**0.5
                         pairs[1] = before[1] @ turn, stored[1] @ turn
                     for (exact, rounded), bits in zip(
                         pairs, (width.keys, width.values), strict=True
                     ):
-                        off, most = (exact - rounded).abs(), half_step(exact, bits)
+                        centred = turned and exact is not pairs[0][0]
+                        off = (exact - rounded).abs()
+                        most = half_step(exact, bits, centred=centred)
                         if exact is pairs[0][0] and bits < 16:  # keys
                             first = most[:, :64]
                             first[:] = torch.maximum(first, steps[row, head, piece.bits])
                             steps[row, head, piece.bits] = first.amax(dim=1, keepdim=True)
+                        if bits <= 4:  # a block has the least squared error, or nearly
+                            off, most = (of_blocks(own) for own in (off, most))
+                            most = most * 2**0.5
                         assert (off <= most).all(), float(off.max())
                 own.keys[row, head, places], own.values[row, head, places] = stored
 
@@ -349,10 +354,10 @@ def visible(kept: torch.Tensor, columns: int) -> torch.Tensor:
     return shown.scatter(2, kept.long() % (columns + 1), True)[..., :columns]
 
 
-def half_step(numbers: torch.Tensor, bits: int) -> torch.Tensor:
+def half_step(numbers: torch.Tensor, bits: int, *, centred: bool = False) -> torch.Tensor:
     """How far from a number the nearest of the steps of its block may be, with float16 scales.
 
-    Blocks are of up to 64 numbers along the last axis.
+    Blocks are of up to 64 numbers along the last axis; those around 0 have a step of their size.
     """
     if bits == 16:
         step = 2.0**-11 if numbers.half().isfinite().all() else 2.0**-8
@@ -362,8 +367,18 @@ def half_step(numbers: torch.Tensor, bits: int) -> torch.Tensor:
         low, high = (edge.expand_as(block) for edge in block.aminmax(dim=-1, keepdim=True))
         # the least number and the step are float16 themselves, and the model's keys not the twin's
         scales = (low.abs() + high - low) * 2.0**-11 + 1e-4
-        found.append((high - low) / (2**bits - 1) / 2 + scales)
+        most = (high - low) / (2**bits - 1) / 2
+        if centred:
+            size = block.square().mean(-1, keepdim=True).sqrt()
+            step = 1.35 * {4: 0.3352, 3: 0.586, 2: 0.9957}[bits] * size
+            most = torch.maximum(step / 2, block.abs() - (2**bits - 1) / 2 * step)
+        found.append(most + scales)
     return torch.cat(found, dim=-1)
+
+
+def of_blocks(numbers: torch.Tensor) -> torch.Tensor:
+    """Return the norm of each block of 64 along the last axis."""
+    return torch.stack([block.norm(dim=-1) for block in numbers.split(64, dim=-1)])
 
 
 def worst(found: torch.Tensor, expected: torch.Tensor, mask: torch.Tensor | None = None) -> float:

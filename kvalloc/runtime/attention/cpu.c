@@ -190,9 +190,10 @@ static inline int64_t code_bytes(int kind, int64_t dim) {
     return low_bytes(kind, dim) + (low_bits(kind) < bits_of(kind) ? (dim + 7) / 8 : 0);
 }
 
-static inline int64_t value_bytes(int kind, int64_t dim) {
+/* Codes of turned values are around 0: their blocks have a scale and no minimum. */
+static inline int64_t value_bytes(int kind, int turned, int64_t dim) {
     int64_t scales = (dim + SCALE_CHANNELS - 1) / SCALE_CHANNELS;
-    return code_bytes(kind, dim) + (kind < FLOAT16 ? 4 * scales : 0);
+    return code_bytes(kind, dim) + (kind < FLOAT16 ? (turned ? 2 : 4) * scales : 0);
 }
 
 /* Compilers make a vector of bytes wider one by one. */
@@ -260,10 +261,11 @@ INLINE void fetch(const char *now, int64_t bytes) {
 static inline int64_t width_of(int64_t dim) { return (dim + WIDTH - 1) / WIDTH * WIDTH; }
 
 /* Rows of `width` floats each, zeros behind `dim`. Codes of keys have `steps` and `leasts`, those of
-   values, where there are none, scale and minimum of each 64 channels behind a row's codes. */
+   values, where there are none, scale and minimum of each 64 channels behind a row's codes, or a
+   scale alone if they are turned. */
 INLINE void make_floats(int kind, const char *rows, int64_t row_bytes, int64_t n, int64_t dim,
                         int64_t width, const float *steps, const float *leasts, int scale_kind,
-                        float *out) {
+                        int turned, float *out) {
     const char *scales = rows + code_bytes(kind, dim);
     for (int64_t i = 0; i < n; i++, rows += row_bytes, scales += row_bytes, out += width) {
         fetch(rows, row_bytes);
@@ -271,9 +273,11 @@ INLINE void make_floats(int kind, const char *rows, int64_t row_bytes, int64_t n
             int64_t end = first + SCALE_CHANNELS < width ? first + SCALE_CHANNELS : width;
             vec step = all(1.0f), least = all(0.0f);
             if (kind < FLOAT16 && !steps) {
-                const uint16_t *pair = (const uint16_t *)(scales + first / SCALE_CHANNELS * 4);
-                step = all(one_from_half(scale_kind, pair));
-                least = all(one_from_half(scale_kind, pair + 1));
+                int64_t block = first / SCALE_CHANNELS;
+                const uint16_t *own = (const uint16_t *)(scales + block * (turned ? 2 : 4));
+                step = all(one_from_half(scale_kind, own));
+                if (turned) least = step * all(-0.5f * ((1 << bits_of(kind)) - 1));
+                else least = all(one_from_half(scale_kind, own + 1));
             }
             for (int64_t d = first; d < end; d += LANES) {
                 if (kind < FLOAT16 && steps)
@@ -289,9 +293,9 @@ INLINE void make_floats(int kind, const char *rows, int64_t row_bytes, int64_t n
 /* With the kind known, and the width where it is a common one: nothing is decided in the loop. */
 static void as_floats(int kind, const char *rows, int64_t row_bytes, int64_t n, int64_t dim,
                       int64_t width, const float *steps, const float *leasts, int scale_kind,
-                      float *out) {
+                      int turned, float *out) {
 #define SIZED(kind, dim, width) \
-    make_floats(kind, rows, row_bytes, n, dim, width, steps, leasts, scale_kind, out)
+    make_floats(kind, rows, row_bytes, n, dim, width, steps, leasts, scale_kind, turned, out)
 #define OF(kind) \
     case kind: \
         if (dim == 64) SIZED(kind, 64, 64); \
@@ -306,11 +310,12 @@ static void keys_as_floats(const span *of, int64_t first, int64_t n, int64_t dim
     const float *steps = 0, *leasts = 0;
     if (of->key_kind < FLOAT16) {
         const char *scales = (const char *)(of->key_scales + first / BLOCK * 2 * dim);
-        as_floats(of->scale_kind, scales, 0, 1, dim, width, 0, 0, 0, own->steps);
-        as_floats(of->scale_kind, scales + 2 * dim, 0, 1, dim, width, 0, 0, 0, own->leasts);
+        as_floats(of->scale_kind, scales, 0, 1, dim, width, 0, 0, 0, 0, own->steps);
+        as_floats(of->scale_kind, scales + 2 * dim, 0, 1, dim, width, 0, 0, 0, 0,
+                  own->leasts);
         steps = own->steps, leasts = own->leasts;
     }
-    as_floats(of->key_kind, of->keys + first * bytes, bytes, n, dim, width, steps, leasts, 0,
+    as_floats(of->key_kind, of->keys + first * bytes, bytes, n, dim, width, steps, leasts, 0, 0,
               own->keys);
 }
 
@@ -463,7 +468,7 @@ static void add_span(const arguments *given, int64_t segment, const span *of, in
     int key_kind = keys_as_they_are ? of->key_kind : FLOAT32;
     int value_kind = values_as_they_are ? of->value_kind : FLOAT32;
     int64_t key_bytes = code_bytes(of->key_kind, key_dim);
-    int64_t row_bytes = value_bytes(of->value_kind, value_dim);
+    int64_t row_bytes = value_bytes(of->value_kind, of->turned, value_dim);
     while (first < end) {
         int64_t stop = first / BLOCK * BLOCK + BLOCK, n = (stop < end ? stop : end) - first;
         const char *keys = of->keys + first * key_bytes, *values = of->values + first * row_bytes;
@@ -476,7 +481,7 @@ static void add_span(const arguments *given, int64_t segment, const span *of, in
         weigh(given, n, logits, to, value_width);
         if (!values_as_they_are) {
             as_floats(of->value_kind, values, row_bytes, n, value_dim, value_width, 0, 0,
-                      of->scale_kind, own->values);
+                      of->scale_kind, of->turned, own->values);
             values = (const char *)own->values;
         }
         ALL_ROWS(some_values, value_kind, value_width, to->summed, logits, values,
@@ -491,7 +496,8 @@ static span kept_span(const arguments *given, int64_t segment, int64_t piece) {
     const part *kept = given->parts + own[3];
     span out = {
         .keys = kept->keys + own[0] * code_bytes(kept->key_kind, given->key_dim),
-        .values = kept->values + own[0] * value_bytes(kept->value_kind, given->value_dim),
+        .values = kept->values
+            + own[0] * value_bytes(kept->value_kind, kept->turned, given->value_dim),
         .count = own[1] - own[0],
         .key_kind = (int)kept->key_kind,
         .value_kind = (int)kept->value_kind,

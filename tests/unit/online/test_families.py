@@ -103,7 +103,7 @@ def test_a_family_that_is_served_is_right_and_reduced(name, image):
 def test_later_turns_of_text_and_of_an_image_follow_an_image(name):
     model, text, given = families.family(name), prompt()[:, :0], {}
     image = families.with_image(name, prompt())
-    with kvalloc.apply(model, budget="30%") as applied:
+    with kvalloc.apply(model, budget="20%") as applied:
         for turn in (image, {"input_ids": prompt()[:, :20]}, image):
             text = torch.cat([text, turn["input_ids"]], dim=1)
             given |= turn | {"input_ids": text}
@@ -120,7 +120,7 @@ def test_later_turns_of_text_and_of_an_image_follow_an_image(name):
     counts = cache.kept_tokens[list(cache.stores)]
     assert sum(n_kept for n_kept, _ in kept.values()) == pytest.approx(counts.mean())
     assert 0 < kept["image"][0] < n_images
-    assert cache.share <= 0.3
+    assert cache.share <= 0.2
 
 
 @pytest.mark.parametrize("padding", [0, PADDING])
