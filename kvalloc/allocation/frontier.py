@@ -145,6 +145,7 @@ def _capacities(posed: PosedRequest, points: int) -> list[int]:
     line = np.geomspace(max(smallest, grain), largest, points)
     steps = np.unique(np.rint((line - smallest) / grain).astype(np.int64))
     capacities = [min(largest, smallest + int(step) * grain) for step in steps]
+    capacities[-1] = largest  # also where steps do not end there
     return [costs.everything if size >= costs.full else size for size in capacities]
 
 

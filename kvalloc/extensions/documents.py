@@ -389,7 +389,7 @@ class DenseLayer:
         part = Part(
             keys=self.keys[:, :, :seen][kept],
             values=self.values[:, :, :seen][kept],
-            positions=positions.expand_as(kept)[kept],
+            tokens=positions.expand_as(kept)[kept],
             segments=np.arange(kept.shape[1]),
             lengths=kept.sum(dim=2).cpu().numpy().ravel(),
         )

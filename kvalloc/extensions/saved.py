@@ -30,7 +30,7 @@ from kvalloc.runtime.tail import Tail
 KEPT = {
     "kept_keys": "keys",
     "kept_values": "values",
-    "kept_positions": "positions",
+    "kept_positions": "tokens",
     "key_scales": "key_scales",
 }
 """What a `Part` has of these tensors of a layer's bits."""
@@ -127,6 +127,7 @@ def _tensors_of(cache: BudgetCache) -> dict[str, Tensor]:
             stored_tensors["latest"] = torch.from_numpy(layer.tail.lengths.copy())
             for part in _by_width(layer.kept):
                 names = {name: getattr(part, field) for name, field in KEPT.items()}
+                names["kept_positions"] = part.positions
                 lengths = np.zeros((layer.rows, layer.kept.heads), dtype=np.int64)
                 lengths.flat[part.segments] = part.lengths
                 names["lengths"] = torch.from_numpy(lengths)
@@ -283,7 +284,8 @@ def _fill(layer: Store, tensors: dict[str, Tensor], header: SavedCacheHeader) ->
         named = {field: tensors.get(f"bits_{bits}.{name}") for name, field in KEPT.items()}
         segments = np.flatnonzero((own > 0) | empty)
         empty = np.zeros_like(empty)
-        parts.append(Part(**named, segments=segments, lengths=own[segments], bits=bits))  # type: ignore[arg-type]
+        part = Part(**named, segments=segments, lengths=own[segments], bits=bits)  # type: ignore[arg-type]
+        parts.append(part.compact(header.seen_tokens))
     like = tensors["keys"][0, 0, :0].clone(), tensors["values"][0, 0, :0].clone()
     layer.kept = Kept(parts=tuple(parts), rows=header.batch, heads=heads, like=like)
 

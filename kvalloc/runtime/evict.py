@@ -547,7 +547,7 @@ def _flat(
     return Part(
         keys=flat[0],
         values=flat[1],
-        positions=flat[2][:, 0],
+        tokens=flat[2][:, 0],
         segments=(rows[:, None] * n_heads + heads).ravel(),
         lengths=counts.reshape(-1),
     )

@@ -208,8 +208,8 @@ class CacheFigures(Cache):
         -------
         Tensor of int32, (batch, n_kv_heads, n_kept)
             Columns of the input in increasing order; -1 beyond the end of a head that keeps fewer
-            than another. These four bytes an entry are the cache's own book-keeping and do not
-            count as K or V bytes.
+            than another. What the cache stores of these, two bytes each, is its own
+            book-keeping and does not count as K or V bytes.
 
         Raises
         ------

@@ -43,6 +43,10 @@ time (SmolLM2-135M)."""
 NO_COLUMN = torch.iinfo(torch.int32).max
 """Where a place of no entry stands: behind all tokens, so that none sees it."""
 
+PAGE_TOKENS = 1 << 16
+"""Positions are stored by their lowest 16 bits; how many entries of a segment lie in each so many
+tokens says the others."""
+
 FLOAT16_END = 65520.0
 """Numbers from here on are infinite in float16."""
 
@@ -168,8 +172,8 @@ class Part:
     keys, values : Tensor, (n_entries, head_dim) and (n_entries, value_dim)
         Contiguous. Numbers of the model's type, or `halved`; at fewer bits packed rows of uint8,
         of values with the row's own scales and minima behind.
-    positions : Tensor of int32, (n_entries,)
-        Which token of its row each entry is.
+    tokens : Tensor of int32 or int16, (n_entries,)
+        Which token of its row each entry is; once it is `compact`, the lowest 16 bits of that.
     segments : ndarray of int64, (n_segments,)
         Their numbers, increasing.
     lengths : ndarray of int64, (n_segments,)
@@ -178,20 +182,55 @@ class Part:
         Of `kvalloc.accounting.costs.WIDTHS`.
     key_scales : Tensor of float16 or bfloat16, (n_key_blocks, 2, head_dim), or None
         Segment by segment; None at 16 bits. Scales of values have its type.
+    pages : ndarray of int64, (n_segments, n_pages), or None
+        How many entries each segment has in each `PAGE_TOKENS`; None if all are in the first.
     """
 
     keys: Tensor
     values: Tensor
-    positions: Tensor
+    tokens: Tensor
     segments: IntArray
     lengths: IntArray
     bits: int = 16
     key_scales: Tensor | None = None
+    pages: IntArray | None = None
 
     @cached_property
     def spans(self) -> Spans:
         """Start and end of each segment."""
         return Spans(self.lengths, self.keys.device)
+
+    @property
+    def positions(self) -> Tensor:
+        """Which token of its row each entry is, int32, (n_entries,)."""
+        if self.tokens.dtype == torch.int32:
+            return self.tokens
+        low = self.tokens.int().bitwise_and_(PAGE_TOKENS - 1)
+        if self.pages is None:
+            return low
+        firsts = np.arange(self.pages.shape[1]) * PAGE_TOKENS
+        each = np.tile(firsts, len(self.pages)).repeat(self.pages.ravel())
+        return low + on_device(each, low.device).int()
+
+    def compact(self, end: int) -> Part:
+        """Return it with positions of 2 bytes, which are below ``end``.
+
+        Where that is more than a page, the host waits for them.
+        """
+        if self.tokens.dtype == torch.int16:
+            return self
+        pages = None
+        if end > PAGE_TOKENS:
+            n_pages = -(-end // PAGE_TOKENS)
+            each = np.arange(len(self.lengths)).repeat(self.lengths) * n_pages
+            each += self.tokens.cpu().numpy() // PAGE_TOKENS
+            pages = np.bincount(each, minlength=len(self.lengths) * n_pages).reshape(-1, n_pages)
+        return replace(self, tokens=self.tokens.short(), pages=pages)
+
+    def pages_of(self, n_pages: int) -> IntArray:
+        """Return its pages, so many."""
+        known = self.lengths[:, None] if self.pages is None else self.pages
+        return np.pad(known, ((0, 0), (0, n_pages - known.shape[1])))
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -208,7 +247,7 @@ class Part:
 
     def tensors(self) -> list[Tensor]:
         """Return all that is stored."""
-        stored = (self.keys, self.values, self.key_scales, self.positions)
+        stored = (self.keys, self.values, self.key_scales, self.tokens)
         return [one for one in stored if one is not None]
 
     def taken(self, places: IntArray) -> Part:
@@ -232,7 +271,8 @@ class Part:
             self,
             keys=copied(self.keys, starts, lengths),
             values=copied(self.values, starts, lengths),
-            positions=copied(self.positions, starts, lengths),
+            tokens=copied(self.tokens, starts, lengths),
+            pages=None if self.pages is None else self.pages[places],
             key_scales=None if scales is None else copied(scales, first_scales, blocks),
             segments=self.segments[places],
             lengths=lengths,
@@ -271,16 +311,23 @@ def joined(several: Sequence[Part]) -> tuple[Part, ...]:
     for same in by_kind.values():
         first = same[0]
         if len(same) > 1:
-            stored = ["keys", "values", "positions"]
+            stored = ["keys", "values", "tokens"]
             stored += ["key_scales"] if first.key_scales is not None else []
             fields: dict[str, Any] = {
                 name: torch.cat([getattr(one, name) for one in same]) for name in stored
             }
             for name in ("segments", "lengths"):
                 fields[name] = np.concatenate([getattr(one, name) for one in same])
+            if n_pages := _most_pages(*same):
+                fields["pages"] = np.concatenate([one.pages_of(n_pages) for one in same])
             first = replace(first, **fields).taken(fields["segments"].argsort())
         parts.append(first)
     return tuple(sorted(parts, key=lambda part: -part.bits))
+
+
+def _most_pages(*parts: Part) -> int:
+    """Return the most pages that one has; 0 if all entries are in the first."""
+    return max(0 if one.pages is None else one.pages.shape[1] for one in parts)
 
 
 # At fewer bits
@@ -418,17 +465,16 @@ def by_width(
         if width_of is None:
             _refuse_counts()
         places = (width_of == width).nonzero_static(size=int(own.sum()), fill_value=0)[:, 0]
-        yield (
-            width,
-            replace(
-                part,
-                keys=part.keys[places],
-                values=part.values[places],
-                positions=part.positions[places],
-                segments=part.segments[segments],
-                lengths=own[segments],
-            ),
+        n_pages = _most_pages(part)
+        some = replace(
+            part,
+            keys=part.keys[places],
+            values=part.values[places],
+            tokens=(part.positions if n_pages else part.tokens)[places],
+            segments=part.segments[segments],
+            lengths=own[segments],
         )
+        yield width, some.compact(n_pages * PAGE_TOKENS) if n_pages else some
 
 
 def _fit(part: Part, counts: Mapping[int, IntArray], width_of: Tensor | None) -> Tensor:
@@ -495,6 +541,10 @@ def added(
             more[one.bits] = new.taken(np.setdiff1d(np.arange(len(new.segments)), here))
             if lengths.any():
                 same = replace(new.taken(here), segments=one.segments, lengths=lengths)
+                if new.pages is not None:
+                    pages = np.zeros((len(lengths), new.pages.shape[1]), dtype=np.int64)
+                    pages[there] = new.pages[here]
+                    same = replace(same, pages=pages)
                 one = extended(one, same)
         result.append(one)
     for bits, new in more.items():
@@ -519,7 +569,9 @@ def extended(part: Part, more: Part) -> Part:
     def appended(stored: Tensor, added: Tensor) -> Tensor:
         return _interleaved((stored, old), (added, new))
 
-    result = replace(part, positions=appended(part.positions, more.positions), lengths=old + new)
+    result = replace(part, tokens=appended(part.tokens, more.tokens), lengths=old + new)
+    if n_pages := _most_pages(part, more):
+        result = replace(result, pages=part.pages_of(n_pages) + more.pages_of(n_pages))
     if part.key_scales is None:
         stored, added = [part.keys, part.values], [more.keys, more.values]
         added = added if stored[0].dtype == added[0].dtype else halved(*added, lengths=new)

@@ -254,6 +254,7 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
             Whether entries kept before stay; the new ones then stand behind those of their width.
         """
         stored = [] if self.kept is None else self.kept.of_rows(rows)
+        fresh = fresh.compact(self.seen)
         if beside_kept:
             return added(stored, fresh, counts or {16: fresh.lengths}, width_of)
         return [fresh] if counts is None else packed(fresh, counts, width_of, stored)
@@ -277,7 +278,8 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
             before = Kept(parts=(), rows=n_rows, heads=heads, like=like)
         others = np.setdiff1d(np.arange(before.rows), rows)
         stay = before.of_rows(others) if len(others) else []
-        self.kept = replace(before, parts=joined([*whole_rows, *stay, *new]))
+        new = [part.compact(self.seen) for part in (*whole_rows, *new)]
+        self.kept = replace(before, parts=joined([*stay, *new]))
         if self.tail is None:
             empty = [states[:, :, :0].clone() for states in (self.keys, self.values)]
             self.tail = Tail(empty, np.zeros(before.rows, np.int64))

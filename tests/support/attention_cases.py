@@ -49,10 +49,10 @@ def flat_of(stored: Stored, counts: IntArray) -> Part:
     return Part(
         keys=torch.cat(keys),
         values=torch.cat(values),
-        positions=torch.cat(places),
+        tokens=torch.cat(places),
         segments=np.arange(counts.size),
         lengths=counts.ravel(),
-    )
+    ).compact(int(counts.max(initial=0)))
 
 
 def smaller(stored: Stored, rows: Iterable[int]) -> Stored:

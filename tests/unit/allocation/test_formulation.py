@@ -173,23 +173,26 @@ BITS = (16, 8, 4)
 
 
 def _cost(tokens, bits, shape):
-    """Bytes of the entries of one head, with four for the position of each."""
-    return _by_hand(tokens, bits, shape.head_dim) + 4 * tokens
+    """Bytes of the entries of one head, with two for the position of each."""
+    return _by_hand(tokens, bits, shape.head_dim) + 2 * tokens
 
 
 def _by_hand(tokens, bits, head_dim):
     """Bytes counted number by number: codes of 5 bits are planes of 4 and 1, of 3 of 2 and 1."""
     if bits == 16:
         return tokens * 2 * head_dim * 2
-    planes = {5: (4, 1, 4), 3: (4, 2, 1)}.get(bits, (bits, bits))  # of a key and a value
+    planes = {5: (4, 1, 4), 3: (4, 2, 1), 2: (2, 1, 2)}.get(
+        bits, (bits, bits)
+    )  # of a key and a value
     row = sum((head_dim * plane + 7) // 8 for plane in planes)
     key_blocks = sum(1 for start in range(0, tokens, 64) for _ in range(head_dim))
     value_blocks = sum(1 for _ in range(tokens) for start in range(0, head_dim, 64))
-    return tokens * row + 4 * key_blocks + 4 * value_blocks
+    turned = bits < 8 and head_dim & (head_dim - 1) == 0  # a scale and no minimum
+    return tokens * row + 4 * key_blocks + (2 if turned else 4) * value_blocks
 
 
 @pytest.mark.parametrize("head_dim", [1, 3, 64, 65, 128])
-@pytest.mark.parametrize("bits", [16, 8, 5, 4, 3])
+@pytest.mark.parametrize("bits", [16, 8, 5, 4, 3, 2])
 def test_stored_bytes_are_those_counted_one_by_one(head_dim, bits):
     shape = make_shape(head_dim=head_dim, dtype_bytes=4)  # whatever the model computes in
     tokens = np.array([0, 1, 63, 64, 65, 200])

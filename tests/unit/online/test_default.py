@@ -57,9 +57,9 @@ def share_of(cache, rows=1):
         ({"budget": 0.3}, 5, "reconstruction"),
         ({"budget": "50%"}, 8, "reconstruction"),
         ({"budget": "14%"}, 4, "reconstruction"),
-        ({"budget": "30%", "memory": "60KiB"}, 5, "lookahead"),
+        ({"budget": "28%", "memory": "60KiB"}, 5, "lookahead"),
         ({"budget": "30%", "decode_every": 8}, 5, "reconstruction"),
-        ({"budget": "37%"}, 5, "reconstruction"),
+        ({"budget": "34%"}, 5, "reconstruction"),
     ],
 )
 def test_no_more_than_the_share_is_stored_and_little_less(tiny, model, dtype, options, bits, way):
@@ -87,7 +87,7 @@ def test_it_says_which_way_what_it_takes_and_what_it_costs(tiny, model, caplog):
     said = caplog.messages
     details = [one.profile.detail for one in (twice, early, full)]
     assert details == [
-        f"51% evicted, rounded to 5 bits; 14.88 KiB (19.8%); nothing measured: {action}"
+        f"46% evicted, rounded to 5 bits; 14.92 KiB (19.9%); nothing measured: {action}"
         for action in ("reads the prompt twice", "evicts while the prompt is read")
     ] + ["nothing evicted, nothing rounded; 150 KiB; nothing measured"]
     assert all(len(detail) <= DETAIL for detail in details)

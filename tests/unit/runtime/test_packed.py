@@ -79,11 +79,15 @@ def test_what_comes_back_is_what_was_measured_and_takes_the_accounts_bytes(
     counts=tables(st.integers(0, 150)), more=tables(st.integers(0, 150)), seed=st.integers(0, 99)
 )
 def test_new_entries_stand_behind_those_of_their_width(counts, more, seed):
-    """Their values are rounded by themselves; keys in blocks, the last one of which is filled."""
+    """Their values are rounded by themselves; keys in blocks, the last one of which is filled.
+
+    Positions of 2 bytes come back, also beyond 65,536.
+    """
     torch.manual_seed(seed)
     stored = stored_of(counts + more, (8, 8), torch.float32)
     bits = [[(8, 4), 5, (16, 3)], [(16, 8, 5), (4, 3), 16]]
     numbers, expected = flat_of(stored, counts + more), packed_of(stored, counts + more, bits)
+    numbers = replace(numbers, tokens=numbers.positions * 700).compact(300 * 700)
     widths = [*widths_of(counts + more, bits).values()]
     ends = numbers.spans.ends
     cuts = [
@@ -97,15 +101,19 @@ def test_new_entries_stand_behind_those_of_their_width(counts, more, seed):
             numbers,
             keys=numbers.keys[places],
             values=numbers.values[places],
-            positions=numbers.positions[places],
+            tokens=numbers.positions[places],
+            pages=None,
             lengths=np.array([len(cut[which]) for cut in cuts]),
-        )
+        ).compact(300 * 700)
         own = np.split(np.concatenate(widths)[places], part.lengths.cumsum()[:-1])
         parts.append((part, *counted(own)))
     kept = replace(expected, parts=tuple(joined(added(packed(*parts[0]), *parts[1]))))
     every = np.arange(BATCH)
     found, exact = kept.padded(every), expected.padded(every)
-    assert torch.equal(found[2], exact[2])
+    assert all(part.tokens.dtype == torch.int16 for part in kept.parts)
+    last = torch.tensor(NO_COLUMN, dtype=torch.int32)
+    assert torch.equal(found[2], exact[2].mul(700).where(exact[2] < last, last))
+    assert torch.equal(kept.select(np.array([1, 0])).padded(every)[2], found[2].flip(0))
     assert torch.equal(found[1], exact[1])
     whole = packed_of(stored, counts + more, [16] * HEADS).padded(every)[0]
     lost, least = (found[0] - whole).norm(), (exact[0] - whole).norm()
