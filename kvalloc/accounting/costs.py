@@ -47,7 +47,22 @@ WIDTHS = {
 """By the bits' name; 16 is half precision, also where the model computes in float32. At 5, 3 and 2
 bits keys have one bit more than values: their rounding is what loses most (docs/storage.md)."""
 
-BIT_WIDTHS = tuple(WIDTHS)
+MIXES = {
+    853: {8: 1, 5: 3, 3: 6},
+    85: {8: 2, 5: 8},
+    532: {5: 3, 3: 4, 2: 3},
+    52: {5: 4, 2: 6},
+}
+"""Widths of one KV head's entries, and how many of ten have each: the best ones have the widest.
+
+By reverse water-filling an entry deserves ``a log2(score / threshold)`` bits. Scores fall off like
+a power of the rank, so that the shares of the widths are the same for any number of entries."""
+
+BIT_WIDTHS = (*WIDTHS, *MIXES)
+
+MIXED_FROM = 12
+"""So many of a head's best entries have the widest of a mix, before its shares count: as many as
+the default's sinks and window."""
 
 PLANES = {8: (8,), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,), 1: (1,)}
 """Planes of a row of codes of so many bits: the lowest bits of all codes, then the others.
@@ -131,6 +146,14 @@ def stored_bytes(tokens: npt.ArrayLike, bits: npt.ArrayLike, shape: ModelShape) 
     count, width = np.broadcast_arrays(
         np.asarray(tokens, dtype=np.int64), np.asarray(bits, dtype=np.int64)
     )
+    if mixes := {*MIXES} & {*np.unique(width).tolist()}:
+        mixed = np.isin(width, [*mixes])
+        parts = [(np.where(mixed, 0, count), np.where(mixed, 16, width))]
+        for mix in mixes:
+            of_mix = tier_counts(np.where(width == mix, count, 0), mix)
+            parts += [(each, np.asarray(one)) for one, each in of_mix.items()]
+        total: IntArray = np.sum([stored_bytes(*part, shape) for part in parts], axis=0)
+        return total
     rows = _packed_rows(*shape.dims)
     key_scales = -(-count // KEY_BLOCK_TOKENS) * shape.head_dim * 2 * SCALE_BYTES
     packed = count * rows[width] + key_scales
@@ -138,11 +161,49 @@ def stored_bytes(tokens: npt.ArrayLike, bits: npt.ArrayLike, shape: ModelShape) 
     return stored
 
 
+def tier_counts(tokens: npt.ArrayLike, bits: int) -> dict[int, IntArray]:
+    """Return how many of a KV head's entries are stored at each width, the widest first.
+
+    None falls if there are more entries, so that bytes always rise.
+
+    Parameters
+    ----------
+    tokens : array_like of int
+        Entries of the head.
+    bits : int
+        Of `BIT_WIDTHS`: a width of all, or one of `MIXES`.
+
+    Examples
+    --------
+    >>> {width: n.tolist() for width, n in tier_counts([10, 22, 112], 532).items()}
+    {5: [10, 15, 42], 3: [0, 4, 40], 2: [0, 3, 30]}
+    """
+    count = np.asarray(tokens, dtype=np.int64)
+    if bits in WIDTHS:
+        return {bits: count}
+    widths, prefixes = _turns_of(bits)
+    mixed = np.maximum(count - MIXED_FROM, 0)
+    shared = mixed[..., None] // 10 * prefixes[-1] + prefixes[mixed % 10]
+    shared[..., 0] += count - mixed
+    return dict(zip(widths, np.moveaxis(shared, -1, 0), strict=True))
+
+
+@cache
+def _turns_of(bits: int) -> tuple[tuple[int, ...], IntArray]:
+    """Return a mix's widths, and how many of the first 0 to 10 entries have each."""
+    widths, shares = tuple(MIXES[bits]), np.array([*MIXES[bits].values()])
+    prefixes = np.zeros((11, len(shares)), dtype=np.int64)
+    for n in range(1, 11):  # in turns: the width that is the farthest behind its share
+        prefixes[n] = prefixes[n - 1]
+        prefixes[n, int(np.argmax(shares * n - 10 * prefixes[n - 1]))] += 1
+    return widths, prefixes
+
+
 @cache
 def _packed_rows(key_dim: int, value_dim: int) -> IntArray:
     """Return the bytes of a token's packed key and value by the number of bits."""
-    rows = np.zeros(max(BIT_WIDTHS) + 1, dtype=np.int64)
-    rows[[*BIT_WIDTHS]] = [sum(packed_row_bytes(b, key_dim, value_dim)) for b in BIT_WIDTHS]
+    rows = np.zeros(max(WIDTHS) + 1, dtype=np.int64)
+    rows[[*WIDTHS]] = [sum(packed_row_bytes(b, key_dim, value_dim)) for b in WIDTHS]
     return rows
 
 
@@ -295,6 +356,12 @@ def packed_row_bytes(bits: int, key_dim: int, value_dim: int) -> tuple[int, int]
     return code_bytes(width.keys, key_dim), code_bytes(width.values, value_dim) + scales
 
 
+def entry_bytes(bits: int, shape: ModelShape) -> int:
+    """Return about the bytes of one more entry of a KV head."""
+    few, many = map(int, stored_bytes([1024, 2048], bits, shape))
+    return max((many - few) // 1024, 1)
+
+
 def code_bytes(bits: int, head_dim: int) -> int:
     """Return the bytes of a row of codes."""
     return sum(-(-head_dim * width // 8) for width in PLANES.get(bits, (bits,)))
@@ -307,7 +374,8 @@ def turns(bits: int, head_dim: int) -> bool:
 
 def bits_fault(bits: int, head_dim: int) -> str | None:
     """Return why heads of that size cannot be stored at a width; None if they can."""
-    if turns(bits, head_dim) or not WIDTHS[bits].only_turned:
+    widths = MIXES.get(bits, (bits,))
+    if turns(min(widths), head_dim) or not any(WIDTHS[width].only_turned for width in widths):
         return None
     return (
         f"{bits} bits for heads of {head_dim} numbers, expected a power of two: values at {bits} "

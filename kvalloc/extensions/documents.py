@@ -393,7 +393,7 @@ class DenseLayer:
             segments=np.arange(kept.shape[1]),
             lengths=kept.sum(dim=2).cpu().numpy().ravel(),
         )
-        row, counts = np.array([0]), counts_of(part, bits) if self.rounded else None
+        row, counts = np.array([0]), counts_of(part.lengths, bits) if self.rounded else None
         layer.replace(row, layer.as_stored(part, row, counts))
 
 

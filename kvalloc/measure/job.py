@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from kvalloc.measure.curves import EXACT_CONTEXT_TOKENS, rank_grid
 from kvalloc.measure.sampling import SampleSet
 from kvalloc.scorers import Scorer
 from kvalloc.shape import ModelShape
+
+if TYPE_CHECKING:
+    from kvalloc.runtime.policies.score import Score
 
 LossLevel = Literal["layer", "head"]
 LossMethod = Literal["measured", "fast"]
@@ -39,6 +42,9 @@ class LossPlan:
         Shares of the evictable entries that each unit is reduced to.
     continuation_tokens : int
         Tokens after the prompt on which the distributions are compared, at most.
+    matched, every : int
+        The policy `attention_matching` fits the values of what stays to so many of the prompt's
+        last queries, each N-th of them; 0 for none: values stay.
 
     Raises
     ------
@@ -50,6 +56,8 @@ class LossPlan:
     level: LossLevel = "layer"
     shares: tuple[float, ...] = DEFAULT_SHARES
     continuation_tokens: int = 24
+    matched: int = 0
+    every: int = 1
 
     def __post_init__(self) -> None:
         for name, choices in (("method", LossMethod), ("level", LossLevel)):
@@ -64,6 +72,15 @@ class LossPlan:
             raise InputError(
                 f"the loss levels {self.shares} are not shares within 0..1; give some such"
             )
+
+    def policy(self, scorer: Scorer) -> Score:
+        """Return the policy by which entries are kept."""
+        from kvalloc.runtime.policies.attention_matching import AttentionMatching
+        from kvalloc.runtime.policies.score import Score
+
+        if not self.matched:
+            return Score(scorer=scorer)
+        return AttentionMatching(scorer=scorer, rows=self.matched, every=self.every)
 
     def levels(self, context_tokens: int, protected_tokens: int) -> IntArray:
         """Return the budgets at which losses are measured.

@@ -69,7 +69,7 @@ def sample_losses(
         probe = LossProbe(
             model,
             job.samples.samples[index],
-            job.scorer,
+            plan.policy(job.scorer),
             sinks=job.sinks,
             shape=job.shape,
             continuation_tokens=plan.continuation_tokens,

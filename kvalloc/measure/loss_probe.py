@@ -20,18 +20,25 @@ from transformers import Cache, DynamicCache
 from kvalloc.errors import InputError
 from kvalloc.measure.kl import Predictions
 from kvalloc.measure.mini_prefill import LayerInputs, check_seen
-from kvalloc.models.attention import AttentionStates, intercept_attention, latent_states
+from kvalloc.models.attention import (
+    AttentionStates,
+    ChosenWidths,
+    intercept_attention,
+    latent_states,
+)
 from kvalloc.models.names import cache_keyword
 from kvalloc.models.structure import end_tokens, evaluating, input_device, text_config
-from kvalloc.runtime.quantization import quantised_keys, quantised_values
+from kvalloc.runtime.kept import counts_of
+from kvalloc.runtime.policies.base import Limits
+from kvalloc.runtime.quantization import quantised_values, round_kept_keys
 from kvalloc.runtime.second_read import Held
-from kvalloc.runtime.selection import keep_best
+from kvalloc.runtime.selection import chosen_widths, evictable, gathered, keep_best, put_at
 
 if TYPE_CHECKING:
     from kvalloc.accounting import IntArray
     from kvalloc.measure.sampling import Sample
     from kvalloc.models.attention import Compute
-    from kvalloc.scorers import Scorer
+    from kvalloc.runtime.policies.score import Score
     from kvalloc.shape import LayerShape, ModelShape
 
 
@@ -64,8 +71,8 @@ class LossProbe:
         The prompt, which is reduced. Its answer is the continuation; by default the model writes
         one with the full cache, greedily, up to its end-of-turn token. Its question is read
         between the two; it is not reduced, and no prediction inside it counts.
-    scorer : Scorer
-        Ranks the entries of every full-attention layer.
+    policy : Score
+        Ranks the entries of every full-attention layer, and fits values of those that stay.
     sinks : int
         First tokens, which the scorer leaves out.
     shape : ModelShape
@@ -96,7 +103,7 @@ class LossProbe:
         self,
         model: Any,
         sample: Sample,
-        scorer: Scorer,
+        policy: Score,
         *,
         sinks: int,
         shape: ModelShape,
@@ -109,11 +116,13 @@ class LossProbe:
         )
         self._model, self.prompt_ids = model, prompt
         self._inputs = LayerInputs(model)
-        self._scorer, self._sinks, self._shape = scorer, sinks, shape
+        self._policy, self._scorer = policy, policy.scorer
+        self._sinks, self._shape = sinks, shape
         self._unmeasured = max(0, question.numel() - 1)
         self.n_tokens = prompt.numel()
         self._cache: Any = DynamicCache(config=text_config(model))
         self._states: dict[int, AttentionStates] = {}
+        self._prompts: dict[int, AttentionStates] = {}
         self.scores: dict[int, Tensor] = {}
         with torch.no_grad(), evaluating(model):
             logits = self._prefill()
@@ -206,23 +215,30 @@ class LossProbe:
 
     def _reduced(self, layer: int, keep: Tensor, bits: IntArray | None) -> Reduced:
         """Return the view of variants that keep these entries at these widths."""
-        if bits is None or bool((bits == 16).all()):
+        if bits is None:
             return Reduced(keep=keep)
-        keys, values = (
-            stored[:, None].expand(-1, len(keep), -1, -1) for stored in self._entries(layer)
-        )
-        widths = np.unique(bits).tolist()
-        by_width = {width: quantised_values(values[None, :, 0], width)[0] for width in widths}
-        rounded = [
-            torch.stack([by_width[width][head] for width in of_head])
-            for head, of_head in enumerate(bits.T.tolist())
-        ]
-        keys = keys.clone(memory_format=torch.contiguous_format)
-        for (variant, head), width in np.ndenumerate(np.broadcast_to(bits, keep.shape[:2])):
-            of_head, kept = keys[head, variant], keep[variant, head]
-            of_head[kept] = quantised_keys(of_head[kept][None, None], int(width))[0, 0]
-        keys, values = self._seen_as(layer, (keys, torch.stack(rounded)))
-        return Reduced(keep=keep, keys=keys, values=values)
+        stored, numbers = self._entries(layer), keep.sum(dim=-1).cpu()
+        keys, values = (one.expand(len(keep), -1, -1, -1) for one in stored)
+        counts = counts_of(numbers.numpy(), np.broadcast_to(bits, numbers.shape))
+        limits = Limits(sinks=self._sinks, window=self._scorer.window)
+        free, scores = evictable(keep, **limits), self.scores[layer].expand(keep.shape)
+        of = chosen_widths(scores, keep, counts, free)
+        if (seen := self._prompts.get(layer)) is not None:
+            queries = seen.queries.expand(len(keep), -1, -1, -1)
+            widths = ChosenWidths(counts=counts, of=of)
+            states = replace(seen, queries=queries, keys=keys, values=values, widths=widths)
+            made = self._policy.combine(states, keep, numbers, **limits)
+            values = values if made is None else made[1]
+        keys, values = (one.clone(memory_format=torch.contiguous_format) for one in (keys, values))
+        order = keep.byte().argsort(dim=-1, descending=True, stable=True)
+        kept_keys = gathered(keys, order)
+        round_kept_keys(kept_keys, counts, of.gather(2, order))
+        put_at(keys, order, kept_keys)
+        for width in counts:
+            its = of == width
+            values[its] = quantised_values(values[its][None, None], width)[0, 0]
+        shown = self._seen_as(layer, (keys.transpose(0, 1), values.transpose(0, 1)))
+        return Reduced(keep=keep, keys=shown[0], values=shown[1])
 
     @torch.no_grad()
     def outputs(self, layer: int, keep: Tensor | None, bits: IntArray | None = None) -> Tensor:
@@ -299,7 +315,11 @@ class LossProbe:
         def handler(states: AttentionStates, compute: Compute) -> tuple[Tensor, Tensor | None]:
             seen.add(states.layer)
             if states.layer in self._shape.full_layers:
-                self.scores[states.layer] = self._scorer.score(states, sinks=self._sinks)[0]
+                self.scores[states.layer] = self._policy.scores(states, sinks=self._sinks)[0]
+                if self._policy.combines:
+                    last = self._policy.query_rows(self.n_tokens)
+                    queries = states.queries[:, :, -last:].clone()
+                    self._prompts[states.layer] = replace(states, queries=queries)
             return compute(states.mask)
 
         with intercept_attention(self._model, handler):

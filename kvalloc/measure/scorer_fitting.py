@@ -348,6 +348,7 @@ def vote_losses(
     import torch
 
     from kvalloc.measure.loss_probe import LossProbe
+    from kvalloc.runtime.policies.score import Score
 
     if sample.answer_ids is None:
         end = max(sample.token_ids.size - CONTINUATION, sinks + 1)
@@ -355,8 +356,9 @@ def vote_losses(
             sample, token_ids=sample.token_ids[:end], answer_ids=sample.token_ids[end:]
         )
     voting = latest_votes(window=WINDOW, rotates=probe_of(model).moves_queries)
+    policy = Score(scorer=voting)
     probe = LossProbe(
-        model, sample, voting, sinks=sinks, shape=shape, continuation_tokens=CONTINUATION
+        model, sample, policy, sinks=sinks, shape=shape, continuation_tokens=CONTINUATION
     )
     votes = torch.stack([probe.scores[layer] for layer in shape.full_layers])
     free = slice(sinks, max(probe.n_tokens - WINDOW, sinks))

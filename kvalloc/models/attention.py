@@ -15,14 +15,12 @@ from __future__ import annotations
 import operator
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
-
-import numpy as np
 
 from kvalloc.models.names import (
     EXPANSION,
@@ -103,8 +101,8 @@ class AttentionStates:
         that observe chunks are not shown any.
     counts : Tensor of int64, (batch, n_kv_heads), or None
         How many entries each head has, on the host, where some places are of none.
-    key_bits : ndarray of int64, (n_kv_heads,), or None
-        Width at which each head's kept keys will be stored; None where they stay as they are.
+    widths : ChosenWidths or None
+        At which kept entries will be stored; None where they stay as they are.
     layers : tuple of int
         Where the heads of several layers are shown as those of one: these layers, each with as
         many heads. Empty for one layer, and for scorers that do not ask for more.
@@ -137,7 +135,7 @@ class AttentionStates:
     later: Observed | None = None
     absent: Tensor | None = None
     counts: Tensor | None = None
-    key_bits: IntArray | None = None
+    widths: ChosenWidths | None = None
     layers: tuple[int, ...] = ()
     latents: tuple[Tensor, Tensor] | None = None
     biased: bool = False
@@ -168,7 +166,7 @@ class AttentionStates:
             first_head=self.first_head + head_in_layer,
             observed=None,
             later=None,
-            key_bits=None,
+            widths=None,
         )
         return head_states
 
@@ -185,12 +183,10 @@ class AttentionStates:
             for name in ("queries", "keys", "values")
         }
         sinks = [one.sink_logits for one in shown if one.sink_logits is not None]
-        bits = [one.key_bits for one in shown if one.key_bits is not None]
         return replace(
             shown[0],
             **heads,
             sink_logits=torch.cat(sinks) if sinks else None,
-            key_bits=np.concatenate(bits) if bits else None,
             layers=tuple(one.layer for one in shown),
         )
 
@@ -200,6 +196,22 @@ class AttentionStates:
             return self
         mask = None if self.mask is None else self.mask[:, :, self.older :]
         return replace(self, queries=self.queries[:, :, self.older :], mask=mask, older=0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChosenWidths:
+    """At how many bits the kept entries of heads will be stored.
+
+    Attributes
+    ----------
+    counts : mapping of int to ndarray of int64, (batch, n_kv_heads)
+        By width, how many entries.
+    of : Tensor of int16, (batch, n_kv_heads, n_tokens), or None
+        The width of each, 0 where it is evicted; None where each head has one for all.
+    """
+
+    counts: Mapping[int, IntArray]
+    of: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,7 +25,7 @@ from kvalloc.formats.score_profile import ShareError
 from kvalloc.formats.shipped_profiles import fitted_file
 from kvalloc.measure.cache_loss import CacheLosses
 from kvalloc.measure.checkpoint import Checkpoint
-from kvalloc.measure.job import Job, Steps, measured_samples
+from kvalloc.measure.job import Job, LossPlan, Steps, measured_samples
 from kvalloc.measure.mini_prefill import layers_of
 from kvalloc.measure.profiling import ProfileOptions, measure_job, read_options
 from kvalloc.measure.sampling import Sample, SampleSet, choose_samples
@@ -33,7 +33,15 @@ from kvalloc.measure.scorer_fitting import FitOptions, fit_surrogate
 from kvalloc.models.attention import probe_of
 from kvalloc.models.loading import require_run_packages
 from kvalloc.models.rope import UNKNOWN
-from kvalloc.online.solved import SINKS, WIDTHS, WINDOW, solve_share
+from kvalloc.online.solved import (
+    MATCHED,
+    SINKS,
+    STEP,
+    WIDTHS,
+    WINDOW,
+    fits_values,
+    solve_share,
+)
 from kvalloc.online.solving import loss_summary
 from kvalloc.prompts.calibration import KINDS, calibration_prompts
 from kvalloc.prompts.texts import Document, Prompt
@@ -158,12 +166,14 @@ def fit(
         )
         file = kept.folder / "surrogate.safetensors"
         surrogate.save(file)
+        plan = LossPlan(method="fast", level="head", every=STEP)
+        if fits_values(facts.shape, rotates):
+            plan = replace(plan, matched=MATCHED)
         how: ProfileOptions = {
             "context": min(context, LOSS_CONTEXT),
             "sinks": SINKS,
             "scorer": f"surrogate:file={file}:window={WINDOW}",
-            "loss": "fast",
-            "loss_level": "head",
+            "loss": plan,
             "bits": (16, *WIDTHS),
         }
         job = Job(shape=facts.shape, samples=losses, **read_options(how))

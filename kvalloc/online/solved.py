@@ -21,8 +21,8 @@ from kvalloc.shape import ModelShape
 SINKS, WINDOW = 4, 8
 """Tokens at the prompt's begin and end, never evicted."""
 
-WIDTHS = (8, 5, 4, 3)
-"""Widths at which entries are stored, beside 16 bits."""
+WIDTHS = (8, 5, 4, 2, 85, 853, 532, 52)
+"""Widths, and mixes of widths, at which a head's entries are stored, beside 16 bits."""
 
 MATCHED, MATCHED_BY_FEW, STEP = 64, 128, 2
 """Number of latest tokens to whose queries values are fitted, and where few entries stay: there
@@ -46,12 +46,14 @@ def matching_options(share: float) -> dict[str, int]:
     return {"rows": MATCHED, "every": STEP}
 
 
-def fitting_policy(scorer: Scorer, share: float, shape: ModelShape, *, rotates: bool) -> Policy:
-    """Return the policy that keeps what a scorer ranks highest, and fits values if it can.
+def fits_values(shape: ModelShape, rotates: bool) -> bool:
+    """Return whether values are fitted: queries can be put behind the prompt (`rotates`)."""
+    return rotates and "latent" not in shape.layer_types  # a latent is a key, too
 
-    It can if queries can be put behind the prompt (`rotates`).
-    """
-    if not rotates or "latent" in shape.layer_types:  # a latent is a key, too
+
+def fitting_policy(scorer: Scorer, share: float, shape: ModelShape, *, rotates: bool) -> Policy:
+    """Return the policy that keeps what a scorer ranks highest, and fits values if it can."""
+    if not fits_values(shape, rotates):
         return scorer.policy(SINKS)
     return scorer.policy(SINKS, name="attention_matching", parameters=matching_options(share))
 

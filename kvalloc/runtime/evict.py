@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from kvalloc.accounting import IntArray
-from kvalloc.accounting.costs import packed_row_bytes, stored_bytes
+from kvalloc.accounting.costs import MIXES, entry_bytes, stored_bytes
 from kvalloc.errors import SolverError
 from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.models.attention import AttentionStates, Observed, without_autocast
+from kvalloc.models.attention import AttentionStates, ChosenWidths, Observed, without_autocast
 from kvalloc.runtime.checks import ensure
 from kvalloc.runtime.door import Batch, Door
 from kvalloc.runtime.kept import Part, counts_of, joined, packed
@@ -25,7 +25,14 @@ from kvalloc.runtime.plan import widest
 from kvalloc.runtime.policies.base import FEW_ENTRIES, EvictionPolicy, Limits
 from kvalloc.runtime.policies.score import Score
 from kvalloc.runtime.rows import Row
-from kvalloc.runtime.selection import flat_entries, handed_out, keep_best, kept_places
+from kvalloc.runtime.selection import (
+    chosen_widths,
+    evictable,
+    flat_entries,
+    handed_out,
+    keep_best,
+    kept_places,
+)
 from kvalloc.runtime.store import Store
 
 
@@ -258,9 +265,6 @@ class Eviction:
             later=of_rows(store.notes.later, rows, head, n_heads),
             positions=None if store.kept is None else candidates.positions,
         )
-        if (bits := self.widths.get(layer)) is not None and (bits != 16).any():
-            first = states.first_head
-            states = replace(states, key_bits=bits[first : first + states.keys.shape[1]])
         if (mask := self._gaps(store, states, candidates.positions, tokens)) is not None:
             states = replace(states, mask=mask, gaps=True)
         return states, candidates.positions
@@ -344,7 +348,7 @@ class Eviction:
             over = int(stored_bytes(counts + kept_counts, width, shape).sum() - granted_bytes)
             if over <= 0:
                 return counts
-            total -= -(-over // sum(packed_row_bytes(width, *shape.dims)))
+            total -= -(-over // entry_bytes(width, shape))
 
     @torch.no_grad()
     def _evictable_scores(self, layer: int, store: Store) -> list[Tensor]:
@@ -364,8 +368,8 @@ class Eviction:
             if end > sinks:  # else there is nothing to choose from
                 scores = policy.scores(states, sinks=sinks)
                 self.scored[layer, bundle[0].tobytes(), bundle[1]] = scores
-            for row, evictable in zip(bundle[0].tolist(), scores[..., sinks:end], strict=True):
-                by_row[row] += evictable
+            for row, some in zip(bundle[0].tolist(), scores[..., sinks:end], strict=True):
+                by_row[row] += some
         return [pad_sequence(row, batch_first=True, padding_value=-inf) for row in by_row.values()]
 
     # Evicting
@@ -425,7 +429,7 @@ class Eviction:
         parts = [fresh]
         if widths_of and len(stores) > 1:
             widths = np.concatenate(widths_of)
-            parts = packed(fresh, counts_of(fresh, widths))
+            parts = packed(fresh, counts_of(fresh.lengths, widths[fresh.segments % len(widths)]))
         if len(stores) > 1 and not any(part.has_wide_scales(fresh) for part in parts):
             by_layer: list[list[Part]] = [[] for _ in stores]
             for part in parts:
@@ -434,7 +438,12 @@ class Eviction:
             return by_layer
         result = []  # each by itself
         for (layer, store), (_, one) in zip(stores.items(), fresh.by_layer(*sizes), strict=True):
-            counts = counts_of(one, self.widths[layer]) if layer in self.widths else None
+            counts = before = None
+            if self.new_only and store.kept is not None:
+                before = store.kept_counts.ravel()[one.segments]
+            if layer in self.widths:
+                bits = self.widths[layer][one.segments % sizes[1]]
+                counts = counts_of(one.lengths, bits, before)
             result.append(store.as_stored(one, self.rows, counts, beside_kept=self.new_only))
         return result
 
@@ -462,15 +471,21 @@ class Eviction:
         if states.absent is not None and not front:
             kept = ~states.absent
         goes = bool((budgets < n_tokens).any())
+        mixed = self._mixes(stores)
+        scores = self.scored.pop((layer, rows.tobytes(), head), None)
+        limits = Limits(sinks=front or self.sinks, window=self.window)
+        if scores is None and mixed:
+            wanted = torch.ones_like(budgets, dtype=torch.bool)
+            scores = self._by_score.scores_of(states, wanted, sinks=self.sinks)
         if goes:
-            scores = self.scored.pop((layer, rows.tobytes(), head), None)
-            limits = Limits(sinks=front or self.sinks, window=self.window)
             if scores is not None:
-                kept = keep_best(scores, budgets + front, **limits)
+                places = {"absent": states.absent, "counts": states.counts}
+                kept = keep_best(scores, budgets + front, **limits, **({} if front else places))
             else:
                 kept = self.policy.keep(states, budgets + front, **limits)
             kept = kept[..., -n_tokens:]  # kept entries in front stay as stored
             check_kept(self.policy, kept, budgets, states)
+        states = self._with_widths(stores, bundle, states, budgets, kept, scores, front)
         keys, values = states.keys, states.values
         if not front:
             if self.remember and self.policy.observes:
@@ -481,7 +496,54 @@ class Eviction:
                 made = self.policy.combine(states, kept, budgets, **limits)
                 keys, values = (states.keys, states.values) if made is None else made
         keys, values = store.stored_as(keys, values)
-        return _flat(bundle, targets.shape[1], keys, values, positions, kept, budgets.numpy())
+        width_of = None if states.widths is None else states.widths.of
+        return _flat(
+            bundle, targets.shape[1], keys, values, positions, kept, budgets.numpy(), width_of
+        )
+
+    def _bits(self, stores: Mapping[int, Store]) -> IntArray | None:
+        """Return the bits of all heads of layers that go together; None if nothing is rounded."""
+        bits = [self.widths[layer] for layer in stores if layer in self.widths]
+        return np.concatenate(bits) if bits else None
+
+    def _mixes(self, stores: Mapping[int, Store]) -> bool:
+        """Return whether entries of a head have several widths."""
+        bits = self._bits(stores)
+        return bits is not None and bool(np.isin(bits, [*MIXES]).any())
+
+    @property
+    def _by_score(self) -> Score:
+        """Return the policy, which ranks: the profile's check says so where widths are mixed."""
+        assert isinstance(self.policy, Score)
+        return self.policy
+
+    def _with_widths(
+        self,
+        stores: Mapping[int, Store],
+        bundle: Bundle,
+        states: AttentionStates,
+        budgets: Tensor,
+        kept: Tensor,
+        scores: Tensor | None,
+        front: int,
+    ) -> AttentionStates:
+        """Return the states with the widths at which kept entries will be stored."""
+        (rows, head), bits = bundle, self._bits(stores)
+        if bits is None:
+            return states
+        heads, before = slice(None) if head is None else slice(head, head + 1), None
+        if front:
+            (store,) = stores.values()
+            before = store.kept_counts[rows][:, heads]
+        counts = counts_of(budgets.numpy(), bits[heads], before)
+        of = None
+        if self._mixes(stores):
+            assert scores is not None
+            n_tokens = kept.shape[-1]
+            present = {} if front else {"absent": states.absent, "counts": states.counts}
+            free = evictable(kept, sinks=0 if front else self.sinks, window=self.window, **present)
+            of = chosen_widths(scores[..., -n_tokens:], kept, counts, free)
+        return replace(states, widths=ChosenWidths(counts=counts, of=of))
 
     def _note(
         self,
@@ -526,6 +588,7 @@ def _flat(
     positions: Tensor,
     kept: Tensor | None = None,
     counts: IntArray | None = None,
+    width_of: Tensor | None = None,
 ) -> Part:
     """Return the kept entries of a bundle, in fresh storage.
 
@@ -535,6 +598,7 @@ def _flat(
     n = int(keys.shape[2])
     heads = np.arange(n_heads) if head is None else np.array([head])
     sources = [keys, values, positions[..., None]]
+    sources += [] if width_of is None else [width_of[..., None]]
     if kept is None or counts is None or (counts == n).all():
         counts = np.full((len(rows), len(heads)), n)
         flat = [source.reshape(-1, source.shape[-1]).clone() for source in sources]
@@ -548,6 +612,7 @@ def _flat(
         keys=flat[0],
         values=flat[1],
         tokens=flat[2][:, 0],
+        width_of=None if width_of is None else flat[3][:, 0],
         segments=(rows[:, None] * n_heads + heads).ravel(),
         lengths=counts.reshape(-1),
     )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvalloc.accounting import IntArray
-from kvalloc.accounting.costs import KEY_BLOCK_TOKENS, WIDTHS, turns
+from kvalloc.accounting.costs import KEY_BLOCK_TOKENS, WIDTHS, tier_counts, turns
 from kvalloc.errors import UnsupportedRequestError
 from kvalloc.runtime.checks import ensure
 from kvalloc.runtime.quantization import (
@@ -182,6 +182,8 @@ class Part:
         Of `kvalloc.accounting.costs.WIDTHS`.
     key_scales : Tensor of float16 or bfloat16, (n_key_blocks, 2, head_dim), or None
         Segment by segment; None at 16 bits. Scales of values have its type.
+    width_of : Tensor of int16, (n_entries,), or None
+        The width at which each entry is going to be stored, where a segment has several.
     pages : ndarray of int64, (n_segments, n_pages), or None
         How many entries each segment has in each `PAGE_TOKENS`; None if all are in the first.
     """
@@ -193,6 +195,7 @@ class Part:
     lengths: IntArray
     bits: int = 16
     key_scales: Tensor | None = None
+    width_of: Tensor | None = None
     pages: IntArray | None = None
 
     @cached_property
@@ -273,6 +276,7 @@ class Part:
             values=copied(self.values, starts, lengths),
             tokens=copied(self.tokens, starts, lengths),
             pages=None if self.pages is None else self.pages[places],
+            width_of=None if self.width_of is None else copied(self.width_of, starts, lengths),
             key_scales=None if scales is None else copied(scales, first_scales, blocks),
             segments=self.segments[places],
             lengths=lengths,
@@ -312,7 +316,9 @@ def joined(several: Sequence[Part]) -> tuple[Part, ...]:
         first = same[0]
         if len(same) > 1:
             stored = ["keys", "values", "tokens"]
-            stored += ["key_scales"] if first.key_scales is not None else []
+            stored += [
+                name for name in ("key_scales", "width_of") if getattr(first, name) is not None
+            ]
             fields: dict[str, Any] = {
                 name: torch.cat([getattr(one, name) for one in same]) for name in stored
             }
@@ -435,32 +441,46 @@ def _without_ends(keys: Tensor, spans: Spans) -> Tensor:
     return keys[_gathered(spans.first_scales[:-1] * KEY_BLOCK_TOKENS, spans.lengths, keys.device)]
 
 
-def counts_of(part: Part, widths: IntArray) -> dict[int, IntArray]:
-    """Return how many entries of each segment `packed` stores at each width, (n_segments,).
+def counts_of(
+    lengths: IntArray, bits: IntArray, before: IntArray | None = None
+) -> dict[int, IntArray]:
+    """Return how many entries of heads are stored at each width.
 
     Parameters
     ----------
-    part : Part
-    widths : ndarray of int64, (n_kv_heads,)
-        One for all entries of a KV head.
+    lengths : ndarray of int64
+        Entries of each head.
+    bits : ndarray of int64
+        Of `kvalloc.accounting.costs.BIT_WIDTHS`, a mix too; broadcast against ``lengths``.
+    before : ndarray of int64, as ``lengths``, optional
+        How many stand there already, behind which these come.
+
+    Returns
+    -------
+    dict of int to ndarray of int64, as ``lengths``
+        The widest first.
     """
-    own = widths[part.segments % len(widths)]
-    return {width: np.where(own == width, part.lengths, 0) for width in sorted({*own.tolist()})}
+    own, result = np.broadcast_to(bits, lengths.shape), dict[int, Any]()
+    first = np.zeros_like(lengths) if before is None else before
+    for one in np.unique(own).tolist():
+        begin, end = (np.where(own == one, n, 0) for n in (first, first + lengths))
+        starts, ends = tier_counts(begin, one), tier_counts(end, one)
+        for width in ends:
+            result[width] = result.get(width, 0) + ends[width] - starts[width]
+    return dict(sorted(result.items(), reverse=True))
 
 
-def by_width(
-    part: Part, counts: Mapping[int, IntArray], width_of: Tensor | None = None
-) -> Iterator[tuple[int, Part]]:
+def by_width(part: Part, counts: Mapping[int, IntArray]) -> Iterator[tuple[int, Part]]:
     """Yield the entries of each width, the widest first, as they are; see `packed`."""
-    lengths = part.lengths
-    ensure(_fit(part, counts, width_of), _refuse_counts)
+    lengths, width_of = part.lengths, part.width_of
+    ensure(_fit(part, counts), _refuse_counts)
     empty = lengths == 0  # segments that are in the widest part
     for width, own in sorted(counts.items(), reverse=True):
         segments = np.flatnonzero((own > 0) | empty)
         empty = np.zeros_like(empty)
         if (own[segments] == lengths[segments]).all():
             if len(segments):
-                yield width, part.taken(segments)
+                yield width, replace(part.taken(segments), width_of=None)
             continue
         if width_of is None:
             _refuse_counts()
@@ -471,14 +491,16 @@ def by_width(
             keys=part.keys[places],
             values=part.values[places],
             tokens=(part.positions if n_pages else part.tokens)[places],
+            width_of=None,
             segments=part.segments[segments],
             lengths=own[segments],
         )
         yield width, some.compact(n_pages * PAGE_TOKENS) if n_pages else some
 
 
-def _fit(part: Part, counts: Mapping[int, IntArray], width_of: Tensor | None) -> Tensor:
+def _fit(part: Part, counts: Mapping[int, IntArray]) -> Tensor:
     """Return whether entries have the widths that are counted."""
+    width_of = part.width_of
     fits = torch.tensor(np.array_equal(sum(counts.values()), part.lengths), device="cpu")
     if width_of is None or not fits:
         return fits
@@ -497,7 +519,6 @@ def _refuse_counts() -> NoReturn:
 def packed(
     part: Part,
     counts: Mapping[int, IntArray],
-    width_of: Tensor | None = None,
     before: Sequence[Part] = (),
 ) -> list[Part]:
     """Return numbers of the model's type as they are stored, each at its width.
@@ -507,15 +528,13 @@ def packed(
     part : Part
     counts : mapping of int to ndarray of int64, (n_segments,)
         By width, how many entries of each segment are stored at it; all add up to its length.
-    width_of : Tensor of int, (n_entries,), optional
-        The width of each entry, on its device; not needed where each segment has one width.
     before : sequence of Part
         What was stored of the same segments; see `pack`.
     """
     blocks = {bits: -(-own // KEY_BLOCK_TOKENS) for bits, own in counts.items()}
     all_blocks = max(sum(int(own.sum()) for own in blocks.values()), 1)
     parts = []
-    for bits, own in by_width(part, counts, width_of):
+    for bits, own in by_width(part, counts):
         n_blocks = int(blocks[bits].sum())
         n_steps = max(1, min(-(-STEPS * n_blocks // all_blocks), n_blocks // STEP_BLOCKS))
         parts.append(pack(own, bits, before, n_steps=n_steps))
@@ -526,13 +545,12 @@ def added(
     stored: Sequence[Part],
     part: Part,
     counts: Mapping[int, IntArray],
-    width_of: Tensor | None = None,
 ) -> list[Part]:
     """Return stored parts with numbers of the model's type behind, those of each width; `packed`.
 
     Entries of a width that their segment has none of become a part of their own.
     """
-    result, more = [], dict(by_width(part, counts, width_of))
+    result, more = [], dict(by_width(part, counts))
     for one in stored:
         if (new := more.get(one.bits)) is not None:
             _, here, there = np.intersect1d(new.segments, one.segments, return_indices=True)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from torch import nn
 
+from kvalloc.accounting.costs import MIXES
 from kvalloc.errors import InputError, UnsupportedRequestError, option
 from kvalloc.models.attention import AttentionSwitch
 from kvalloc.models.families import cached_layers
@@ -17,6 +19,7 @@ from kvalloc.models.structure import decoder_of
 from kvalloc.runtime import refusals
 from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.policies import policy_of
+from kvalloc.runtime.policies.score import Score
 from kvalloc.runtime.rows import Method, Way
 from kvalloc.runtime.states import with_state
 from kvalloc.runtime.store import Store
@@ -129,6 +132,12 @@ def _method(way: Way, shape: ModelShape, probe: Probe, *, wide: bool) -> Method:
         raise UnsupportedRequestError(
             f"the policy {policy.name} does not serve layers of the kind '{min(unserved)}', which "
             "this model has; choose another policy"
+        )
+    if np.isin(profile.widths, [*MIXES]).any() and not isinstance(policy, Score):
+        raise UnsupportedRequestError(
+            "these budgets give entries of one KV head several widths, the best ones the widest, "
+            f"and the policy {policy.name} does not say which are the best; choose a policy that "
+            "keeps the best scores, or widths of one number each"
         )
     if profile.fits_a_peak and (method.holds(in_chunks=False) or policy.combines):
         raise UnsupportedRequestError(

@@ -8,7 +8,7 @@ each byte, scales included, has to be the one that the budget was decided with
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from math import inf, prod
 
@@ -100,30 +100,47 @@ def quantised_values(values: Tensor, bits: int) -> Tensor:
     return rotated(codes).to(values.dtype)
 
 
-def round_first_keys(keys: Tensor, counts: Tensor, bits: IntArray) -> None:
-    """Round the first keys of each row and head as they will come back from storage, in place.
+def round_kept_keys(
+    keys: Tensor, counts: Mapping[int, IntArray], width_of: Tensor | None = None
+) -> None:
+    """Round kept keys of each row and head as they will come back from storage, in place.
 
     Parameters
     ----------
     keys : Tensor, (batch, n_kv_heads, n_tokens, head_dim)
-    counts : Tensor of int64, (batch, n_kv_heads)
-        How many are stored, on the host.
-    bits : ndarray of int64, (n_kv_heads,)
-        Of `WIDTHS`.
+        The kept ones come first.
+    counts : mapping of int to ndarray of int64, (batch, n_kv_heads)
+        By width, how many are stored at it.
+    width_of : Tensor of int, (batch, n_kv_heads, n_tokens), optional
+        The width of each, where a head has several.
     """
+    total, device = np.sum([*counts.values()], axis=0), keys.device
+    row = torch.arange(len(keys), device=device)[:, None, None]
+    for width, count in counts.items():
+        of_width = np.flatnonzero(count.any(axis=0))
+        if width == 16 or not len(of_width):
+            continue
+        own, head = count[:, of_width], torch.from_numpy(of_width).to(device)
+        if width_of is None or (own == total[:, of_width]).all():
+            keys[:, head] = _first_rounded(keys[:, head], own, width)
+            continue
+        first = (width_of[:, head] == width).byte().argsort(dim=-1, descending=True, stable=True)
+        place = row, head[:, None], first[..., : int(own.max())]
+        keys[place] = _first_rounded(keys[place], own, width)
+
+
+def _first_rounded(keys: Tensor, counts: IntArray, width: int) -> Tensor:
+    """Return keys (batch, n_heads, n, head_dim), the first of each row and head rounded."""
     n_tokens, device = int(keys.shape[2]), keys.device
-    ends = counts.to(device)[..., None]
+    ends = torch.from_numpy(counts).to(device)[..., None]
     places = torch.arange(n_tokens + -n_tokens % KEY_BLOCK_TOKENS, device=device)
     stored = places[:n_tokens] < ends
     last = ends // KEY_BLOCK_TOKENS * KEY_BLOCK_TOKENS  # a short block repeats its keys
     repeated = last + (places - last).remainder((ends - last).clamp(min=1))
     places = torch.where(places < ends, places, repeated).clamp(max=n_tokens - 1)
-    for width in sorted(set(bits.tolist()) - {16}):
-        heads = torch.from_numpy(np.flatnonzero(bits == width)).to(device)
-        index = places[:, heads, :, None].expand(-1, -1, -1, keys.shape[3])
-        mine = keys[:, heads]
-        rounded = quantised_keys(mine.gather(2, index), width)[:, :, :n_tokens]
-        keys[:, heads] = torch.where(stored[:, heads, :, None], rounded, mine)
+    index = places[..., None].expand(-1, -1, -1, keys.shape[3])
+    rounded = quantised_keys(keys.gather(2, index), width)[:, :, :n_tokens]
+    return torch.where(stored[..., None], rounded, keys)
 
 
 def rotated(vectors: Tensor) -> Tensor:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import inf
+from typing import Any
 
 import numpy as np
 import torch
@@ -56,16 +57,55 @@ def keep_best(
     [[[1, 1, 1, 0, 0, 1]]]
     """
     wanted = free_counts(scores, budgets, sinks=sinks, window=window, counts=counts)
-    if absent is None or counts is None:
-        free = evictable(scores, sinks=sinks, window=window)
-        return ~free | best_entries(scores, wanted, among=free)
-    place = (~absent).cumsum(dim=-1) - 1  # of each entry among those of its head
-    ends = counts.to(scores.device)[..., None] - window
-    free = (place >= sinks) & (place < ends) & ~absent
-    return ~(free | absent) | best_entries(scores, wanted, among=free)
+    free = evictable(scores, sinks=sinks, window=window, absent=absent, counts=counts)
+    best = ~free | best_entries(scores, wanted, among=free)
+    return best if absent is None else best & ~absent
 
 
-def evictable(entries: Tensor, *, sinks: int, window: int) -> Tensor:
+def chosen_widths(
+    scores: Tensor, kept: Tensor, counts: Mapping[int, IntArray], free: Tensor
+) -> Tensor:
+    """Return the width of each kept entry: the best ones have the widest.
+
+    Parameters
+    ----------
+    scores : Tensor, (batch, n_kv_heads, n_tokens)
+    kept, free : Tensor of bool, as ``scores``
+        Which entries stay, and which of all are `evictable`; others come before these.
+    counts : mapping of int to ndarray of int64, (batch, n_kv_heads)
+        By width, the widest first, how many have it.
+
+    Returns
+    -------
+    Tensor of int16, as ``scores``
+        0 where an entry is evicted. Among equal scores the earlier position is the better one.
+    """
+    ranked = scores.masked_fill(~free, inf).masked_fill_(~kept, -inf)
+    order = ranked.argsort(dim=-1, descending=True, stable=True)
+    place = torch.arange(scores.shape[-1], device=scores.device)
+    widths = torch.zeros_like(order, dtype=torch.int16)
+    for width, count in reversed([*_ends(counts)]):
+        ends = torch.from_numpy(count).to(scores.device)[..., None]
+        widths.masked_fill_(place < ends, width)
+    return torch.zeros_like(widths).scatter_(-1, order, widths)
+
+
+def _ends(counts: Mapping[int, IntArray]) -> Iterator[tuple[int, IntArray]]:
+    """Yield each width, and how many entries have it or a wider one."""
+    total: Any = 0
+    for width, count in counts.items():
+        total = total + count
+        yield width, total
+
+
+def evictable(
+    entries: Tensor,
+    *,
+    sinks: int,
+    window: int,
+    absent: Tensor | None = None,
+    counts: Tensor | None = None,
+) -> Tensor:
     """Return the mask of entries that a policy may evict: all but sinks and window.
 
     Parameters
@@ -74,11 +114,17 @@ def evictable(entries: Tensor, *, sinks: int, window: int) -> Tensor:
         Scores or keys: its sizes and its device count.
     sinks, window : int
         First and last tokens that always stay.
+    absent, counts : Tensor, optional
+        Places of no entry, and how many entries each head has; see `AttentionStates`.
 
     Returns
     -------
     Tensor of bool, (batch, n_kv_heads, n_tokens)
     """
+    if absent is not None and counts is not None:
+        place = (~absent).cumsum(dim=-1) - 1  # of each entry among those of its head
+        ends = counts.to(entries.device)[..., None] - window
+        return (place >= sinks) & (place < ends) & ~absent
     place = torch.arange(entries.shape[2], device=entries.device)
     return ((place >= sinks) & (place < entries.shape[2] - window)).expand(entries.shape[:3])
 

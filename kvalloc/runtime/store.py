@@ -234,7 +234,6 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
         fresh: Part,
         rows: IntArray,
         counts: Mapping[int, IntArray] | None,
-        width_of: Tensor | None = None,
         *,
         beside_kept: bool = False,
     ) -> list[Part]:
@@ -248,16 +247,14 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
             Increasing.
         counts : mapping of int to ndarray of int64, (n_segments,), or None
             How many entries of each segment are stored at each width; None as they are.
-        width_of : Tensor of int, (n_entries,), optional
-            The width of each entry; see `kvalloc.runtime.kept.packed`.
         beside_kept : bool
             Whether entries kept before stay; the new ones then stand behind those of their width.
         """
         stored = [] if self.kept is None else self.kept.of_rows(rows)
         fresh = fresh.compact(self.seen)
         if beside_kept:
-            return added(stored, fresh, counts or {16: fresh.lengths}, width_of)
-        return [fresh] if counts is None else packed(fresh, counts, width_of, stored)
+            return added(stored, fresh, counts or {16: fresh.lengths})
+        return [fresh] if counts is None else packed(fresh, counts, stored)
 
     def replace(self, rows: IntArray, new: Sequence[Part], whole_rows: Sequence[Part] = ()) -> None:
         """Keep these entries of some rows, and free all their others.

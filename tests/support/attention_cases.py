@@ -109,7 +109,8 @@ def packed_of(stored: Stored, counts: IntArray, bits: Any) -> Kept:
     parts = []
     for own in together:
         by_width, width_of = counted([widths[segment] for segment in own])
-        parts += packed(numbers.taken(own), by_width, width_of.to(numbers.keys.device))
+        some = replace(numbers.taken(own), width_of=width_of.to(numbers.keys.device))
+        parts += packed(some, by_width)
     return layer_of(joined(parts), counts, numbers)
 
 
@@ -118,7 +119,9 @@ def with_widths(cache: Any, *bits: int) -> None:
     for store in cache.stores.values():
         (whole,) = joined([part.unpacked(store.kept.like) for part in store.kept.parts])
         widths = np.split(np.resize(bits, len(whole.positions)), whole.spans.ends[:-1])
-        store.kept = replace(store.kept, parts=tuple(packed(whole, *counted(widths))))
+        counts, width_of = counted(widths)
+        parts = packed(replace(whole, width_of=width_of), counts)
+        store.kept = replace(store.kept, parts=tuple(parts))
 
 
 def unpacked(kept: Kept) -> Stored:

@@ -18,7 +18,7 @@ from torch import Tensor
 from kvalloc.models.attention import AttentionStates
 from kvalloc.runtime.policies.base import SHORT_TOKENS, Limits
 from kvalloc.runtime.policies.score import Score
-from kvalloc.runtime.quantization import round_first_keys
+from kvalloc.runtime.quantization import round_kept_keys
 from kvalloc.runtime.selection import gathered, put_at
 from kvalloc.scorers.attention_rows import (
     attention_logits,
@@ -132,9 +132,11 @@ class AttentionMatching(Score):
             order = kept[:, heads].byte().argsort(dim=-1, descending=True, stable=True)
             places = order[..., :n_kept]
             as_stored = None
-            if states.key_bits is not None:
+            if (widths := states.widths) is not None:
                 stored = gathered(states.keys[:, heads], places)
-                round_first_keys(stored, budgets[:, heads], states.key_bits[heads])
+                counts = {width: n[:, heads] for width, n in widths.counts.items()}
+                of = None if widths.of is None else widths.of[:, heads].gather(2, places)
+                round_kept_keys(stored, counts, of)
                 as_stored = attention_logits(reference, stored, 0, n_queries)
                 as_stored = as_stored.sub_(divisors).exp_().flatten(2, 3)
             fitted = match_attention(

@@ -16,6 +16,7 @@ from kvalloc.measure.loss_curves import estimate_losses, measure_losses
 from kvalloc.measure.loss_probe import LossProbe
 from kvalloc.measure.sampling import Sample
 from kvalloc.models.loading import shape_of
+from kvalloc.runtime.policies.score import Score
 from kvalloc.scorers import get_scorer
 
 SINKS, WINDOW, SHARES = 2, 4, (0.0, 0.2, 0.6)
@@ -32,7 +33,7 @@ def make_probe(
     answer, question = (None if one is None else one.numpy() for one in (answer, question))
     sample = Sample(token_ids=ids.numpy(), answer_ids=answer, question_ids=question)
     more = {"continuation_tokens": 6, "shape": shape_of(model)}
-    return model, ids, LossProbe(model, sample, SCORER, sinks=SINKS, **more)
+    return model, ids, LossProbe(model, sample, Score(scorer=SCORER), sinks=SINKS, **more)
 
 
 def job(level, *shares, bits=()):

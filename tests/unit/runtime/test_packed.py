@@ -106,7 +106,8 @@ def test_new_entries_stand_behind_those_of_their_width(counts, more, seed):
             lengths=np.array([len(cut[which]) for cut in cuts]),
         ).compact(300 * 700)
         own = np.split(np.concatenate(widths)[places], part.lengths.cumsum()[:-1])
-        parts.append((part, *counted(own)))
+        by_width, width_of = counted(own)
+        parts.append((replace(part, width_of=width_of), by_width))
     kept = replace(expected, parts=tuple(joined(added(packed(*parts[0]), *parts[1]))))
     every = np.arange(BATCH)
     found, exact = kept.padded(every), expected.padded(every)
