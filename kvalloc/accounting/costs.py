@@ -50,6 +50,7 @@ bits keys have one bit more than values: their rounding is what loses most (docs
 MIXES = {
     853: {8: 1, 5: 3, 3: 6},
     85: {8: 2, 5: 8},
+    53: {5: 4, 3: 6},
     532: {5: 3, 3: 4, 2: 3},
     52: {5: 4, 2: 6},
 }

@@ -24,12 +24,13 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.generation.streamers import BaseStreamer
 
-from kvalloc.accounting.costs import SCALE_BYTES, packed_row_bytes
+from kvalloc.accounting.costs import MIXES, SCALE_BYTES, entry_bytes
 from kvalloc.errors import InputError, UnsupportedRequestError
 from kvalloc.runtime.making import Way, build_rows
 from kvalloc.runtime.options import CacheOptions
 from kvalloc.runtime.policies import changed_policy, policy_class, policy_names
 from kvalloc.runtime.policies.base import EvictionPolicy
+from kvalloc.runtime.policies.score import Score
 from kvalloc.scorers import get_scorer
 
 CONTEXT, BATCH = 90, 2
@@ -58,6 +59,7 @@ UNSERVED = {
 
 # What stands for a policy, too: entries that each prompt hands out to heads by score.
 BY_PROMPT = "by_prompt"
+UNRANKED = [n for n in policy_names() if not issubclass(policy_class(n), Score)]
 
 
 class Setting:
@@ -145,7 +147,8 @@ class Setting:
             return 0
         shape, by_layer = self.profile.shape, self.profile.bits
         dim, bits = shape.head_dim, int(by_layer[list(shape.full_layers)].max())
-        return -(-2 * SCALE_BYTES * dim // sum(packed_row_bytes(bits, *shape.dims)))
+        n_widths = len(MIXES.get(bits, (bits,)))
+        return -(-2 * SCALE_BYTES * dim * n_widths // entry_bytes(bits, shape))
 
     def as_alone(self, cache: Any, ids: torch.Tensor, mask: torch.Tensor) -> None:
         """Each row of a padded batch keeps what it keeps alone.
@@ -477,7 +480,7 @@ FACTORS: dict[str, list[str]] = {
     "level": ["layer", "head"],
     "attention": ["sdpa", "eager", "flex_attention", "padding_only"],
     "dtype": list(DTYPES),
-    "bits": ["16_bits", "8_bits", "4_bits", "mixed_bits"],
+    "bits": ["16_bits", "8_bits", "4_bits", "532_bits", "mixed_bits"],
     "kernel": [WITH, WITHOUT],
 }
 Cell = tuple[str, ...]
@@ -530,6 +533,12 @@ def model_of(family: str, attention: str, dtype: str) -> tuple[Any, float]:
 def refusal(cell: Cell) -> str | None:
     """What is said where a policy cannot do it: some see a whole prompt, or equal rows, only."""
     policy, arrival, mode, family, level, _, _, bits, _ = cell
+    if family == "deepseek_v3" and policy in (*COMBINING, *READING, "critical"):
+        return "kind 'latent'"
+    if family == "gemma3n" and policy in (*READING, "critical"):
+        return "kind 'shared'"
+    if bits == "532_bits" and policy in UNRANKED:
+        return "does not say which are the best"
     if bits != "16_bits" and policy in READING:
         return "compares keys"
     if policy == BY_PROMPT and bits == "mixed_bits":
@@ -542,10 +551,6 @@ def refusal(cell: Cell) -> str | None:
     ):
         return "merges entries"
     uneven = level == "head" or "padd" in arrival or arrival == "different_lengths"
-    if family == "deepseek_v3" and policy in (*COMBINING, *READING, "critical"):
-        return "kind 'latent'"
-    if family == "gemma3n" and policy in (*READING, "critical"):
-        return "kind 'shared'"
     if family in STATES and arrival in ("crop", "saved", "assisted"):
         return "have a state"
     if arrival == "assisted" and cell[3] == "gemma3" and not RECORDS:
