@@ -29,7 +29,6 @@ from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.formats.shipped_profiles import load_fitted
 from kvalloc.online.decision import PromptSize
 from kvalloc.online.solved import (
-    FEW_BELOW,
     SINKS,
     WINDOW,
     fitting_policy,
@@ -44,8 +43,8 @@ from kvalloc.shape import ModelShape
 from kvalloc.units import gap_text
 
 BITS_FROM = {1.0: 16, 0.42: 8, 0.15: 85, 0.07: 5, 0.0: 53}
-"""Without a fitted file: the width, or the mix of widths, that loses least from a share of the bytes
-on (SmolLM2-135M)."""
+"""Without a fitted file: the width, or the mix of widths, that loses least from a share of the
+bytes on (SmolLM2-135M)."""
 
 PIECE, NEARBY = 256, 0
 """Tokens of the prompt that are read again at once, and the tokens around them that they see: to

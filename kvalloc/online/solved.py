@@ -21,7 +21,7 @@ from kvalloc.shape import ModelShape
 SINKS, WINDOW = 4, 8
 """Tokens at the prompt's begin and end, never evicted."""
 
-WIDTHS = (8, 5, 4, 2, 85, 853, 532, 52)
+WIDTHS = (8, 5, 4, 2, 85, 853, 53, 532, 52)
 """Widths, and mixes of widths, at which a head's entries are stored, beside 16 bits."""
 
 MATCHED, MATCHED_BY_FEW, STEP = 64, 128, 2

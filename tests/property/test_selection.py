@@ -1,14 +1,39 @@
 """Which entries stay, whatever the scores are, and how many fit into so many bytes."""
 
 import numpy as np
+import pytest
 import torch
 from factories import make_shape
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from kvalloc.accounting.costs import BIT_WIDTHS, head_bytes, within_bytes
-from kvalloc.runtime.selection import keep_best
+from kvalloc.accounting.costs import (
+    BIT_WIDTHS,
+    MIXED_FROM,
+    MIXES,
+    head_bytes,
+    stored_bytes,
+    tier_counts,
+    within_bytes,
+)
+from kvalloc.runtime.kept import counts_of
+from kvalloc.runtime.selection import chosen_widths, evictable, keep_best
+
+
+MIX = 532
+
+
+def wide_first(entries):
+    """The widths of so many entries, by the definition of a mix."""
+    counts = dict.fromkeys(MIXES[MIX], 0) | {max(MIXES[MIX]): min(entries, MIXED_FROM)}
+    given = []
+    for place in range(entries - min(entries, MIXED_FROM)):
+        latest = given[place // 10 * 10 :]  # of each ten: whose share is the farthest behind
+        behind = {w: n * (len(latest) + 1) - 10 * latest.count(w) for w, n in MIXES[MIX].items()}
+        given.append(max(behind, key=behind.get))
+        counts[given[-1]] += 1
+    return [width for width in sorted(counts, reverse=True) for _ in range(counts[width])]
 
 
 @st.composite
@@ -48,6 +73,9 @@ def test_selection(case):
     ).numpy()
     assert not (among & absent).any()
     assert np.array_equal(among[~absent].reshape(kept.shape), kept)
+    counts = counts_of(np.full((batch, heads), budget), np.array(MIX))
+    free = evictable(torch.from_numpy(scores), sinks=sinks, window=window)
+    widths = chosen_widths(torch.from_numpy(scores), torch.from_numpy(kept), counts, free).numpy()
     must = {*range(sinks), *range(tokens - window, tokens)}
     for row in range(batch):
         for head in range(heads):
@@ -58,6 +86,9 @@ def test_selection(case):
             free.sort(key=lambda t: (-scores[row, head, t], t))
             best = free[: budget - sinks - window]
             assert set(mine.tolist()) == must | set(best)
+            # the best have the widest
+            expected = dict(zip(sorted(must) + best, wide_first(budget), strict=True))
+            assert [expected.get(t, 0) for t in range(tokens)] == widths[row, head].tolist()
 
 
 @given(
@@ -78,3 +109,15 @@ def test_budgets_within_bytes_are_the_largest_of_one_factor(budgets, bits, most,
     every = [np.maximum(table * part // whole, floor) for part in range(whole + 1)]
     fit = [own for own in every if taken(own) <= most]
     assert (found == (fit[-1] if fit else floor)).all()
+
+
+@pytest.mark.parametrize("bits", MIXES)
+def test_the_counts_of_a_mix_add_up_and_never_fall(bits):
+    shape, entries = make_shape(head_dim=64), np.arange(400)
+    counts = tier_counts(entries, bits)
+    assert (sum(counts.values()) == entries).all()
+    assert all((np.diff(one) >= 0).all() for one in counts.values())
+    of_ten = {width: int(one[122] - one[112]) for width, one in counts.items()}
+    assert of_ten == MIXES[bits]
+    each = sum(stored_bytes(one, width, shape) for width, one in counts.items())
+    assert (stored_bytes(entries, bits, shape) == each).all()
