@@ -33,6 +33,9 @@ _LARGEST_SCALE = 65504.0
 _LARGEST = 2.0**12
 """Scales and minima from it on are stored in bfloat16: float16 has few digits behind the point."""
 
+ROUNDING = 2
+"""Changes whenever other numbers come back from storage at widths of the same bits."""
+
 _CENTRED_STEPS = {4: 0.3352, 3: 0.586, 2: 0.9957, 1: 1.5958}
 """By bits, the step between codes around 0 with the least squared error of normally distributed
 numbers, over their standard deviation."""
