@@ -58,7 +58,7 @@ LEAST_NUMBER, LEAST_CHANNEL = 2.0**-14, 2.0**-20
 digits, and has fewer than bfloat16 from 2**-17 on."""
 
 WORK_BYTES = 20
-"""Bytes in `Work` of a segment that is in one part; one in several has as many for each."""
+"""Bytes in `Work` of each piece of a segment; all segments of a layer have as many pieces."""
 
 
 def on_device(array: IntArray, device: torch.device) -> Tensor:
