@@ -17,6 +17,7 @@ from kvalloc.accounting import FloatArray
 from kvalloc.accounting.costs import WIDTHS
 from kvalloc.prompts.cases import POSITIONS
 from kvalloc.prompts.intervals import resampled_means
+from kvalloc.runtime import quantization
 
 Row = Mapping[str, Any]
 
@@ -27,7 +28,7 @@ SEED = 9
 DEFAULT = "default"
 LEAST_KL = 0.001
 """Nats below which two losses count as equal."""
-ROUNDING = hashlib.sha256(repr(WIDTHS).encode()).hexdigest()[:8]
+ROUNDING = hashlib.sha256(repr((WIDTHS, quantization.ROUNDING)).encode()).hexdigest()[:8]
 """Digest of how kvalloc rounds; rows of methods that it rounds for hold while this is the same."""
 ANYWHERE = "at all positions"
 LEAST_PROMPTS = 3

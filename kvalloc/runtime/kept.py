@@ -40,6 +40,9 @@ STEPS, STEP_BLOCKS = 8, 64
 none is of fewer blocks of keys: at 2,048 tokens steps of 8 take an eighth more of an eviction's
 time (SmolLM2-135M)."""
 
+CACHED_NUMBERS = 1 << 16
+"""Values that are rounded in one step on a CPU, at least: more are not in its cache."""
+
 NO_COLUMN = torch.iinfo(torch.int32).max
 """Where a place of no entry stands: behind all tokens, so that none sees it."""
 
@@ -55,7 +58,7 @@ LEAST_NUMBER, LEAST_CHANNEL = 2.0**-14, 2.0**-20
 digits, and has fewer than bfloat16 from 2**-17 on."""
 
 WORK_BYTES = 20
-"""Bytes in `Work` of a segment that is in one part; one in several has as many for each."""
+"""Bytes in `Work` of each piece of a segment; all segments of a layer have as many pieces."""
 
 
 def on_device(array: IntArray, device: torch.device) -> Tensor:
@@ -148,9 +151,10 @@ class Spans:
         return starts, np.minimum(starts + KEY_BLOCK_TOKENS, self.ends[segment])
 
     def block_places(self) -> Tensor:
-        """Return the entries of each block of keys, (n_blocks, 64); a short one repeats its own."""
-        starts, ends = (edges[:, None] for edges in self.key_blocks())
-        return on_device(starts + np.arange(KEY_BLOCK_TOKENS) % (ends - starts), self.device)
+        """Return the entries of each block of keys, (n_blocks, 64); a short one repeats its end."""
+        starts, ends = self.key_blocks()
+        places = np.minimum(starts[:, None] + np.arange(KEY_BLOCK_TOKENS), ends[:, None] - 1)
+        return on_device(places, self.device)
 
 
 def _gathered(firsts: IntArray, counts: IntArray, device: torch.device) -> Tensor:
@@ -359,7 +363,8 @@ def pack(
         keys, values = halved(part.keys, part.values, lengths=part.lengths)
         return replace(part, keys=keys, values=values)
     keys, key_scales, key_exact = _packed_segments(part, bits, n_steps, before, kind)
-    pieces = zip(part.values.chunk(n_steps), _again(part, bits, before, n_steps), strict=False)
+    n = max(n_steps, part.values.numel() // CACHED_NUMBERS) if part.values.is_cpu else n_steps
+    pieces = zip(part.values.chunk(n), _again(part, bits, before, n), strict=False)
     steps = [encode_values(own, bits, kind, again) for own, again in pieces]
     values, value_exact = (torch.cat(tensors) for tensors in zip(*steps, strict=True))
     if len(values):
@@ -435,7 +440,7 @@ def _packed_segments(
 
 
 def _without_ends(keys: Tensor, spans: Spans) -> Tensor:
-    """Return rows of full blocks without what their short blocks repeat."""
+    """Return rows of full blocks without the repeated ends of segments."""
     if int(spans.blocks.sum()) * KEY_BLOCK_TOKENS == int(spans.lengths.sum()):
         return keys
     return keys[_gathered(spans.first_scales[:-1] * KEY_BLOCK_TOKENS, spans.lengths, keys.device)]

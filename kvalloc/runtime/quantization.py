@@ -8,9 +8,9 @@ each byte, scales included, has to be the one that the budget was decided with
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
-from math import inf, prod
+from math import inf
 
 import numpy as np
 import torch
@@ -34,24 +34,15 @@ _LARGEST_SCALE = 65504.0
 _LARGEST = 2.0**12
 """Scales and minima from it on are stored in bfloat16: float16 has few digits behind the point."""
 
-_CLIPPED_BITS = 4
-_RANGES = (1.0, 0.92, 0.84, 0.76, 0.68, 0.6)
-"""Shares of a block's range that codes of so few bits may span: what lies outside becomes the first
-or the last code. Of each block the share with the least squared error is taken."""
+ROUNDING = 2
+"""Changes whenever other numbers come back from storage at widths of the same bits."""
 
 _CENTRED_STEPS = {4: 0.3352, 3: 0.586, 2: 0.9957, 1: 1.5958}
 """By bits, the step between codes around 0 with the least squared error of normally distributed
 numbers, over their standard deviation."""
 
-_STEP_FACTORS = (0.8, 0.9, 1.0, 1.15, 1.35)
+_STEP_FACTORS = (0.85, 1.0, 1.2)
 """Of each block around 0 the multiple of that step is taken that has the least squared error."""
-
-_KEPT_ERROR = 2.0
-"""Blocks that may be clipped keep scales that do not cover them up to so many times the least
-squared error."""
-
-_SEARCH_NUMBERS = 1 << 17
-"""Numbers that are tried at once on the CPU: more are not in its cache."""
 
 _LEAST_STEP, _LEAST_CHANNEL_STEP = 2.0**-16, 2.0**-22
 """A head, or a channel of its keys, whose steps are all smaller has scales in bfloat16: below
@@ -92,12 +83,10 @@ def quantised_values(values: Tensor, bits: int) -> Tensor:
     """
     if bits == 16:
         return values
-    dim, width = int(values.shape[-1]), WIDTHS[bits].values
-    block = min(VALUE_BLOCK_CHANNELS, dim)
-    if not turns(bits, dim):
-        return _rounded(values, block, width, dim=-1)
-    codes = _rounded(rotated(values), block, width, dim=-1, centred=True)
-    return rotated(codes).to(values.dtype)
+    turned, width = turns(bits, int(values.shape[-1])), WIDTHS[bits].values
+    plain = rotated(values) if turned else values
+    codes = _rounded(plain, VALUE_BLOCK_CHANNELS, width, dim=-1, centred=turned)
+    return rotated(codes).to(values.dtype) if turned else codes
 
 
 def round_kept_keys(
@@ -221,12 +210,12 @@ def coded(
         The axis.
     before : Tensor of the kind, optional
         Scales by which numbers of a block were rounded before, as they are returned; NaN for none.
-        They are kept where they cover all of the block to half a step, or lose little more
-        than others if it may be clipped; those numbers then come back as they are.
+        They are kept where they cover all of the block to half a step, and those numbers come back
+        as they are. Not of blocks around 0.
     kind : torch.dtype
         Of the scales, float16 or bfloat16; see `fits_float16`.
     centred : bool
-        Whether codes are around 0: blocks then have a scale and no minimum.
+        Whether codes are around 0: blocks, along the last axis, then have a scale and no minimum.
     again : Tensor of bool, (n,), optional
         Which blocks around 0, along the first axis, may be rounded already; those that are come
         back as they are.
@@ -240,88 +229,65 @@ def coded(
         The same before they were rounded.
     """
     levels, wide = float(2**bits - 1), kind == torch.bfloat16
-    exact = _centred(blocks, bits, dim, again) if centred else _ranges(blocks, bits, dim, wide=wide)
-    if before is not None:
-        old = before.float()
-        step, first = scales_of(old, bits, dim)
-        excess = blocks.amax(dim, keepdim=True) - first - levels * step
-        stay = torch.maximum(first - blocks.amin(dim, keepdim=True), excess) <= step / 2
-        if bits <= _CLIPPED_BITS:
-            lost, least = (_error(blocks, one, bits, dim) for one in (old, exact))
-            stay |= lost <= _KEPT_ERROR * least
-        exact = torch.where(stay, old, exact)
+    if centred:
+        exact = _best_steps(blocks, bits, again)
+    else:
+        exact = _ranges(blocks, levels, dim, before, wide=wide)
     limit, up = _LARGEST_SCALE, int(not centred)
     scales = (_upper_half(exact, up) if wide else exact.clamp(-limit, limit)).to(kind)
-    return _codes(blocks, *scales_of(scales, bits, dim), levels).to(torch.uint8), scales, exact
-
-
-def _codes(blocks: Tensor, scale: Tensor, minimum: Tensor, levels: float) -> Tensor:
-    """Return the nearest codes, float32."""
-    divisor = torch.threshold(scale, 0.0, inf)  # at 0 all of a block are alike: no steps
-    return (blocks - minimum).div_(divisor).round_().clamp_(0, levels)
-
-
-def _error(blocks: Tensor, scales: Tensor, bits: int, dim: int) -> Tensor:
-    """Return the squared error of blocks that are rounded by float32 scales; NaN if these are."""
     scale, minimum = scales_of(scales, bits, dim)
-    back = _codes(blocks, scale, minimum, 2**bits - 1).mul_(scale).add_(minimum)
-    return back.sub_(blocks).square_().sum(dim, keepdim=True)
+    divisor = torch.threshold(scale, 0.0, inf)  # at 0 all of a block are alike: no steps
+    steps = (blocks - minimum).div_(divisor)  # in float32
+    return steps.round_().clamp_(0, levels).to(torch.uint8), scales, exact
 
 
-def _ranges(blocks: Tensor, bits: int, dim: int, *, wide: bool) -> Tensor:
+def _ranges(
+    blocks: Tensor, levels: float, dim: int, before: Tensor | None, *, wide: bool
+) -> Tensor:
     """Return the exact scales and minima of blocks, along the axis; see `coded`."""
-    least, largest = blocks.amin(dim, keepdim=True), blocks.amax(dim, keepdim=True)
-    levels = 2**bits - 1
-    if bits <= _CLIPPED_BITS:
-        half = (largest - least) / 2
-        middle = least + half
-        steps = [2 * share / levels for share in _RANGES]
-        normal = (blocks - middle).div_(half.clamp(min=torch.finfo(half.dtype).tiny))
-        half *= _best_step(normal, steps, bits, dim)[0] * (levels / 2)
-        least, largest = middle - half, middle + half
-    if wide:  # scale and minimum cover the range although they have 8 bits
-        least = _upper_half(least, (least < 0).int())
-    return torch.cat([(largest - least) / levels, least], dim)
+    sizes = list(blocks.shape)
+    sizes[dim] = 2
+    exact = blocks.new_empty(sizes)
+    scale, minimum = torch.split(exact, 1, dim=dim)
+    torch.amin(blocks, dim, keepdim=True, out=minimum)
+    if wide:  # scale and minimum cover the block although they have 8 bits
+        minimum.copy_(_upper_half(minimum, (minimum < 0).int()))
+    torch.amax(blocks, dim, keepdim=True, out=scale).sub_(minimum).div_(levels)
+    if before is None:
+        return exact
+    step, first = torch.split(before.float(), 1, dim=dim)
+    excess = minimum - first + levels * (scale - step)  # of the last code
+    covers = torch.maximum(first - minimum, excess) <= step / 2
+    return torch.where(covers, before.float(), exact)
 
 
-def _centred(blocks: Tensor, bits: int, dim: int, again: Tensor | None) -> Tensor:
-    """Return the exact scales of blocks around 0, along the axis; see `coded`."""
-    size = blocks.square().mean(dim, keepdim=True).sqrt_()
-    normal = blocks / size.clamp(min=torch.finfo(size.dtype).tiny)
-    steps = [factor * _CENTRED_STEPS[bits] for factor in _STEP_FACTORS]
-    best, least = _best_step(normal, steps, bits, dim)
+def _best_steps(blocks: Tensor, bits: int, again: Tensor | None) -> Tensor:
+    """Return the exact scales of blocks around 0, which lie along the last axis; see `coded`."""
+    codes, end = torch.empty_like(blocks), 2 ** (bits - 1) - 1
+
+    def norm(numbers: Tensor) -> Tensor:
+        result: Tensor = torch.linalg.vector_norm(numbers, dim=-1, keepdim=True)
+        return result
+
+    def lost_by(off: Tensor) -> Tensor:  # of where numbers lie, in steps from the first code
+        return norm(off.sub_(torch.round(off, out=codes).clamp_(max=end)))
+
+    deviation = norm(blocks).mul_(blocks.shape[-1] ** -0.5)
+    sizes = (blocks / torch.threshold(deviation, 0.0, inf)).abs_()
+    half, trial = sizes.new_full((), 0.5), torch.empty_like(blocks)
+    best, least = torch.ones_like(deviation), torch.full_like(deviation, inf)
+    for step in (factor * _CENTRED_STEPS[bits] for factor in _STEP_FACTORS):
+        lost = lost_by(torch.add(-half, sizes, alpha=1 / step, out=trial)).mul_(step)
+        best, least = best.masked_fill(lost < least, step), torch.fmin(lost, least)
     if again is not None:  # the least number of a rounded block is half a step
-        codes = normal / normal.abs().amin(dim, keepdim=True).mul_(2)
-        codes = codes.floor_().clamp_(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1).add_(0.5)
-        step = (normal * codes).sum(dim, keepdim=True) / codes.square().sum(dim, keepdim=True)
-        error = (codes * step).sub_(normal).square_().sum(dim, keepdim=True)
-        same = (error < least) & again.view(-1, *[1] * (step.ndim - 1))
-        best = torch.where(same, step, best)
-    return size * best
-
-
-def _best_step(
-    normal: Tensor, steps: Sequence[float], bits: int, dim: int
-) -> tuple[Tensor, Tensor]:
-    """Return of each block which step between codes around 0 has the least squared error, and it.
-
-    Numbers of ``normal`` are as large as steps and a few times larger.
-    """
-    end = 2 ** (bits - 1)
-    together = max(_SEARCH_NUMBERS // max(prod(normal.shape[1:]), 1), 1)
-    result = []
-    for some in torch.split(normal, together) if normal.is_cpu else [normal]:
-        trial, least = torch.empty_like(some), torch.full_like(some.narrow(dim, 0, 1), inf)
-        best = torch.full_like(least, steps[0])
-        for step in steps:
-            torch.mul(some, 1 / step, out=trial).floor_().clamp_(-end, end - 1).add_(0.5)
-            torch.add(some, trial, alpha=-step, out=trial)
-            error = trial.square_().sum(dim, keepdim=True)
-            best.masked_fill_(error < least, step)
-            least = torch.minimum(error, least)
-        result.append((best, least))
-    best, least = (torch.cat(own) for own in zip(*result, strict=True))
-    return best, least
+        own = sizes.amin(-1, keepdim=True).mul_(2)
+        lost_by(torch.div(sizes, own, out=trial).sub_(half))
+        codes += half
+        own = (torch.linalg.vecdot(sizes, codes) / codes.square().sum(-1))[..., None]
+        lost = norm(torch.mul(codes, own, out=trial).sub_(sizes))
+        same = (lost < least) & again.view(-1, *[1] * (own.ndim - 1))
+        best = torch.where(same, own, best)
+    return best.mul_(deviation)
 
 
 def magnitudes(exact: Tensor, bits: int, dim: int = -1) -> Tensor:
@@ -380,15 +346,16 @@ def _upper_half(values: Tensor, away: Tensor | int) -> Tensor:
 def in_blocks(values: Tensor, block: int, dim: int = -1) -> Tensor:
     """Return numbers in blocks along an axis, float32: that axis becomes (n_blocks, block).
 
-    The last block repeats its numbers where it is short, so that all of them count alike.
+    An axis shorter than a block is one block of its own length.
     """
     dim = dim % values.ndim
     size = int(values.shape[dim])
+    block = min(block, max(size, 1))
     missing = -size % block
     padded = values.float()
-    if missing:
-        more = size // block * block + torch.arange(missing, device=values.device) % (size % block)
-        padded = torch.cat([padded, padded.index_select(dim, more)], dim=dim)
+    if missing:  # by the last number of its block, which changes neither minimum nor maximum
+        last = padded.narrow(dim, size - 1, 1)
+        padded = torch.cat([padded, last.repeat_interleave(missing, dim=dim)], dim=dim)
     sizes = (*values.shape[:dim], (size + missing) // block, block, *values.shape[dim + 1 :])
     return padded.contiguous().view(sizes)
 
@@ -447,7 +414,7 @@ def encode_values(
     """
     dim, width = int(values.shape[1]), WIDTHS[bits].values
     turned = turns(bits, dim)
-    blocks = in_blocks(rotated(values) if turned else values, min(VALUE_BLOCK_CHANNELS, dim))
+    blocks = in_blocks(rotated(values) if turned else values, VALUE_BLOCK_CHANNELS)
     codes, scales, exact = coded(blocks, width, kind=kind, centred=turned, again=again)
     rows = packed_codes(codes.flatten(1)[:, :dim], width)
     rows = torch.cat([rows, scales.flatten(1).view(torch.uint8)], dim=1)

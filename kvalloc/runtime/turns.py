@@ -208,6 +208,8 @@ def _left(cache: Any, row: Row) -> int | None:
     taken: int = sum(tensor.nbytes for layer in own for tensor in layer_tensors(layer))
     taken = -(-(taken + cache.state_bytes) // len(cache.rows))
     if next(iter(cache.stores.values())).keys.is_cuda:  # where a kernel reads by lists
-        taken += WORK_BYTES * row.profile.budgets.size
+        kept = [store.kept for store in cache.stores.values()]
+        n_pieces = max((one.pieces.shape[1] for one in kept if one is not None), default=1)
+        taken += WORK_BYTES * n_pieces * row.profile.budgets.size
     tokens = plan.interval(row, memory, row.seen)
     return memory - taken - tokens * plan.token_bytes(row.profile)

@@ -274,9 +274,8 @@ class Shadow:
                             first = most[:, :64]
                             first[:] = torch.maximum(first, steps[row, head, piece.bits])
                             steps[row, head, piece.bits] = first.amax(dim=1, keepdim=True)
-                        if bits <= 4:  # a block has the least squared error, or nearly
+                        if centred:  # a block has the least squared error of several steps
                             off, most = (of_blocks(own) for own in (off, most))
-                            most = most * 2**0.5
                         assert (off <= most).all(), float(off.max())
                 own.keys[row, head, places], own.values[row, head, places] = stored
 
@@ -370,7 +369,7 @@ def half_step(numbers: torch.Tensor, bits: int, *, centred: bool = False) -> tor
         most = (high - low) / (2**bits - 1) / 2
         if centred:
             size = block.square().mean(-1, keepdim=True).sqrt()
-            step = 1.35 * {4: 0.3352, 3: 0.586, 2: 0.9957}[bits] * size
+            step = {4: 0.3352, 3: 0.586, 2: 0.9957}[bits] * size
             most = torch.maximum(step / 2, block.abs() - (2**bits - 1) / 2 * step)
         found.append(most + scales)
     return torch.cat(found, dim=-1)

@@ -160,11 +160,11 @@ def test_the_triton_kernel_compiles_for_a_gpu_that_is_not_here(monkeypatch, tmp_
     stored = stored_of(counts, (128, 128), torch.bfloat16)
     call = call_of(counts, (128, 128), torch.bfloat16, n_new=5, extras=True)
     call = tailed(replace(call, starts=None))  # of padding a byte a token is read
-    kept = packed_of(stored, counts, [5, 3])
+    kept = packed_of(stored, counts, [(5, 3), 3])
     before = sum(one.nbytes for one in kept.tensors())
     by_triton.triton_attention(call, kept, programs=264)
     noted = sum(one.nbytes for one in kept.tensors()) - before
-    assert noted == WORK_BYTES * counts.size
+    assert noted == WORK_BYTES * 2 * counts.size  # all heads have as many pieces
     assert compiled == [("read_tile", True), ("add_tiles", False)]
 
 

@@ -161,15 +161,11 @@ def _by_codes(block, least, scale, bits):
 
 
 def _one_block(block, bits, steps=None):
-    """By scale and minimum, or around 0 by multiples of a step; with the least squared error."""
-    levels, found = 2**bits - 1, []
-    if steps is None:
-        low, high = float(block.min()), float(block.max())
-        for share in (1, 0.92, 0.84, 0.76, 0.68, 0.6) if bits <= 4 else (1,):
-            least = (low + high) / 2 - share * (high - low) / 2
-            found.append((least, share * (high - low) / levels))
-    else:
-        scales = np.sqrt((block**2).mean()) * steps * np.array([0.8, 0.9, 1, 1.15, 1.35])
+    """By scale and minimum, or around 0 by the step that has the least squared error of three."""
+    levels, low, high = 2**bits - 1, float(block.min()), float(block.max())
+    found = [(low, (high - low) / levels)]
+    if steps is not None:
+        scales = np.sqrt((block**2).mean()) * steps * np.array([0.85, 1, 1.2])
         found = [(-scale * levels / 2, scale) for scale in scales]
     errors = [((_by_codes(block, *one, bits) - block) ** 2).sum() for one in found]
     least, scale = (float(np.float16(one)) for one in found[np.argmin(errors)])
@@ -177,20 +173,19 @@ def _one_block(block, bits, steps=None):
 
 
 def keys_by_loops(keys, bits, steps=None):
-    """Each channel over blocks of 64 tokens, of which a short one repeats its tokens."""
+    """Each channel over blocks of 64 tokens."""
     rounded = np.empty_like(keys)
     for start in range(0, keys.shape[0], 64):
         for channel in range(keys.shape[1]):
-            own = keys[start : start + 64, channel]
-            full = np.resize(own, 64) if steps is None else own
-            rounded[start : start + 64, channel] = _one_block(full, bits, steps)[: len(own)]
+            part = slice(start, start + 64), channel
+            rounded[part] = _one_block(keys[part], bits, steps)
     return rounded
 
 
 @pytest.mark.parametrize(
     ("bits", "key_bits", "value_bits", "dim", "turned"),
     [(8, 8, 8, 8, False), (5, 5, 4, 8, True), (4, 4, 4, 8, True), (3, 4, 3, 8, True),
-     (2, 3, 2, 8, True),     (5, 5, 4, 6, False), (4, 4, 4, 6, False)],
+     (2, 3, 2, 8, True), (5, 5, 4, 6, False), (4, 4, 4, 6, False)],
 )  # fmt: skip
 def test_every_number_is_rounded_within_its_block(bits, key_bits, value_bits, dim, turned):
     keys, values = torch.randn(2, 1, 1, 90, dim)
