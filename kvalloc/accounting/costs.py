@@ -189,6 +189,36 @@ def tier_counts(tokens: npt.ArrayLike, bits: int) -> dict[int, IntArray]:
     return dict(zip(widths, np.moveaxis(shared, -1, 0), strict=True))
 
 
+def counts_of(
+    lengths: IntArray, bits: IntArray, before: IntArray | None = None
+) -> dict[int, IntArray]:
+    """Return how many entries of heads are stored at each width.
+
+    Parameters
+    ----------
+    lengths : ndarray of int64
+        Entries of each head.
+    bits : ndarray of int64
+        Of `BIT_WIDTHS`, a mix too; broadcast against ``lengths``.
+    before : ndarray of int64, as ``lengths``, optional
+        How many stand there already, behind which these come.
+
+    Returns
+    -------
+    dict of int to ndarray of int64, as ``lengths``
+        The widest first.
+    """
+    own, result = np.broadcast_to(bits, lengths.shape), dict[int, IntArray]()
+    first = np.zeros_like(lengths) if before is None else before
+    for one in np.unique(own).tolist():
+        begin, end = (np.where(own == one, n, 0) for n in (first, first + lengths))
+        starts, ends = tier_counts(begin, one), tier_counts(end, one)
+        for width in ends:
+            more = ends[width] - starts[width]
+            result[width] = result[width] + more if width in result else more
+    return dict(sorted(result.items(), reverse=True))
+
+
 @cache
 def _turns_of(bits: int) -> tuple[tuple[int, ...], IntArray]:
     """Return a mix's widths, and how many of the first 0 to 10 entries have each."""

@@ -424,10 +424,10 @@ def _predicted_losses(
     file: str, profile: BudgetProfile, share: float
 ) -> tuple[float | None, float | None]:
     """Return the predicted loss of budgets, and of the best ones in their bytes."""
-    scores = load_fitted(file).scores
-    widths = sorted({*scores.loss_widths} - {16})
+    fitted = load_fitted(file)
+    scores, tokens = fitted.scores, profile.context_tokens
     request = Request.parse(
-        budget=share, context=profile.context_tokens, level="head", objective="loss", bits=widths
+        budget=share, context=tokens, level="head", objective="loss", bits=fitted.widths
     )
     posed = PosedRequest(scores=scores, request=request)
     lost = posed.predicted_loss(profile.budgets, profile.bits)

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvalloc.accounting.costs import counts_of
 from kvalloc.errors import InputError, UnsupportedModelError, by_interface, option
 from kvalloc.extensions.making import extended
 from kvalloc.extensions.saved import fill_rows, filled_cache
@@ -42,7 +43,7 @@ from kvalloc.models.names import base_implementation
 from kvalloc.models.rope import Rotation, rotate
 from kvalloc.models.structure import context_limit, decoder_of, input_device, text_config
 from kvalloc.runtime.cache import BudgetCache
-from kvalloc.runtime.kept import Part, counts_of
+from kvalloc.runtime.kept import Part
 from kvalloc.runtime.making import Way, build_rows
 from kvalloc.runtime.options import CacheOptions
 from kvalloc.runtime.refusals import check_owner

@@ -136,6 +136,11 @@ class FittedModel(ArrayRecord, FittedHeader):
         parts = {"surrogate": surrogate.header(), "scores": scores.header()}
         return cls(surrogate=surrogate, scores=scores, parts=parts, **described)
 
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Widths, and mixes of them, whose losses were measured, without 16 bits."""
+        return self.scores.loss_widths[1:]
+
     def with_errors(self, errors: tuple[ShareError, ...]) -> Self:
         """Return the same with what whole caches lost that were decided by its losses."""
         scores = self.scores.replace(errors=errors)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
+from kvalloc.accounting.costs import counts_of
 from kvalloc.errors import InputError
 from kvalloc.measure.kl import Predictions
 from kvalloc.measure.mini_prefill import LayerInputs, check_seen
@@ -28,7 +29,6 @@ from kvalloc.models.attention import (
 )
 from kvalloc.models.names import cache_keyword
 from kvalloc.models.structure import end_tokens, evaluating, input_device, text_config
-from kvalloc.runtime.kept import counts_of
 from kvalloc.runtime.policies.base import Limits
 from kvalloc.runtime.quantization import quantised_values, round_kept_keys
 from kvalloc.runtime.second_read import Held

@@ -13,9 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-
-from kvalloc.accounting.costs import full_bytes, plain_bytes, reading_bytes
+from kvalloc.accounting.costs import counts_of, full_bytes, plain_bytes, reading_bytes
 from kvalloc.allocation.request import Request
 from kvalloc.errors import InputError, one_line, option
 from kvalloc.formats.budget_profile import BudgetProfile
@@ -306,8 +304,10 @@ def _text(
         width, share_now = "nothing rounded", ""
         stored = sum(plain_bytes(shape, length) for length in lengths)
     if profile.bits is not None:
-        widths = np.unique(profile.bits[full]).tolist()
-        width = f"rounded to {' to '.join(map(str, widths[:: max(len(widths) - 1, 1)]))} bits"
+        widths = sorted(counts_of(profile.budgets[full], profile.bits[full]))
+        width = (
+            f"at {widths[0]} to {widths[-1]} bits" if widths[1:] else f"rounded to {widths[0]} bits"
+        )
     detail = f"{evicted}, {width}; {size_text(stored)}{share_now}; {brief}"
     text = text.format(method.setting.file)
     rest = f"{text}; about {size_text(peak)} while it is read, and {cost} times a plain prefill"

@@ -96,7 +96,7 @@ def solve_share(file: str, share: float, tokens: int, rotates: bool = True) -> B
     if tokens <= fitted.scores.protected_tokens:
         return None
     request = Request.parse(
-        budget=share, level="head", objective="loss", bits=WIDTHS, context=tokens
+        budget=share, level="head", objective="loss", bits=fitted.widths, context=tokens
     )
     try:
         posed = PosedRequest(scores=fitted.scores, request=request)
@@ -164,14 +164,16 @@ def shares_of_rows(file: str, share: float, lengths: tuple[int, ...]) -> tuple[f
     """
     if len(set(lengths)) < 2:
         return (share,) * len(lengths)
-    scores = load_fitted(file).scores
-    scores = scores.replace(scorer_parameters={**scores.scorer_parameters, "file": file})
+    fitted = load_fitted(file)
+    scores = fitted.scores.replace(
+        scorer_parameters={**fitted.scores.scorer_parameters, "file": file}
+    )
     costs = [
         CacheCosts(shape=scores.shape, context_tokens=tokens, batch=1, page_tokens=1)
         for tokens in lengths
     ]
     extra = [one.constant_bytes + one.reading_bytes for one in costs]  # a pool holds the peaks
-    request = {"level": "head", "objective": "loss", "bits": WIDTHS}
+    request = {"level": "head", "objective": "loss", "bits": fitted.widths}
     pool = solve_pool(
         [(scores, {**request, "context": tokens}, 1.0) for tokens in lengths],
         memory=sum(extra) + sum(bytes_in_share(share, one.full) for one in costs),

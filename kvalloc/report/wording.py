@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvalloc.accounting.costs import BIT_WIDTHS
+from kvalloc.accounting.costs import counts_of
 from kvalloc.accounting.engine_formats import FORMATS
 from kvalloc.allocation.decision import loss_outlook
 from kvalloc.allocation.request import Request
@@ -302,10 +302,8 @@ def bits_text(decided: BudgetProfile) -> str:
     """Return the share of the kept entries at each width; empty if no widths were chosen."""
     if decided.bits is None:
         return ""
-    kept = decided.budgets.sum()
-    shares = (
-        (width, int(decided.budgets[decided.bits == width].sum()) / kept) for width in BIT_WIDTHS
-    )
+    kept, counts = decided.budgets.sum(), counts_of(decided.budgets, decided.bits)
+    shares = ((width, int(count.sum()) / kept) for width, count in counts.items())
     widths = ", ".join(f"{share:.1%} at {width} bits" for width, share in shares if share)
     return f"{widths}, of the kept entries"
 

@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from kvalloc.accounting import IntArray
-from kvalloc.accounting.costs import MIXES, entry_bytes, stored_bytes
+from kvalloc.accounting.costs import MIXES, counts_of, entry_bytes, stored_bytes
 from kvalloc.errors import SolverError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.models.attention import AttentionStates, ChosenWidths, Observed, without_autocast
 from kvalloc.runtime.checks import ensure
 from kvalloc.runtime.door import Batch, Door
-from kvalloc.runtime.kept import Part, counts_of, joined, packed
+from kvalloc.runtime.kept import Part, joined, packed
 from kvalloc.runtime.notes import of_head, of_row, of_rows
 from kvalloc.runtime.plan import widest
 from kvalloc.runtime.policies.base import FEW_ENTRIES, EvictionPolicy, Limits

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvalloc.accounting import IntArray
-from kvalloc.accounting.costs import KEY_BLOCK_TOKENS, WIDTHS, tier_counts, turns
+from kvalloc.accounting.costs import KEY_BLOCK_TOKENS, WIDTHS, turns
 from kvalloc.errors import UnsupportedRequestError
 from kvalloc.runtime.checks import ensure
 from kvalloc.runtime.quantization import (
@@ -444,35 +444,6 @@ def _without_ends(keys: Tensor, spans: Spans) -> Tensor:
     if int(spans.blocks.sum()) * KEY_BLOCK_TOKENS == int(spans.lengths.sum()):
         return keys
     return keys[_gathered(spans.first_scales[:-1] * KEY_BLOCK_TOKENS, spans.lengths, keys.device)]
-
-
-def counts_of(
-    lengths: IntArray, bits: IntArray, before: IntArray | None = None
-) -> dict[int, IntArray]:
-    """Return how many entries of heads are stored at each width.
-
-    Parameters
-    ----------
-    lengths : ndarray of int64
-        Entries of each head.
-    bits : ndarray of int64
-        Of `kvalloc.accounting.costs.BIT_WIDTHS`, a mix too; broadcast against ``lengths``.
-    before : ndarray of int64, as ``lengths``, optional
-        How many stand there already, behind which these come.
-
-    Returns
-    -------
-    dict of int to ndarray of int64, as ``lengths``
-        The widest first.
-    """
-    own, result = np.broadcast_to(bits, lengths.shape), dict[int, Any]()
-    first = np.zeros_like(lengths) if before is None else before
-    for one in np.unique(own).tolist():
-        begin, end = (np.where(own == one, n, 0) for n in (first, first + lengths))
-        starts, ends = tier_counts(begin, one), tier_counts(end, one)
-        for width in ends:
-            result[width] = result.get(width, 0) + ends[width] - starts[width]
-    return dict(sorted(result.items(), reverse=True))
 
 
 def by_width(part: Part, counts: Mapping[int, IntArray]) -> Iterator[tuple[int, Part]]:

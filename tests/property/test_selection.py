@@ -12,14 +12,13 @@ from kvalloc.accounting.costs import (
     BIT_WIDTHS,
     MIXED_FROM,
     MIXES,
+    counts_of,
     head_bytes,
     stored_bytes,
     tier_counts,
     within_bytes,
 )
-from kvalloc.runtime.kept import counts_of
 from kvalloc.runtime.selection import chosen_widths, evictable, keep_best
-
 
 MIX = 532
 

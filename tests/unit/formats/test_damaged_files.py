@@ -201,7 +201,7 @@ SEMANTIC = {
     make_bits: [
         (
             lambda s, given=given: {"loss_bits": np.array(given)},
-            "16, then some of 8, 5, 4, 3, 2 once",
+            "16, then some of 8, 5, 4, 3, 2, 853, 85, 53, 532, 52 once",
         )
         for given in ([16, 8, 6], [16, 8, 8], [8, 16, 4])
     ],

