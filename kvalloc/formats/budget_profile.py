@@ -456,14 +456,26 @@ class BudgetProfile(JsonRecord):
         columns : int, optional
             Length with padding.
         chunked : bool
-            Whether they come in several forwards: before the last one all is at 16 bits.
+            Whether they come in several forwards: before the last one all is at 16 bits, and a
+            layer as the model makes it as long as all of its tokens are within its budgets.
         """
         shape, kept = self.shape, self.budgets_for(context_tokens)
         profile = self.model_copy(update={"bits": None}) if chunked else self
-        stored = int(profile._bytes_of(kept, context_tokens).sum())
+        by_layer = profile._bytes_of(kept, context_tokens).sum(axis=1)
+        stored = self._held_between_chunks(kept, by_layer) if chunked else int(by_layer.sum())
         if self.policy.name == "attention_matching":
             shape = replace(shape, dtype_bytes=max(shape.dtype_bytes, 4))
         return stored * batch + reading_bytes(shape, columns or context_tokens, batch)
+
+    def _held_between_chunks(self, kept: IntArray, by_layer: IntArray) -> int:
+        """Return the most bytes of a prompt in chunks, of layers that take ``by_layer`` reduced."""
+        shape, full = self.shape, list(self.shape.full_layers)
+        heads, reduced = kept[full], by_layer[full]
+        most = heads.sum(axis=1) if self.by_prompt else heads.min(axis=1) * shape.n_kv_heads
+        read = most[:, None]  # so many entries of each layer have come when one is about to evict
+        held = np.where(most >= read, read * shape.plain_bytes_per_entry, reduced).sum(axis=1)
+        rise = max(int(held.max()) - int(reduced.sum()), 0)
+        return int(by_layer.sum()) + rise
 
     def head_bytes_at(self, context_tokens: int) -> IntArray:
         """Return the bytes that each KV head stores of a prompt, ``(n_layers, n_kv_heads)``."""

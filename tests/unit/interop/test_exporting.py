@@ -91,7 +91,7 @@ def test_bits_are_paid_for_in_entries(dtype_bytes):
                                   bits=np.full((3, 2), 4))  # fmt: skip
     left = restrict(profile, TARGETS["lu-kv"], ["one-width"])
     assert set(left.bits.ravel().tolist()) == {16}
-    assert left.budgets.mean() == pytest.approx(300 * (72 + 4) / (256 + 4), rel=0.03)
+    assert left.budgets.mean() == pytest.approx(300 * (70 + 2) / (256 + 2), rel=0.03)
 
 
 def eviction(*, start_size, max_cache_size, **sizes):
@@ -131,8 +131,8 @@ SLIDING = make_shape(layer_types=("full", "sliding", "full"), sliding_window=9)
     ("tensorrt-llm",
      make_budget_profile([[10, 21], [8, 8], [40, 40]], shape=SLIDING,
                          bits=np.array([[8, 4], [16] * 2, [8] * 2])),
-     {"policy": STREAMING, "budgets": [[14, 14], [8, 8], [38, 38]]},
-     {"kv_cache_config": {"max_attention_window": [14, 9, 38], "sink_token_length": 2,
+     {"policy": STREAMING, "budgets": [[14, 14], [8, 8], [37, 37]]},
+     {"kv_cache_config": {"max_attention_window": [14, 9, 37], "sink_token_length": 2,
                           "dtype": "fp8", "enable_block_reuse": False}}),
     ("vllm", make_budget_profile(HEADS, bits=np.array([[16, 8], [5, 4], [4, 4]])),
      {"bits": [[16, 16], [8, 8], [8, 8]], "budgets": [[40, 40]] * 3},

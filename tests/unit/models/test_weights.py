@@ -282,7 +282,7 @@ def detail(model, **options):
     """The line of detail and the rest, which is logged."""
     with (
         patch("kvalloc.online.default._LOG") as log,
-        kvalloc.apply(model, budget="50%", **options),
+        kvalloc.apply(model, budget="25%", **options),
     ):
         model.generate(prompt(TOKENS), max_new_tokens=2, do_sample=False)
     return "; ".join(str(one) for call in log.mock_calls for one in call.args[1:])

@@ -205,7 +205,7 @@ def test_values_are_not_fitted_where_queries_cannot_be_put_elsewhere(tiny):
 def test_a_fitted_file_is_of_one_model_and_goes_with_a_budget(tiny, model, fitted_file):
     """Where the memory asks for eviction layer by layer, its surrogate chooses alone."""
     options = CacheOptions(fitted=str(fitted_file))
-    little = Default.parse("20%", replace(options, memory=100 * 2**10))
+    little = Default.parse("20%", replace(options, memory=120 * 2**10))
     early = little.cache(model, PromptSize(tokens=TOKENS, chunked=True))
     assert early.profile.policy.scorer == "surrogate"
     assert early.profile.by_prompt

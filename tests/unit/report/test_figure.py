@@ -47,7 +47,7 @@ def test_an_overview_has_a_panel_for_each_thing_and_equal_budgets_once(tmp_path,
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ((), ["tests/tiny: budgets", "p: 50.0% of the bytes", "KV head"]),
+        ((), ["tests/tiny: budgets", "p: 47.8% of the bytes", "KV head"]),
         (("--what", "curves"), ["s: retention by scorer xkv", "loss, nats per token"]),
         (("--what", "frontier"), ["best layer budgets by s", "p", "bytes kept, of the full cache"]),
         (("--what", "measured"), ["needle, 40 tokens", "KL to the full cache, nats per token"]),
