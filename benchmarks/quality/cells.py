@@ -128,7 +128,7 @@ def methods_of(loaded: Any, asked: argparse.Namespace) -> Iterator[Named]:
     peers = [(name, 16) for name in PEERS[:2]]
     peers += [(name, bits) for bits in PLAIN[::-1] for name in ROUNDED]
     yield from (one for press in peers for one in presses(loaded, *press, shares, asked.methods))
-    if not shape_of(model).sliding_layers:  # kvpress takes all layers for quantised ones
+    if "sliding" not in shape_of(model).layer_types:  # kvpress takes all layers for quantised ones
         for name in PEERS[:2]:
             yield from presses(loaded, name, 4, shares, asked.methods, backend="quanto")
     for name in PEERS[2:]:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from kvalloc.accounting import IntArray
+from kvalloc.accounting.costs import MIXES
 from kvalloc.accounting.stored import layer_tensors
 from kvalloc.errors import warn_user
 from kvalloc.runtime import plan
@@ -208,8 +209,7 @@ def _left(cache: Any, row: Row) -> int | None:
     taken: int = sum(tensor.nbytes for layer in own for tensor in layer_tensors(layer))
     taken = -(-(taken + cache.state_bytes) // len(cache.rows))
     if next(iter(cache.stores.values())).keys.is_cuda:  # where a kernel reads by lists
-        kept = [store.kept for store in cache.stores.values()]
-        n_pieces = max((one.pieces.shape[1] for one in kept if one is not None), default=1)
+        n_pieces = max(map(len, MIXES.values())) if row.widths else 1
         taken += WORK_BYTES * n_pieces * row.profile.budgets.size
     tokens = plan.interval(row, memory, row.seen)
     return memory - taken - tokens * plan.token_bytes(row.profile)
