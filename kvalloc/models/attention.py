@@ -110,6 +110,8 @@ class AttentionStates:
         Of a layer that stores latents: these and their rotary keys, (batch, 1, n_tokens, dim) each.
         Keys are then both, values the latents, the same for all query heads, and queries what they
         are against such keys: logits and weights are those of the layer.
+    latest : int
+        How many of the last entries have come since the latest eviction; 0 if there was none.
     biased : bool
         Whether the layer adds numbers to its logits, beside the mask.
     shared : dict
@@ -139,6 +141,7 @@ class AttentionStates:
     layers: tuple[int, ...] = ()
     latents: tuple[Tensor, Tensor] | None = None
     biased: bool = False
+    latest: int = 0
     shared: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     def kv_head(self, head: int) -> AttentionStates:

@@ -264,6 +264,7 @@ class Eviction:
             observed=of_rows(store.notes.observed, rows, head, n_heads),
             later=of_rows(store.notes.later, rows, head, n_heads),
             positions=None if store.kept is None else candidates.positions,
+            latest=0 if store.tail is None else int(store.tail.lengths[rows[0]]),
         )
         if (mask := self._gaps(store, states, candidates.positions, tokens)) is not None:
             states = replace(states, mask=mask, gaps=True)

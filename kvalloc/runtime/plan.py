@@ -200,7 +200,7 @@ def new_alone(row: Row, budgets: IntArray, kept: IntArray, new: IntArray) -> boo
         Tokens since the latest eviction.
     """
     profile, after = row.profile, row.after
-    if after.observes or after.combines or not profile.by_prompt:
+    if after.observes or (after.combines and not after.fits_new) or not profile.by_prompt:
         return False
     latest, width = kept + np.minimum(new, profile.policy.window), widest(profile)
     needed, granted = (

@@ -54,7 +54,8 @@ class AttentionMatching(Score):
     begins (queries in their own places look at their neighbours, which later ones do not have).
     Each KV head's kept entries get the values that reproduce it best, close to what they were: see
     `match_attention`. Keys and the number of entries stay. The cache holds a prompt that comes in
-    chunks until it is complete.
+    chunks until it is complete. At the end of a turn the values of its own entries are fitted, once:
+    fitted to other queries, values that were fitted lose.
 
     Parameters
     ----------
@@ -82,13 +83,15 @@ class AttentionMatching(Score):
     summary = "the best scores, with values that make up for what is evicted"
     reference = "Attention Matching (Zweiger et al., 2026); our queries and ridges"
     rotates = True
+    fits_new = True
 
     rows: Positive = 128
     every: Positive = 2
 
     def turn_policy(self, *, rotates: bool) -> Score:
-        """Return the best scores: fitted to other queries, values that were fitted lose."""
-        return Score(scorer=self._turn_scorer(rotates=rotates))
+        """Return the best scores; of a turn's entries alone the values are fitted."""
+        scorer = self._turn_scorer(rotates=rotates)
+        return replace(self, scorer=scorer) if rotates else Score(scorer=scorer)
 
     @property
     def holds(self) -> bool:
@@ -139,10 +142,14 @@ class AttentionMatching(Score):
                 round_kept_keys(stored, counts, of)
                 as_stored = attention_logits(reference, stored, 0, n_queries)
                 as_stored = as_stored.sub_(divisors).exp_().flatten(2, 3)
+            fixed = None
+            if states.latest:
+                fixed = places < states.keys.shape[2] - states.latest
             fitted = match_attention(
                 weights.flatten(2, 3),
                 states.values[:, heads],
                 places,
+                fixed=fixed,
                 sizes=sizes[:, heads],
                 evicts=evicts[:, heads],
                 as_stored=as_stored,
@@ -207,6 +214,7 @@ def match_attention(
     evicts: Tensor,
     sizes: Tensor | None = None,
     as_stored: Tensor | None = None,
+    fixed: Tensor | None = None,
     has_sinks: bool = False,
 ) -> Tensor:
     """Fit values of kept entries to the attention over all entries.
@@ -226,6 +234,8 @@ def match_attention(
     as_stored : Tensor of float32, (..., n_queries, n_kept), optional
         What the kept entries get of `weights` once their keys are rounded, before rows sum to 1;
         their part of `weights` by default.
+    fixed : Tensor of bool, (..., n_kept), optional
+        Which of them come back as they were although they are kept.
     has_sinks : bool
         Whether something without an entry takes part in the softmax, so that a row sums to less
         than 1.
@@ -257,6 +267,9 @@ def match_attention(
     first = values.gather(-2, kept[..., None].expand(*kept.shape, values.shape[-1]))
     first = first.to(weights.dtype)
     lacking = weights @ values.to(weights.dtype) - design @ first
+    if fixed is not None:
+        design = design * ~fixed[..., None, :]
+        sizes = (counts & ~fixed).sum(dim=-1).clamp(min=1)
     added = ridge_step(design, lacking * evicts[..., None, None], sizes)
     return (first + added).to(values.dtype)
 

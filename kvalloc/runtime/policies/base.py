@@ -63,6 +63,8 @@ class EvictionPolicy(Parameterized, ABC):
     reference: ClassVar[str]
     unserved: ClassVar[tuple[LayerType, ...]] = ()
     """Kinds of layers that it does not serve; beside latents, if it combines entries."""
+    fits_new: ClassVar[bool] = False
+    """Whether `combine` changes the entries of a turn alone."""
     scorer: Scorer
 
     @abstractmethod

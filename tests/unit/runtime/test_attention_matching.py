@@ -63,6 +63,22 @@ def test_a_system_that_cannot_be_solved_changes_nothing(lost, monkeypatch):
     assert torch.equal(found, values[:6])
 
 
+def test_values_that_are_fixed_stay_and_the_others_make_up_for_all():
+    rng = np.random.default_rng(3)
+    weights, values = rng.dirichlet(np.ones(9), 5), rng.normal(size=(9, 4))
+    kept, fixed = np.array([0, 2, 3, 6, 7]), np.array([True, False, True, False, False])
+    found = match_attention(
+        *map(torch.from_numpy, (weights, values, kept)),
+        evicts=torch.tensor(True),
+        fixed=torch.from_numpy(fixed),
+    ).numpy()
+    shares = weights[:, kept] / weights[:, kept].sum(axis=1, keepdims=True)
+    lacking = weights @ values - shares @ values[kept]
+    assert np.array_equal(found[fixed], values[kept][fixed])
+    expected = values[kept][~fixed] + stacked(shares[:, ~fixed], lacking, VALUE_RIDGE)
+    np.testing.assert_allclose(found[~fixed], expected, atol=1e-5)
+
+
 # As a policy
 
 
@@ -176,3 +192,28 @@ def test_the_cache_stores_what_plain_forwards_say(family, level, rows, bits):
             changed = np.abs(values - plain[layer].values[0, head, mine].numpy()).max()
             assert changed > 0.1
             assert bits == 16 or np.abs(values - unrounded[layer][head]).max() > 1e-3
+
+
+@pytest.mark.usefixtures("unrounded")
+def test_at_the_end_of_a_turn_its_own_entries_are_fitted():
+    model, ids = tiny.tiny_model("llama", "eager"), tiny.prompt(CONTEXT + 60)
+    profile = tiny.by_head(tiny.make_profile(model, CONTEXT, 0.3))
+    cache = kvalloc.make_cache(model, matching(profile, rows=ROWS))
+    run(model, ids[:, :CONTEXT], cache)
+    first = [store.kept.padded(np.array([0])) for store in cache.stores.values()]
+    run(model, ids[:, CONTEXT:], cache)
+    cache.end_turn()
+    plain = states_seen(model, ids)
+    for before, (layer, store) in zip(first, cache.stores.items(), strict=True):
+        _, values, positions = store.kept.padded(np.array([0]))
+        for head, places in enumerate(positions[0]):
+            known = dict(zip(before[2][0, head].tolist(), before[1][0, head], strict=True))
+            own = zip(places.tolist(), values[0, head], strict=True)
+            of_turn = []
+            for place, value in own:
+                if place in known:
+                    assert torch.equal(value, known[place])
+                elif place < CONTEXT + 60:
+                    of_turn.append(float((value - plain[layer].values[0, head, place]).norm()))
+            assert len(of_turn) > 8
+            assert max(of_turn) > 0.05
