@@ -12,13 +12,12 @@ read, by the surrogate or the attention of the prompt's last tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
 from kvalloc.accounting.costs import (
-    MIXES,
     constant_entries,
     entries_in_share,
     head_bytes,
@@ -253,9 +252,8 @@ class Whole(Method):
 
     @property
     def bits(self) -> int:
-        """Return the width of all entries: a mix is for entries that others were evicted for."""
-        bits = self.setting.bits
-        return 16 if not self.rounds else 5 if bits in MIXES else bits
+        """Return the width at which a row takes least."""
+        return self.setting.bits if self.rounds else 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -370,9 +368,8 @@ def method_for(setting: Setting, tokens: int, *, limit: int | None = None) -> Me
     if (solved := setting.solved_tokens(tokens)) is not None:
         return Solved(setting=setting, solved_tokens=solved)
     if setting.entries(tokens) == tokens:
-        whole = Whole(setting=setting, rounds=True)
-        rounded = int(head_bytes(tokens, whole.bits, setting.shape))
-        return replace(whole, rounds=rounded < tokens * setting.shape.bytes_per_entry)
+        rounded = int(head_bytes(tokens, setting.bits, setting.shape))
+        return Whole(setting=setting, rounds=rounded < tokens * setting.shape.bytes_per_entry)
     second_read = tokens + min(PIECE, tokens) + CARRIED_TOKENS
     if limit is not None and second_read > limit:
         return Immediate(setting=setting)

@@ -32,7 +32,7 @@ def test_what_is_here_asks_no_network(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     commands = (
         "compare smollm2-135m-instruct --budget 20%",
-        "solve smollm2-135m-instruct --budget 25% -o p.json",
+        "solve smollm2-135m-instruct --budget 20% -o p.json",
         "inspect p.json",
         "verify p.json smollm2-135m-instruct",
         "report p.json smollm2-135m-instruct -o report.html",

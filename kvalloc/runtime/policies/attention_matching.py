@@ -54,8 +54,8 @@ class AttentionMatching(Score):
     begins (queries in their own places look at their neighbours, which later ones do not have).
     Each KV head's kept entries get the values that reproduce it best, close to what they were: see
     `match_attention`. Keys and the number of entries stay. The cache holds a prompt that comes in
-    chunks until it is complete. At the end of a turn the values of its own entries are fitted, once:
-    fitted to other queries, values that were fitted lose.
+    chunks until it is complete. At the end of a turn the values of its own entries are fitted,
+    once: fitted to other queries, values that were fitted lose.
 
     Parameters
     ----------
