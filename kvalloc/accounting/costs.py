@@ -409,8 +409,8 @@ def bits_fault(bits: int, head_dim: int) -> str | None:
     if turns(min(widths), head_dim) or not any(WIDTHS[width].only_turned for width in widths):
         return None
     return (
-        f"{bits} bits for heads of {head_dim} numbers, expected a power of two: values at {bits} "
-        "bits have to be turned by a Hadamard matrix; take 4 bits"
+        f"{bits} bits for heads of {head_dim} numbers, expected a power of two: values at "
+        f"{min(widths)} bits have to be turned by a Hadamard matrix; take 4 bits"
     )
 
 

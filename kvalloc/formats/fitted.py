@@ -15,6 +15,7 @@ import numpy.typing as npt
 from pydantic import Field, model_validator
 
 from kvalloc.accounting import FloatArray
+from kvalloc.accounting.costs import bits_fault
 from kvalloc.formats.record import (
     ArrayOf,
     ArrayRecord,
@@ -138,8 +139,9 @@ class FittedModel(ArrayRecord, FittedHeader):
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Widths, and mixes of them, whose losses were measured, without 16 bits."""
-        return self.scores.loss_widths[1:]
+        """Widths and mixes of them whose losses were measured, and that its heads can have."""
+        value_dim = self.shape.dims[1]
+        return tuple(one for one in self.scores.loss_widths[1:] if not bits_fault(one, value_dim))
 
     def with_errors(self, errors: tuple[ShareError, ...]) -> Self:
         """Return the same with what whole caches lost that were decided by its losses."""

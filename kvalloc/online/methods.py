@@ -18,6 +18,7 @@ from typing import ClassVar
 import numpy as np
 
 from kvalloc.accounting.costs import (
+    bits_fault,
     constant_entries,
     entries_in_share,
     head_bytes,
@@ -112,7 +113,8 @@ class Setting:
     @property
     def bits(self) -> int:
         """Return the width of the entries that are kept."""
-        return next(bits for share, bits in BITS_FROM.items() if self.share >= share)
+        bits = next(bits for share, bits in BITS_FROM.items() if self.share >= share)
+        return 5 if bits_fault(bits, self.shape.dims[1]) else bits
 
     def entries(self, tokens: int) -> int:
         """Return the number of entries that each head keeps of a row."""
