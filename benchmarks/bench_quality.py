@@ -103,7 +103,9 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
         description="quality at equal bytes; further options are those of quality/cells.py"
     )
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--shares", nargs="+", type=float, default=[50, 20, 10, 5, 3], help="percent")
+    parser.add_argument(
+        "--shares", nargs="+", type=float, default=[50, 20, 10, 5, 3], help="percent"
+    )
     parser.add_argument("--context", type=int, default=1000, help="tokens of a prompt")
     parser.add_argument("--python", type=Path, default=PYTHON, help="an environment with kvpress")
     parser.add_argument("--tables-only", action="store_true", help="measure nothing")

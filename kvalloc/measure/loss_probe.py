@@ -215,7 +215,7 @@ class LossProbe:
 
     def _reduced(self, layer: int, keep: Tensor, bits: IntArray | None) -> Reduced:
         """Return the view of variants that keep these entries at these widths."""
-        if bits is None:
+        if bits is None or (bool((bits == 16).all()) and not self._policy.combines):
             return Reduced(keep=keep)
         stored, numbers = self._entries(layer), keep.sum(dim=-1).cpu()
         keys, values = (one.expand(len(keep), -1, -1, -1) for one in stored)
