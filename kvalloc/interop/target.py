@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvalloc.accounting import FloatArray, IntArray
-from kvalloc.accounting.costs import constant_entries
+from kvalloc.accounting.costs import MIXES, constant_entries
 from kvalloc.accounting.rounding import apportion
 from kvalloc.errors import (
     InputError,
@@ -365,11 +365,12 @@ def _one_width(profile: BudgetProfile, target: ExportTarget) -> Loss | None:
     if profile.bits is None:
         return None
     bits, decided = np.full_like(profile.bits, 16), _full(profile, profile.bits)
-    highest = decided.max(axis=1, keepdims=True)
+    widest = [[max(MIXES.get(one, (one,))) for one in heads] for heads in decided.tolist()]
+    highest = np.max(widest, axis=1, keepdims=True)
     layers = np.array([min(w for w in target.widths if w >= high) for high in highest.flat])
-    rounded = layers[layers < 16] if target.bits_by_layer else layers
+    rounded = layers[layers != 16] if target.bits_by_layer else layers
     if rounded.size:
-        width = np.where(layers < 16, rounded.max(), 16)
+        width = np.where(layers != 16, rounded.max(), 16)
         bits[list(profile.shape.full_layers)] = width[:, None]
     if (bits == profile.bits).all():
         return None

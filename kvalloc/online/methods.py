@@ -18,6 +18,7 @@ from typing import ClassVar
 import numpy as np
 
 from kvalloc.accounting.costs import (
+    MIXES,
     bits_fault,
     constant_entries,
     entries_in_share,
@@ -116,9 +117,10 @@ class Setting:
         bits = next(bits for share, bits in BITS_FROM.items() if self.share >= share)
         return 5 if bits_fault(bits, self.shape.dims[1]) else bits
 
-    def entries(self, tokens: int) -> int:
-        """Return the number of entries that each head keeps of a row."""
-        return entries_in_share(self.share, tokens, self.bits, self.shape, least=SINKS + WINDOW)
+    def entries(self, tokens: int, bits: int | None = None) -> int:
+        """Return the number of entries that each head keeps of a row, at `bits` by default."""
+        bits = bits or self.bits
+        return entries_in_share(self.share, tokens, bits, self.shape, least=SINKS + WINDOW)
 
     def solved(self, tokens: int) -> BudgetProfile | None:
         """Return what the fitted file's curves give at a length; see `solve_share`."""
@@ -195,7 +197,7 @@ class Method:
         context = tokens or min(shape.max_context_tokens or 4096, 4096)
         budgets, full = constant_entries(shape, context), list(shape.full_layers)
         bits = np.full_like(budgets, 16)
-        bits[full], budgets[full] = self.bits, setting.entries(context)
+        bits[full], budgets[full] = self.bits, setting.entries(context, self.bits)
         return BudgetProfile(
             shape=shape,
             level="head",
@@ -250,12 +252,12 @@ class Whole(Method):
     text = "evicts nothing"
     by_prompt = False
 
-    rounds: bool
+    width: int
 
     @property
     def bits(self) -> int:
-        """Return the width at which a row takes least."""
-        return self.setting.bits if self.rounds else 16
+        """Return the width of all entries: a mix is for those that others were evicted for."""
+        return self.width
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -370,8 +372,10 @@ def method_for(setting: Setting, tokens: int, *, limit: int | None = None) -> Me
     if (solved := setting.solved_tokens(tokens)) is not None:
         return Solved(setting=setting, solved_tokens=solved)
     if setting.entries(tokens) == tokens:
-        rounded = int(head_bytes(tokens, setting.bits, setting.shape))
-        return Whole(setting=setting, rounds=rounded < tokens * setting.shape.bytes_per_entry)
+        own = MIXES.get(setting.bits, (setting.bits,))
+        width = next(one for one in own if setting.entries(tokens, one) == tokens)
+        rounds = head_bytes(tokens, width, setting.shape) < tokens * setting.shape.bytes_per_entry
+        return Whole(setting=setting, width=width if rounds else 16)
     second_read = tokens + min(PIECE, tokens) + CARRIED_TOKENS
     if limit is not None and second_read > limit:
         return Immediate(setting=setting)

@@ -117,6 +117,8 @@ class Eviction:
         Whether the prompt stayed whole, with nothing observed yet.
     by_prompt : bool
         Whether heads share budgets, so that each one's scores are asked for.
+    again : bool
+        Whether these rows have evicted before.
     new_only : bool
         Whether entries kept by earlier evictions stay, and targets are for new entries.
     scored : dict
@@ -136,6 +138,7 @@ class Eviction:
     more: bool = False
     whole: bool = False
     by_prompt: bool = False
+    again: bool = False
     new_only: bool = False
     scored: dict[tuple[int, bytes, int | None], Tensor] = field(default_factory=dict)
 
@@ -156,6 +159,7 @@ class Eviction:
             "sinks": profile.policy.sinks,
             "window": profile.policy.window,
             "by_prompt": profile.by_prompt,
+            "again": row.evicted_at > 0,
         }
         numbers = np.array(rows, dtype=np.int64)
         return cls(rows=numbers, policy=policy, door=cache.door, **{**known, **event})
@@ -264,7 +268,7 @@ class Eviction:
             observed=of_rows(store.notes.observed, rows, head, n_heads),
             later=of_rows(store.notes.later, rows, head, n_heads),
             positions=None if store.kept is None else candidates.positions,
-            latest=0 if store.tail is None else int(store.tail.lengths[rows[0]]),
+            latest=int(store.tail.lengths[rows[0]]) if self.again and store.tail else 0,
         )
         if (mask := self._gaps(store, states, candidates.positions, tokens)) is not None:
             states = replace(states, mask=mask, gaps=True)

@@ -34,12 +34,12 @@ def check_profile(profile: BudgetProfile) -> None:
         For bits that are not stored or not with this policy.
     """
     name, kind = profile.policy.name, policy_class(profile.policy.name)
-    fewest = int(profile.widths.min())
-    if fewest < 16 and kind.extension is not EvictionPolicy.extension:
+    rounded = profile.widths[profile.widths != 16]
+    if rounded.size and kind.extension is not EvictionPolicy.extension:
         raise UnsupportedRequestError(
-            f"this profile stores entries at {fewest} bits, but the policy {name} compares keys as "
-            "the model made them at each decoded token; choose another policy, or solve again "
-            f"without {option('bits')}"
+            f"this profile stores entries at {int(rounded.min())} bits, but the policy {name} "
+            "compares keys as the model made them at each decoded token; choose another policy, or "
+            f"solve again without {option('bits')}"
         )
 
 

@@ -168,7 +168,8 @@ def prepare(folder, demo):
 
 def check_readme(names, _):
     cache = names["applied"].last_cache
-    assert cache.share == pytest.approx(cache.profile.share_at(cache.get_seq_length()))
+    # a solved share stays filled when the answer has made the text longer
+    assert cache.profile.share_at(cache.get_seq_length()) <= cache.share + 1e-9 <= 0.2 + 1e-9
     assert 0.19 < cache.share <= 0.2  # with positions
 
 

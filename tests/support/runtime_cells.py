@@ -533,14 +533,14 @@ def model_of(family: str, attention: str, dtype: str) -> tuple[Any, float]:
 def refusal(cell: Cell) -> str | None:
     """What is said where a policy cannot do it: some see a whole prompt, or equal rows, only."""
     policy, arrival, mode, family, level, _, _, bits, _ = cell
+    if bits != "16_bits" and policy in READING:
+        return "compares keys"
     if family == "deepseek_v3" and policy in (*COMBINING, *READING, "critical"):
         return "kind 'latent'"
     if family == "gemma3n" and policy in (*READING, "critical"):
         return "kind 'shared'"
     if bits == "532_bits" and policy in UNRANKED:
         return "does not say which are the best"
-    if bits != "16_bits" and policy in READING:
-        return "compares keys"
     if policy == BY_PROMPT and bits == "mixed_bits":
         return "true with bits that differ between heads"
     if (
