@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from kvalloc.accounting.costs import BIT_WIDTHS
+from kvalloc.accounting.costs import WIDTHS
 from kvalloc.accounting.costs import stored_bytes as packed_bytes
 from kvalloc.accounting.stored import bytes_at_16_bits
 from kvalloc.errors import InputError, MissingDependencyError, nearest, option
@@ -76,8 +76,8 @@ def read_peer_name(text: str) -> PeerName:
     if share is not None and not 0 < float(share) <= 100:
         raise InputError(f"{text} keeps {share}% of the entries; ask for more than 0, at most 100")
     width = int(bits or 16)
-    if width not in BIT_WIDTHS:
-        known = ", ".join(map(str, BIT_WIDTHS))
+    if width not in WIDTHS:
+        known = ", ".join(map(str, WIDTHS))
         raise InputError(f"{text}: nothing is rounded to {width} bits; choose from: {known}")
     kept = None if share is None else float(share) / 100
     return PeerName(press=press, inner=inner, share=kept, bits=width)

@@ -476,7 +476,8 @@ class Eviction:
         if states.absent is not None and not front:
             kept = ~states.absent
         goes = bool((budgets < n_tokens).any())
-        mixed = self._mixes(stores)
+        bits = self._bits(stores)
+        mixed = bits is not None and bool(np.isin(bits, [*MIXES]).any())
         scores = self.scored.pop((layer, rows.tobytes(), head), None)
         limits = Limits(sinks=front or self.sinks, window=self.window)
         if scores is None and mixed:
@@ -490,7 +491,11 @@ class Eviction:
                 kept = self.policy.keep(states, budgets + front, **limits)
             kept = kept[..., -n_tokens:]  # kept entries in front stay as stored
             check_kept(self.policy, kept, budgets, states)
-        states = self._with_widths(stores, bundle, states, budgets, kept, scores, front)
+        if bits is not None:
+            ranked = scores if mixed else None
+            before = store.kept_counts[rows][:, heads] if front else None
+            counts = counts_of(budgets.numpy(), bits[heads], before)
+            states = self._with_widths(states, kept, counts, ranked, is_behind=bool(front))
         keys, values = states.keys, states.values
         if not front:
             if self.remember and self.policy.observes:
@@ -511,11 +516,6 @@ class Eviction:
         bits = [self.widths[layer] for layer in stores if layer in self.widths]
         return np.concatenate(bits) if bits else None
 
-    def _mixes(self, stores: Mapping[int, Store]) -> bool:
-        """Return whether entries of a head have several widths."""
-        bits = self._bits(stores)
-        return bits is not None and bool(np.isin(bits, [*MIXES]).any())
-
     @property
     def _by_score(self) -> Score:
         """Return the policy, which ranks: the profile's check says so where widths are mixed."""
@@ -524,30 +524,23 @@ class Eviction:
 
     def _with_widths(
         self,
-        stores: Mapping[int, Store],
-        bundle: Bundle,
         states: AttentionStates,
-        budgets: Tensor,
         kept: Tensor,
+        counts: Mapping[int, IntArray],
         scores: Tensor | None,
-        front: int,
+        *,
+        is_behind: bool,
     ) -> AttentionStates:
-        """Return the states with the widths at which kept entries will be stored."""
-        (rows, head), bits = bundle, self._bits(stores)
-        if bits is None:
-            return states
-        heads, before = slice(None) if head is None else slice(head, head + 1), None
-        if front:
-            (store,) = stores.values()
-            before = store.kept_counts[rows][:, heads]
-        counts = counts_of(budgets.numpy(), bits[heads], before)
+        """Return the states with the widths of kept entries, of several in a head by their scores.
+
+        Entries that stand behind kept ones have no sinks among them.
+        """
         of = None
-        if self._mixes(stores):
-            assert scores is not None
-            n_tokens = kept.shape[-1]
-            present = {} if front else {"absent": states.absent, "counts": states.counts}
-            free = evictable(kept, sinks=0 if front else self.sinks, window=self.window, **present)
-            of = chosen_widths(scores[..., -n_tokens:], kept, counts, free)
+        if scores is not None:
+            present = {} if is_behind else {"absent": states.absent, "counts": states.counts}
+            sinks = 0 if is_behind else self.sinks
+            free = evictable(kept, sinks=sinks, window=self.window, **present)
+            of = chosen_widths(scores[..., -kept.shape[-1] :], kept, counts, free)
         return replace(states, widths=ChosenWidths(counts=counts, of=of))
 
     def _note(

@@ -228,7 +228,7 @@ def turn_targets(room: IntArray, entries: IntArray, *, protected: int, shared: b
 
 
 def widest(profile: BudgetProfile) -> int:
-    """Return the most bits that any entry is stored at."""
+    """Return the width, or the mix of widths, of all heads of a profile that is `by_prompt`."""
     return int(profile.widths[list(profile.shape.full_layers)].max())
 
 

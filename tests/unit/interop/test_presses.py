@@ -277,6 +277,10 @@ def test_names_are_read_and_written_alike():
             "kvpress:Recent@20%@6bits",
             "nothing is rounded to 6 bits; choose from: 16, 8, 5, 4, 3, 2",
         ),
+        (
+            "kvpress:Recent@20%@532bits",
+            "nothing is rounded to 532 bits; choose from: 16, 8, 5, 4, 3, 2",
+        ),
     ],
 )
 def test_what_is_no_peer_is_refused(text, said):

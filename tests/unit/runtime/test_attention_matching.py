@@ -76,7 +76,7 @@ def test_values_that_are_fixed_stay_and_the_others_make_up_for_all():
     lacking = weights @ values - shares @ values[kept]
     assert np.array_equal(found[fixed], values[kept][fixed])
     expected = values[kept][~fixed] + stacked(shares[:, ~fixed], lacking, VALUE_RIDGE)
-    np.testing.assert_allclose(found[~fixed], expected, atol=1e-5)
+    np.testing.assert_allclose(found[~fixed], expected, atol=1e-9)
 
 
 # As a policy

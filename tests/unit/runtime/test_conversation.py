@@ -159,7 +159,7 @@ def test_a_conversation_that_outgrows_its_memory_keeps_more_entries_at_fewer_bit
     assert (widths[0], widths[-1]) == (8, 85)
     assert widths == sorted(widths)
     assert {part.bits for part in cache.layers[0].kept.parts} == {8, 5}
-    assert cache.retained_bytes > 0.5 * 120 * 1024
+    assert cache.retained_bytes > 0.6 * 120 * 1024
 
 
 def test_a_turn_that_memory_does_not_take_whole_is_read_as_its_pieces_are(model):
