@@ -228,7 +228,7 @@ class LossProbe:
             widths = ChosenWidths(counts=counts, of=of)
             states = replace(seen, queries=queries, keys=keys, values=values, widths=widths)
             made = self._policy.combine(states, keep, numbers, **limits)
-            values = values if made is None else made[1]
+            keys, values = (keys, values) if made is None else made
         keys, values = (one.clone(memory_format=torch.contiguous_format) for one in (keys, values))
         order = keep.byte().argsort(dim=-1, descending=True, stable=True)
         kept_keys = gathered(keys, order)

@@ -216,6 +216,12 @@ class ChosenWidths:
     counts: Mapping[int, IntArray]
     of: Tensor | None = None
 
+    def of_places(self, heads: slice, places: Tensor) -> ChosenWidths:
+        """Return those of some heads and of some of their tokens, (batch, n_heads, n_places)."""
+        counts = {width: number[:, heads] for width, number in self.counts.items()}
+        of = None if self.of is None else self.of[:, heads].gather(2, places)
+        return ChosenWidths(counts=counts, of=of)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observed:

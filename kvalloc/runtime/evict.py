@@ -501,7 +501,7 @@ class Eviction:
             if self.remember and self.policy.observes:
                 observed = self.policy.observe(states, sinks=self.sinks)
                 self._note(store, bundle, observed, kept, budgets)
-            if goes:
+            if goes or bits is not None:
                 limits = Limits(sinks=self.sinks, window=self.window)
                 made = self.policy.combine(states, kept, budgets, **limits)
                 keys, values = (states.keys, states.values) if made is None else made

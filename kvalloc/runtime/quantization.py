@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from math import inf
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -47,6 +48,13 @@ _STEP_FACTORS = (0.85, 1.0, 1.2)
 _LEAST_STEP, _LEAST_CHANNEL_STEP = 2.0**-16, 2.0**-22
 """A head, or a channel of its keys, whose steps are all smaller has scales in bfloat16: below
 2**-14 a float16 loses digits."""
+
+
+Feedback: TypeAlias = "tuple[Tensor, Tensor]"
+"""Order of channels, and what of each one's error goes to those after it; see `_feedback`."""
+
+_DAMPING = 1.0
+"""Added to the moments of queries, whose mean is 1 then: later queries differ from those known."""
 
 
 def quantised_keys(keys: Tensor, bits: int) -> Tensor:
@@ -90,9 +98,15 @@ def quantised_values(values: Tensor, bits: int) -> Tensor:
 
 
 def round_kept_keys(
-    keys: Tensor, counts: Mapping[int, IntArray], width_of: Tensor | None = None
+    keys: Tensor,
+    counts: Mapping[int, IntArray],
+    width_of: Tensor | None = None,
+    moments: Tensor | None = None,
 ) -> None:
     """Round kept keys of each row and head as they will come back from storage, in place.
+
+    What rounding a channel loses is made up for in the channels after it, as far as queries do not
+    tell them apart. The ends of a block's range stay, so that such keys are stored as they are.
 
     Parameters
     ----------
@@ -102,6 +116,13 @@ def round_kept_keys(
         By width, how many are stored at it.
     width_of : Tensor of int, (batch, n_kv_heads, n_tokens), optional
         The width of each, where a head has several.
+    moments : Tensor of float64, (batch, n_kv_heads, head_dim, head_dim), optional
+        Mean outer product of the queries that read them. Without it each number is rounded alone.
+
+    References
+    ----------
+    GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers (Frantar et
+    al., 2022), there for weights and their inputs.
     """
     total, device = np.sum([*counts.values()], axis=0), keys.device
     row = torch.arange(len(keys), device=device)[:, None, None]
@@ -110,15 +131,16 @@ def round_kept_keys(
         if width == 16 or not len(of_width):
             continue
         own, head = count[:, of_width], torch.from_numpy(of_width).to(device)
+        feedback = None if moments is None else _feedback(moments[:, head])
         if width_of is None or (own == total[:, of_width]).all():
-            keys[:, head] = _first_rounded(keys[:, head], own, width)
+            keys[:, head] = _first_rounded(keys[:, head], own, width, feedback)
             continue
         first = (width_of[:, head] == width).byte().argsort(dim=-1, descending=True, stable=True)
         place = row, head[:, None], first[..., : int(own.max())]
-        keys[place] = _first_rounded(keys[place], own, width)
+        keys[place] = _first_rounded(keys[place], own, width, feedback)
 
 
-def _first_rounded(keys: Tensor, counts: IntArray, width: int) -> Tensor:
+def _first_rounded(keys: Tensor, counts: IntArray, width: int, feedback: Feedback | None) -> Tensor:
     """Return keys (batch, n_heads, n, head_dim), the first of each row and head rounded."""
     n_tokens, device = int(keys.shape[2]), keys.device
     ends = torch.from_numpy(counts).to(device)[..., None]
@@ -128,8 +150,70 @@ def _first_rounded(keys: Tensor, counts: IntArray, width: int) -> Tensor:
     repeated = last + (places - last).remainder((ends - last).clamp(min=1))
     places = torch.where(places < ends, places, repeated).clamp(max=n_tokens - 1)
     index = places[..., None].expand(-1, -1, -1, keys.shape[3])
-    rounded = quantised_keys(keys.gather(2, index), width)[:, :, :n_tokens]
-    return torch.where(stored[..., None], rounded, keys)
+    known = keys.gather(2, index)
+    if feedback is None:
+        rounded = quantised_keys(known, width)
+    else:
+        rounded = _with_feedback(known, WIDTHS[width].keys, *feedback)
+    return torch.where(stored[..., None], rounded[:, :, :n_tokens], keys)
+
+
+def _feedback(moments: Tensor) -> Feedback:
+    """Return the order of channels, and what of each one's error goes to those after it.
+
+    Parameters
+    ----------
+    moments : Tensor of float64, (batch, n_heads, dim, dim)
+
+    Returns
+    -------
+    order : Tensor of int64, (batch, n_heads, dim)
+        The largest first.
+    passed : Tensor of float32, (batch, n_heads, dim, dim)
+        Upper triangular in that order, its diagonal 1.
+    """
+    diagonal = moments.diagonal(dim1=-2, dim2=-1)
+    order = diagonal.argsort(dim=-1, descending=True)
+    mean = diagonal.mean(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
+    known = moments / mean[..., None, None]
+    known.diagonal(dim1=-2, dim2=-1).add_(_DAMPING)
+    columns = order[..., None, :].expand(known.shape)
+    known = known.gather(-1, columns).gather(-2, columns.mT)
+    inverse, failed = torch.linalg.inv_ex(known)
+    upper, failed_too = torch.linalg.cholesky_ex(inverse, upper=True)
+    passed = (upper / upper.diagonal(dim1=-2, dim2=-1)[..., None]).float()
+    holds = (failed | failed_too) == 0  # else queries overflow
+    return order, torch.where(
+        holds[..., None, None], passed, torch.eye(int(passed.shape[-1]), device=passed.device)
+    )
+
+
+def _with_feedback(keys: Tensor, bits: int, order: Tensor, passed: Tensor) -> Tensor:
+    """Return keys (batch, n_heads, n, dim) rounded to codes, with `_feedback`; see there."""
+    blocks, levels = in_blocks(keys, KEY_BLOCK_TOKENS, dim=2), float(2**bits - 1)
+    _, scales, _ = coded(blocks.flatten(0, 2), bits, 1)
+    scales = scales.float().view(*blocks.shape[:3], 2, -1)
+    ends = (blocks == blocks.amin(3, keepdim=True)) | (blocks == blocks.amax(3, keepdim=True))
+
+    def by_channel(numbers: Tensor) -> Tensor:  # in order, contiguous
+        places = order[:, :, None, None].expand(numbers.shape)
+        return numbers.gather(-1, places).movedim(-1, 0).contiguous()
+
+    rest, stays = by_channel(blocks), by_channel(ends)
+    plain = rest.clone()
+    scale, minimum = (by_channel(one) for one in torch.split(scales, 1, dim=3))
+    steps = torch.threshold(scale, 0.0, inf)
+    passed = passed.permute(2, 3, 0, 1)[..., None, None]
+    for place, own in enumerate(rest):
+        code = (own - minimum[place]).div_(steps[place]).round_().clamp_(0, levels)
+        back = torch.addcmul(minimum[place], code, scale[place])
+        back = torch.where(stays[place], plain[place], back)
+        error = own - back
+        rest[place + 1 :].addcmul_(passed[place, place + 1 :], error, value=-1)
+        own.copy_(back)
+    places = order[:, :, None, None].expand(blocks.shape)
+    rounded = torch.empty_like(blocks).scatter_(-1, places, rest.movedim(0, -1))
+    return rounded.flatten(2, 3)[:, :, : keys.shape[2]].to(keys.dtype)
 
 
 def rotated(vectors: Tensor) -> Tensor:

@@ -165,9 +165,9 @@ def attention_rows(states: AttentionStates, first: int, end: int) -> Tensor:
 
 
 def queries_behind(
-    states: AttentionStates, places: Tensor, ahead: int, *, user: str, instead: str
+    states: AttentionStates, places: Tensor, ahead: int | Tensor, *, user: str, instead: str
 ) -> Tensor:
-    """Return some of the queries, all rotated to one position behind the newest token.
+    """Return some of the queries, rotated to positions behind the newest token.
 
     Parameters
     ----------
@@ -175,8 +175,8 @@ def queries_behind(
         One layer's queries, keys and values.
     places : Tensor of int64, (n_rows,)
         Which queries, counted from the first of the states'.
-    ahead : int
-        Positions behind the newest token.
+    ahead : int, or Tensor of int64, (n_rows,)
+        Positions behind the newest token, of all queries or of each.
     user, instead : str
         See `known_rotation`.
 

@@ -3,22 +3,25 @@
 For reference queries r with attention weights a over all entries of a head, and kept entries S,
 the new values V' minimise ``sum_r |sum_S b_rj v'_j - sum_all a_rj v_j|^2 + lambda |V' - V|^2``,
 with b the softmax over S, and lambda the ridge times the mean of the diagonal of the normal matrix.
-Where entries are stored at fewer bits, b is that of their rounded keys: the values make up for
-that, too.
+Where entries are stored at fewer bits, keys are rounded so that these queries see little of it, and
+b is that of the rounded keys: the values make up for that, too. Values of wider entries make up for
+what rounding those of narrower ones loses.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Unpack
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from kvalloc.models.attention import AttentionStates
+from kvalloc.models.attention import AttentionStates, ChosenWidths
 from kvalloc.runtime.policies.base import SHORT_TOKENS, Limits
 from kvalloc.runtime.policies.score import Score
-from kvalloc.runtime.quantization import round_kept_keys
+from kvalloc.runtime.quantization import quantised_values, round_kept_keys
 from kvalloc.runtime.selection import gathered, put_at
 from kvalloc.scorers.attention_rows import (
     attention_logits,
@@ -39,11 +42,17 @@ _LEAST_RIDGE = 1e-6
 _ALIKE = 1.25
 """Heads are fitted at once where none keeps more than so many times the entries of another."""
 
+_UNHARMED_WIDTH = 8
+"""From this width on rounding loses so little that nothing has to make up for it."""
+
 _NOTHING = 1e-30
 """Least lambda."""
 
 _AHEAD_TOKENS = 8
 """How far behind the prompt's end its last queries are put."""
+
+_AHEADS = (2, 8, 20, 33, 50, 75, 100, 150, 200, 300)
+"""How far behind it they are put in turn, where rounded keys are to suit a whole answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +62,10 @@ class AttentionMatching(Score):
     What later queries get from the whole prompt is known for its last ones, put where the answer
     begins (queries in their own places look at their neighbours, which later ones do not have).
     Each KV head's kept entries get the values that reproduce it best, close to what they were: see
-    `match_attention`. Keys and the number of entries stay. The cache holds a prompt that comes in
-    chunks until it is complete. At the end of a turn the values of its own entries are fitted,
-    once: fitted to other queries, values that were fitted lose.
+    `match_attention`. The number of entries stays, and keys do but for their rounding, which is one
+    that such queries see little of: see `kvalloc.runtime.quantization.round_kept_keys`. The cache
+    holds a prompt that comes in chunks until it is complete. At the end of a turn the values of its
+    own entries are fitted, once: fitted to other queries, values that were fitted lose.
 
     Parameters
     ----------
@@ -104,22 +114,33 @@ class AttentionMatching(Score):
 
     def combine(
         self, states: AttentionStates, kept: Tensor, budgets: Tensor, **limits: Unpack[Limits]
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor] | None:
         """Give kept entries their new values; see `EvictionPolicy.combine`.
+
+        A head that keeps all of its entries, none of them below 8 bits, stays as it is.
 
         Raises
         ------
         UnsupportedModelError
             If the prompt's queries cannot be put elsewhere.
         """
-        queries = self._references(states)
+        widths, changes = states.widths, budgets < kept.shape[2]
+        if widths is not None:
+            narrow = [n for width, n in widths.counts.items() if width < _UNHARMED_WIDTH]
+            changes |= torch.from_numpy(sum(narrow, np.zeros_like(budgets.numpy())) > 0)
+        if not changes.any():
+            return None
+        queries = self._references(states, (_AHEAD_TOKENS,))
         sizes, group = budgets.to(kept.device), queries.shape[1] // kept.shape[1]
-        evicts = ~kept.all(dim=-1)
-        values = states.values.clone(memory_format=torch.contiguous_format)
-        largest = budgets.masked_fill((budgets == kept.shape[2]).all(dim=0), 0).amax(dim=0)
+        keys, values = states.keys, states.values.clone(memory_format=torch.contiguous_format)
+        moments = None
+        if widths is not None and not states.latest:
+            keys, moments = keys.clone(memory_format=torch.contiguous_format), self._moments(states)
+        largest = budgets.masked_fill(~changes.any(dim=0), 0).amax(dim=0)
         groups = _alike(largest.tolist())
         if kept.shape[2] <= SHORT_TOKENS:
-            groups = [(slice(0, len(largest)), int(largest.max()))]
+            groups = [(slice(0, len(largest)), int(budgets.max()))]
+        changed = changes.to(kept.device)[..., None, None]
         for heads, n_kept in groups:
             of_heads = slice(heads.start * group, heads.stop * group)
             sinks = None if states.sink_logits is None else states.sink_logits[of_heads]
@@ -134,12 +155,15 @@ class AttentionMatching(Score):
             # evicted entries come behind the kept ones, where a head keeps fewer than another
             order = kept[:, heads].byte().argsort(dim=-1, descending=True, stable=True)
             places = order[..., :n_kept]
-            as_stored = None
-            if (widths := states.widths) is not None:
-                stored = gathered(states.keys[:, heads], places)
-                counts = {width: n[:, heads] for width, n in widths.counts.items()}
-                of = None if widths.of is None else widths.of[:, heads].gather(2, places)
-                round_kept_keys(stored, counts, of)
+            as_stored = stored_widths = None
+            if widths is not None:
+                plain = gathered(states.keys[:, heads], places)
+                stored = plain.clone()
+                stored_widths = widths.of_places(heads, places)
+                seen = None if moments is None else moments[:, heads]
+                round_kept_keys(stored, stored_widths.counts, stored_widths.of, seen)
+                if moments is not None:
+                    put_at(keys[:, heads], places, torch.where(changed[:, heads], stored, plain))
                 as_stored = attention_logits(reference, stored, 0, n_queries)
                 as_stored = as_stored.sub_(divisors).exp_().flatten(2, 3)
             fixed = None
@@ -151,12 +175,13 @@ class AttentionMatching(Score):
                 places,
                 fixed=fixed,
                 sizes=sizes[:, heads],
-                evicts=evicts[:, heads],
+                changes=changed[:, heads],
                 as_stored=as_stored,
+                widths=stored_widths,
                 has_sinks=sinks is not None,
             )
             put_at(values[:, heads], places, fitted)
-        return states.keys, values
+        return keys, values
 
     def _known(self, states: AttentionStates, heads: slice) -> tuple[Tensor, Tensor] | None:
         """Return `known_rows` of the references, if the scorer has just used the same queries."""
@@ -177,8 +202,16 @@ class AttentionMatching(Score):
         want_rows(states, self.rows, self.every)
         return super().scores(states, sinks=sinks)
 
-    def _references(self, states: AttentionStates) -> Tensor:
-        """Return queries behind the prompt, (batch, n_query_heads, n, head_dim)."""
+    def _moments(self, states: AttentionStates) -> Tensor:
+        """Return each KV head's mean outer product of queries of an answer, float64."""
+        queries = self._references(states, _AHEADS).double()
+        batch, n_heads, _, head_dim = states.keys.shape
+        own = queries.reshape(batch, n_heads, -1, head_dim)
+        moments: Tensor = own.mT @ own / own.shape[2]
+        return moments
+
+    def _references(self, states: AttentionStates, aheads: Sequence[int]) -> Tensor:
+        """Return queries so far behind the prompt in turn, (batch, n_query_heads, n, head_dim)."""
         end = int(states.queries.shape[2])
         first = end - min(self.rows, end)
         places = (
@@ -186,7 +219,9 @@ class AttentionMatching(Score):
         )  # the last among them
         instead = "choose a policy that fits no values"
         user = "the policy attention_matching"
-        return queries_behind(states, places, _AHEAD_TOKENS, user=user, instead=instead)
+        device = states.keys.device
+        ahead = torch.from_numpy(np.resize(aheads, len(places))).to(device)
+        return queries_behind(states, places, ahead, user=user, instead=instead)
 
 
 def _alike(sizes: list[int]) -> list[tuple[slice, int]]:
@@ -211,10 +246,11 @@ def match_attention(
     values: Tensor,
     kept: Tensor,
     *,
-    evicts: Tensor,
+    changes: Tensor,
     sizes: Tensor | None = None,
     as_stored: Tensor | None = None,
     fixed: Tensor | None = None,
+    widths: ChosenWidths | None = None,
     has_sinks: bool = False,
 ) -> Tensor:
     """Fit values of kept entries to the attention over all entries.
@@ -226,8 +262,8 @@ def match_attention(
     values : Tensor, (..., n_tokens, head_dim)
     kept : Tensor of int64, (..., n_kept)
         No entry twice in a head.
-    evicts : Tensor of bool, (...)
-        Whether anything goes of a head; one that keeps everything stays as it is.
+    changes : Tensor of bool, (..., 1, 1)
+        Whether the values of a head may change.
     sizes : Tensor of int64, (...), optional
         Where heads keep different numbers: how many of the first places of `kept` count. The
         entries at the others are not kept, and come back as they were.
@@ -236,6 +272,8 @@ def match_attention(
         their part of `weights` by default.
     fixed : Tensor of bool, (..., n_kept), optional
         Which of them come back as they were although they are kept.
+    widths : ChosenWidths, optional
+        At which they are going to be stored.
     has_sinks : bool
         Whether something without an entry takes part in the softmax, so that a row sums to less
         than 1.
@@ -267,11 +305,43 @@ def match_attention(
     first = values.gather(-2, kept[..., None].expand(*kept.shape, values.shape[-1]))
     first = first.to(weights.dtype)
     lacking = weights @ values.to(weights.dtype) - design @ first
+    free = counts
     if fixed is not None:
-        design = design * ~fixed[..., None, :]
-        sizes = (counts & ~fixed).sum(dim=-1).clamp(min=1)
-    added = ridge_step(design, lacking * evicts[..., None, None], sizes)
-    return (first + added).to(values.dtype)
+        free = counts & ~fixed
+        sizes = free.sum(dim=-1).clamp(min=1)
+    lacking = lacking * changes
+    fitted = first + ridge_step(design * free[..., None, :], lacking, sizes)
+    if widths is not None:
+        _make_up(fitted, design, widths, free)
+    return fitted.to(values.dtype)
+
+
+def _make_up(fitted: Tensor, design: Tensor, widths: ChosenWidths, free: Tensor) -> None:
+    """Let values of wider entries make up for what rounding narrower ones loses, in place.
+
+    Parameters
+    ----------
+    fitted : Tensor, (batch, n_heads, n_kept, head_dim)
+    design : Tensor, (batch, n_heads, n_queries, n_kept)
+        What each query gets of each value.
+    widths : ChosenWidths
+    free : Tensor of bool, (batch, n_heads, n_kept)
+        Which values may change.
+    """
+    if widths.of is None:
+        return
+    ascending = sorted(widths.counts)
+    for place, width in enumerate(ascending[:-1]):
+        wider = sum(widths.counts[one] for one in ascending[place + 1 :])
+        rows, heads = np.nonzero((widths.counts[width] > 0) & (wider > 0))
+        if not len(rows):
+            continue
+        some = torch.from_numpy(rows), torch.from_numpy(heads)
+        own, of, shares = fitted[some], widths.of[some], design[some]
+        lost = (own - quantised_values(own[None], width)[0]) * (of == width)[..., None]
+        others = free[some] & (of > width)
+        sizes = others.sum(dim=-1).clamp(min=1)
+        fitted[some] += ridge_step(shares * others[:, None], shares @ lost, sizes)
 
 
 def ridge_step(design: Tensor, target: Tensor, sizes: Tensor) -> Tensor:

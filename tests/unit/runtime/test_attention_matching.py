@@ -11,12 +11,13 @@ from scorer_oracle import make_states
 import kvalloc
 from kvalloc.accounting.costs import WIDTHS
 from kvalloc.errors import UnsupportedModelError
+from kvalloc.models.attention import ChosenWidths
 from kvalloc.runtime.policies import attention_matching
 from kvalloc.runtime.policies.attention_matching import (
     VALUE_RIDGE,
     match_attention,
 )
-from kvalloc.runtime.quantization import quantised_keys, quantised_values
+from kvalloc.runtime.quantization import quantised_values
 
 Array = npt.NDArray[np.float64]
 CONTEXT = 90
@@ -49,7 +50,7 @@ def matched_by_hand(weights, values, kept, change=0.0):
 
 def test_queries_that_see_nothing_of_what_is_kept_change_nothing():
     weights = torch.tensor([[0.0, 1.0]])
-    found = match_attention(weights, torch.eye(2), torch.tensor([0]), evicts=torch.tensor(True))
+    found = match_attention(weights, torch.eye(2), torch.tensor([0]), changes=torch.ones(1, 1, dtype=torch.bool))
     assert torch.equal(found, torch.eye(2)[:1])
 
 
@@ -59,7 +60,7 @@ def test_a_system_that_cannot_be_solved_changes_nothing(lost, monkeypatch):
     monkeypatch.setattr(attention_matching, "VALUE_RIDGE", 1e-40)
     weights = torch.full((4, 8), 0.125) + lost
     values = torch.randn(8, 4)
-    found = match_attention(weights, values, torch.arange(6), evicts=torch.tensor(True))
+    found = match_attention(weights, values, torch.arange(6), changes=torch.ones(1, 1, dtype=torch.bool))
     assert torch.equal(found, values[:6])
 
 
@@ -69,7 +70,7 @@ def test_values_that_are_fixed_stay_and_the_others_make_up_for_all():
     kept, fixed = np.array([0, 2, 3, 6, 7]), np.array([True, False, True, False, False])
     found = match_attention(
         *map(torch.from_numpy, (weights, values, kept)),
-        evicts=torch.tensor(True),
+        changes=torch.ones(1, 1, dtype=torch.bool),
         fixed=torch.from_numpy(fixed),
     ).numpy()
     shares = weights[:, kept] / weights[:, kept].sum(axis=1, keepdims=True)
@@ -79,6 +80,27 @@ def test_values_that_are_fixed_stay_and_the_others_make_up_for_all():
     np.testing.assert_allclose(found[~fixed], expected, atol=1e-9)
 
 
+def test_values_of_wider_entries_make_up_for_rounding_those_of_narrower_ones():
+    rng = np.random.default_rng(5)
+    weights, values = rng.dirichlet(np.ones(14), 9), rng.normal(size=(14, 4))
+    kept = np.array([0, 2, 3, 5, 6, 7, 9, 11])
+    width_of = np.array([3, 8, 2, 3, 8, 2, 2, 8])
+    counts = {width: np.array([[np.sum(width_of == width)]]) for width in (8, 3, 2)}
+    found = match_attention(
+        *(torch.from_numpy(one)[None, None] for one in (weights, values, kept)),
+        changes=torch.ones(1, 1, dtype=torch.bool),
+        widths=ChosenWidths(counts=counts, of=torch.from_numpy(width_of)[None, None]),
+    )
+    expected = matched_by_hand(weights, values, kept)
+    shares = weights[:, kept] / weights[:, kept].sum(axis=1, keepdims=True)
+    for width in (2, 3):
+        rounded = quantised_values(torch.from_numpy(expected)[None, None], width)[0, 0].numpy()
+        its, wider = width_of == width, width_of > width
+        lost = shares[:, its] @ (expected - rounded)[its]
+        expected[wider] += stacked(shares[:, wider], lost, VALUE_RIDGE)
+    np.testing.assert_allclose(found[0, 0].numpy(), expected, atol=1e-6)
+
+
 # As a policy
 
 
@@ -86,7 +108,7 @@ def test_a_head_that_keeps_everything_stays_as_it_is():
     weights, values = torch.rand(2, 4, 8), torch.randn(2, 8, 4)
     rounded, kept = weights[:, :, :6] * 1.5, torch.arange(6).expand(2, 6)
     found = match_attention(
-        weights, values, kept, as_stored=rounded, evicts=torch.tensor([True, False])
+        weights, values, kept, as_stored=rounded, changes=torch.tensor([True, False])[:, None, None]
     )
     assert torch.equal(found[1], values[1, :6])
     assert not torch.equal(found[0], values[0, :6])
@@ -117,8 +139,11 @@ def turned(queries, positions, frequencies):
     return np.concatenate([pairs.real, pairs.imag, queries[..., 2 * half :]], axis=-1)
 
 
-def expected_of(model, ids, kept, *, rows=ROWS, bits=16):
-    """For each layer, values of each KV head's kept entries, from plain forwards."""
+def expected_of(model, ids, kept, *, rows=ROWS, stored=None):
+    """For each layer, values of each KV head's kept entries, from plain forwards.
+
+    They make up for what is stored of keys.
+    """
     states = states_seen(model, ids)
     found = {}
     for layer, places in kept.items():
@@ -144,18 +169,20 @@ def expected_of(model, ids, kept, *, rows=ROWS, bits=16):
             mine = [int(one) for one in places[0, head] if one >= 0]
             values = own.values[0, head, :n_tokens].double().numpy()
             exact = own.keys[0, head, mine].double().numpy()
-            rounded = (
-                quantised_keys(own.keys[:, head : head + 1, mine], bits)[0, 0].double().numpy()
-            )
+            rounded = exact if stored is None else stored[layer][head]
             change = references[head * group : (head + 1) * group] @ (rounded - exact).T
             change = (change * own.scaling).reshape(-1, len(mine))
             found[layer].append(matched_by_hand(weights, values, mine, change))
     return found
 
 
-def stored_of(cache, layer, head):
-    """Values of one head's kept entries."""
-    return tiny.pieces_of(cache.layers[layer].kept)[0, head].values
+def stored_of(cache):
+    """For each layer, the kept keys and values of each KV head, float64."""
+    pieces = {layer: tiny.pieces_of(store.kept) for layer, store in cache.stores.items()}
+    return {
+        layer: [(one.keys.double().numpy(), one.values) for _, one in sorted(own.items())]
+        for layer, own in pieces.items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -180,14 +207,16 @@ def test_the_cache_stores_what_plain_forwards_say(family, level, rows, bits):
     cache = kvalloc.make_cache(model, matching(profile, rows=rows))
     run(model, ids, cache)
     kept, plain = tiny.kept_of(cache), states_seen(model, ids)
-    unrounded = expected_of(model, ids, kept, rows=rows)
-    for layer, heads in expected_of(model, ids, kept, rows=rows, bits=bits).items():
+    unrounded, stored = expected_of(model, ids, kept, rows=rows), stored_of(cache)
+    keys = {layer: [key for key, _ in heads] for layer, heads in stored.items()}
+    keys = None if bits == 16 else keys
+    for layer, heads in expected_of(model, ids, kept, rows=rows, stored=keys).items():
         for head, values in enumerate(heads):
             expected = quantised_values(torch.from_numpy(values)[None, None].float(), bits)[0, 0]
             steps = (values.max() - values.min()) / (2 ** WIDTHS[bits].values - 1)
             # a code may be the next one
             atol = 2e-3 if bits == 16 else 3 * steps
-            np.testing.assert_allclose(stored_of(cache, layer, head), expected, atol=atol)
+            np.testing.assert_allclose(stored[layer][head][1], expected, atol=atol)
             mine = kept[layer][0, head][kept[layer][0, head] >= 0].long()
             changed = np.abs(values - plain[layer].values[0, head, mine].numpy()).max()
             assert changed > 0.1

@@ -15,11 +15,16 @@ from scipy.linalg import hadamard
 from tiny_models import equal_budgets, tiny_model
 
 import kvalloc
-from kvalloc.accounting.costs import head_bytes
+from kvalloc.accounting.costs import WIDTHS, head_bytes
 from kvalloc.errors import InputError, UnsupportedRequestError
 from kvalloc.models.names import cache_keyword
 from kvalloc.runtime.kept import NO_COLUMN, added, extended, joined, pack, packed
-from kvalloc.runtime.quantization import quantised_keys, quantised_values, rotated
+from kvalloc.runtime.quantization import (
+    quantised_keys,
+    quantised_values,
+    rotated,
+    round_kept_keys,
+)
 
 BATCH, HEADS = 2, 3
 
@@ -144,6 +149,68 @@ def test_sinks_are_rounded_once_however_often_the_entries_beside_them_change(bit
         assert (anew.keys[:4] != first.keys[:4]).any()
         assert torch.equal(now.keys[:4], first.keys[:4])
         torch.testing.assert_close(now.values[:4], first.values[:4])
+
+
+@settings(deadline=None, max_examples=12)
+@given(
+    counts=tables(st.integers(1, 150)),
+    mixed=st.booleans(),
+    bits=st.sampled_from([8, 5, 3]),
+    seed=st.integers(0, 999),
+)
+def test_keys_are_rounded_for_the_queries_that_read_them(counts, mixed, bits, seed):
+    """Each channel takes what is best of it once those before it have lost what they have lost."""
+    rng, dim = np.random.default_rng(seed), 6
+    n = int(counts.max())
+    keys = rng.normal(size=(BATCH, HEADS, n, dim)) * 10 ** rng.uniform(-1, 1, dim)
+    keys = keys.astype(np.float32).astype(np.float64)
+    queries = rng.normal(size=(BATCH, HEADS, 20, 2)) @ rng.normal(size=(BATCH, HEADS, 2, dim))
+    moments = np.swapaxes(queries, 2, 3) @ queries / 20
+    width_of = rng.permuted(np.arange(n) % 2, axis=0) * (bits == 3) * mixed
+    width_of = np.broadcast_to(np.where(width_of, 8, bits), keys.shape[:3])
+    behind = np.arange(n) >= counts[..., None]
+    by_width = {width: ((width_of == width) & ~behind).sum(axis=2) for width in {8, bits}}
+    found = torch.from_numpy(keys).float()
+    of = torch.from_numpy(np.where(behind, 0, width_of)) if mixed else None
+    round_kept_keys(found, by_width, of, torch.from_numpy(moments))
+    for row, head in np.ndindex(BATCH, HEADS):
+        damped = moments[row, head] / moments[row, head].diagonal().mean() + np.eye(dim)
+        order = (-damped.diagonal()).argsort(kind="stable")
+        for width in by_width:
+            its = np.flatnonzero((width_of[row, head] == width) & ~behind[row, head])
+            for first in range(0, len(its), 64):
+                block = its[first : first + 64]
+                exact = keys[row, head, block]
+                offsets = found[row, head, block].double().numpy() - exact
+                scale = np.ptp(exact, axis=0) / (2 ** WIDTHS[width].keys - 1)
+                for place, channel in enumerate(order):
+                    before, rest = order[:place], order[place:]
+                    system = damped[np.ix_(rest, rest)]
+                    aim = -np.linalg.solve(
+                        system, damped[np.ix_(rest, before)] @ offsets[:, before].T
+                    )
+                    least, most = exact[:, channel].min(), exact[:, channel].max()
+                    wanted = exact[:, channel] + (aim[0] if place else 0)
+                    back = exact[:, channel] + offsets[:, channel]
+                    is_end = (exact[:, channel] == least) | (exact[:, channel] == most)
+                    off = np.abs(back - wanted.clip(least, most))[~is_end]
+                    assert (off <= scale[channel] * 0.6).all()
+                    assert not offsets[is_end, channel].any()
+    again = found.clone()
+    round_kept_keys(again, by_width, of)
+    np.testing.assert_allclose(again, found, atol=2e-3 * np.abs(keys).max())
+    assert np.array_equal(found[torch.from_numpy(behind)], keys[behind].astype(np.float32))
+
+
+def test_queries_in_a_plane_see_a_third_of_what_rounding_alone_loses():
+    torch.manual_seed(4)
+    queries = torch.randn(1, 2, 90, 3) @ torch.randn(1, 2, 3, 32)
+    keys, counts = torch.randn(1, 2, 200, 32), {3: np.array([[200, 130]])}
+    alone, together = keys.clone(), keys.clone()
+    round_kept_keys(alone, counts)
+    round_kept_keys(together, counts, moments=(queries.mT @ queries / 90).double())
+    lost = [(queries @ (one - keys).mT).square().sum() for one in (alone, together)]
+    assert lost[1] < lost[0] / 3
 
 
 def test_three_bits_are_for_powers_of_two():
