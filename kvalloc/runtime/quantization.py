@@ -11,13 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from math import inf
-from typing import TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvalloc.accounting import IntArray
+from kvalloc.accounting import BoolArray, IntArray
 from kvalloc.accounting.costs import (
     KEY_BLOCK_TOKENS,
     PLANES,
@@ -49,9 +48,6 @@ _LEAST_STEP, _LEAST_CHANNEL_STEP = 2.0**-16, 2.0**-22
 """A head, or a channel of its keys, whose steps are all smaller has scales in bfloat16: below
 2**-14 a float16 loses digits."""
 
-
-Feedback: TypeAlias = "tuple[Tensor, Tensor]"
-"""Order of channels, and what of each one's error goes to those after it; see `_feedback`."""
 
 _DAMPING = 1.0
 """Added to the moments of queries, whose mean is 1 then: later queries differ from those known."""
@@ -124,6 +120,9 @@ def round_kept_keys(
     GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers (Frantar et
     al., 2022), there for weights and their inputs.
     """
+    if moments is not None:
+        _round_for_queries(keys, counts, width_of, moments.flatten(0, 1))
+        return
     total, device = np.sum([*counts.values()], axis=0), keys.device
     row = torch.arange(len(keys), device=device)[:, None, None]
     for width, count in counts.items():
@@ -131,16 +130,15 @@ def round_kept_keys(
         if width == 16 or not len(of_width):
             continue
         own, head = count[:, of_width], torch.from_numpy(of_width).to(device)
-        feedback = None if moments is None else _feedback(moments[:, head])
         if width_of is None or (own == total[:, of_width]).all():
-            keys[:, head] = _first_rounded(keys[:, head], own, width, feedback)
+            keys[:, head] = _first_rounded(keys[:, head], own, width)
             continue
         first = (width_of[:, head] == width).byte().argsort(dim=-1, descending=True, stable=True)
         place = row, head[:, None], first[..., : int(own.max())]
-        keys[place] = _first_rounded(keys[place], own, width, feedback)
+        keys[place] = _first_rounded(keys[place], own, width)
 
 
-def _first_rounded(keys: Tensor, counts: IntArray, width: int, feedback: Feedback | None) -> Tensor:
+def _first_rounded(keys: Tensor, counts: IntArray, width: int) -> Tensor:
     """Return keys (batch, n_heads, n, head_dim), the first of each row and head rounded."""
     n_tokens, device = int(keys.shape[2]), keys.device
     ends = torch.from_numpy(counts).to(device)[..., None]
@@ -150,70 +148,91 @@ def _first_rounded(keys: Tensor, counts: IntArray, width: int, feedback: Feedbac
     repeated = last + (places - last).remainder((ends - last).clamp(min=1))
     places = torch.where(places < ends, places, repeated).clamp(max=n_tokens - 1)
     index = places[..., None].expand(-1, -1, -1, keys.shape[3])
-    known = keys.gather(2, index)
-    if feedback is None:
-        rounded = quantised_keys(known, width)
-    else:
-        rounded = _with_feedback(known, WIDTHS[width].keys, *feedback)
-    return torch.where(stored[..., None], rounded[:, :, :n_tokens], keys)
+    rounded = quantised_keys(keys.gather(2, index), width)[:, :, :n_tokens]
+    return torch.where(stored[..., None], rounded, keys)
 
 
-def _feedback(moments: Tensor) -> Feedback:
-    """Return the order of channels, and what of each one's error goes to those after it.
+def _round_for_queries(
+    keys: Tensor, counts: Mapping[int, IntArray], width_of: Tensor | None, moments: Tensor
+) -> None:
+    """Round kept keys in place, blocks of all widths and heads at once; see `round_kept_keys`.
+
+    Moments are of all rows and heads, (n_segments, head_dim, head_dim).
+    """
+    n_tokens, head_dim = keys.shape[2:]
+    flat, device = keys.view(-1, head_dim), keys.device
+    segments, places, scales = list[Tensor](), list[Tensor](), list[Tensor]()
+    stored, among = list[BoolArray](), np.arange(KEY_BLOCK_TOKENS)
+    for width, count in counts.items():
+        if width == 16 or not count.any():
+            continue
+        lengths = count.ravel()
+        n_blocks = -(-lengths // KEY_BLOCK_TOKENS)
+        segment = np.repeat(np.arange(len(lengths)), n_blocks)
+        start = np.arange(len(segment)) - np.repeat(np.cumsum(n_blocks) - n_blocks, n_blocks)
+        size = lengths[segment] - start * KEY_BLOCK_TOKENS
+        repeated = among % np.minimum(size[:, None], KEY_BLOCK_TOKENS)  # of a short block
+        index = start[:, None] * KEY_BLOCK_TOKENS + repeated
+        chosen, own = (torch.from_numpy(one).to(device) for one in (index, segment))
+        if width_of is not None:
+            its = (width_of == width).byte().flatten(0, 1)
+            chosen = its.argsort(dim=-1, descending=True, stable=True)[own[:, None], chosen]
+        places.append(chosen + own[:, None] * n_tokens)
+        segments.append(own)
+        stored.append((among < size[:, None]).ravel())
+        bits = WIDTHS[width].keys
+        _, _, exact = coded(flat[places[-1]].float(), bits, 1)
+        levels = exact.new_full((len(own), 1, head_dim), 2.0**bits - 1)
+        scales.append(torch.cat([exact, levels], dim=1))
+    if not places:
+        return
+    place, own = torch.cat(places), torch.from_numpy(np.flatnonzero(np.concatenate(stored)))
+    rounded = _with_feedback(flat[place].float(), torch.cat(scales), torch.cat(segments), moments)
+    own = own.to(device)
+    flat[place.flatten()[own]] = rounded.flatten(0, 1)[own].to(keys.dtype)
+
+
+def _with_feedback(blocks: Tensor, scales: Tensor, segments: Tensor, moments: Tensor) -> Tensor:
+    """Return keys rounded to codes, what one channel loses made up for by those after it.
 
     Parameters
     ----------
-    moments : Tensor of float64, (batch, n_heads, dim, dim)
-
-    Returns
-    -------
-    order : Tensor of int64, (batch, n_heads, dim)
-        The largest first.
-    passed : Tensor of float32, (batch, n_heads, dim, dim)
-        Upper triangular in that order, its diagonal 1.
+    blocks : Tensor of float32, (n_blocks, 64, head_dim)
+    scales : Tensor of float32, (n_blocks, 3, head_dim)
+        Scale, minimum and the largest code of each block and channel.
+    segments : Tensor of int64, (n_blocks,)
+        Which of the moments each block has.
+    moments : Tensor of float64, (n_segments, head_dim, head_dim)
     """
     diagonal = moments.diagonal(dim1=-2, dim2=-1)
     order = diagonal.argsort(dim=-1, descending=True)
     mean = diagonal.mean(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
-    known = moments / mean[..., None, None]
+    known = moments / mean[:, None, None]
     known.diagonal(dim1=-2, dim2=-1).add_(_DAMPING)
-    columns = order[..., None, :].expand(known.shape)
-    known = known.gather(-1, columns).gather(-2, columns.mT)
-    inverse, failed = torch.linalg.inv_ex(known)
+    columns = order[:, None].expand(known.shape)
+    inverse, failed = torch.linalg.inv_ex(known.gather(-1, columns).gather(-2, columns.mT))
     upper, failed_too = torch.linalg.cholesky_ex(inverse, upper=True)
     passed = (upper / upper.diagonal(dim1=-2, dim2=-1)[..., None]).float()
-    holds = (failed | failed_too) == 0  # else queries overflow
-    return order, torch.where(
-        holds[..., None, None], passed, torch.eye(int(passed.shape[-1]), device=passed.device)
-    )
-
-
-def _with_feedback(keys: Tensor, bits: int, order: Tensor, passed: Tensor) -> Tensor:
-    """Return keys (batch, n_heads, n, dim) rounded to codes, with `_feedback`; see there."""
-    blocks, levels = in_blocks(keys, KEY_BLOCK_TOKENS, dim=2), float(2**bits - 1)
-    _, scales, _ = coded(blocks.flatten(0, 2), bits, 1)
-    scales = scales.float().view(*blocks.shape[:3], 2, -1)
-    ends = (blocks == blocks.amin(3, keepdim=True)) | (blocks == blocks.amax(3, keepdim=True))
+    fails = (failed | failed_too) != 0  # queries overflow: each number is rounded alone
+    passed = passed.masked_fill(fails[:, None, None], 0.0)[segments].permute(1, 2, 0)[..., None]
 
     def by_channel(numbers: Tensor) -> Tensor:  # in order, contiguous
-        places = order[:, :, None, None].expand(numbers.shape)
-        return numbers.gather(-1, places).movedim(-1, 0).contiguous()
+        return numbers.gather(-1, places.expand(numbers.shape)).movedim(-1, 0).contiguous()
 
+    places = order[segments][:, None]
+    ends = (blocks == blocks.amin(1, keepdim=True)) | (blocks == blocks.amax(1, keepdim=True))
     rest, stays = by_channel(blocks), by_channel(ends)
     plain = rest.clone()
-    scale, minimum = (by_channel(one) for one in torch.split(scales, 1, dim=3))
+    scale, minimum, most = (by_channel(one) for one in torch.split(scales, 1, dim=1))
     steps = torch.threshold(scale, 0.0, inf)
-    passed = passed.permute(2, 3, 0, 1)[..., None, None]
-    for place, own in enumerate(rest):
-        code = (own - minimum[place]).div_(steps[place]).round_().clamp_(0, levels)
-        back = torch.addcmul(minimum[place], code, scale[place])
-        back = torch.where(stays[place], plain[place], back)
-        error = own - back
-        rest[place + 1 :].addcmul_(passed[place, place + 1 :], error, value=-1)
+    for number, own in enumerate(rest):
+        code = (own - minimum[number]).div_(steps[number]).round_().clamp_(min=0)
+        back = torch.minimum(code, most[number]).mul_(scale[number]).add_(minimum[number])
+        back = torch.where(stays[number], plain[number], back)
+        rest[number + 1 :].addcmul_(passed[number, number + 1 :], own - back, value=-1)
         own.copy_(back)
-    places = order[:, :, None, None].expand(blocks.shape)
-    rounded = torch.empty_like(blocks).scatter_(-1, places, rest.movedim(0, -1))
-    return rounded.flatten(2, 3)[:, :, : keys.shape[2]].to(keys.dtype)
+    result = torch.empty_like(blocks)
+    return result.scatter_(-1, places.expand(blocks.shape), rest.movedim(0, -1))
 
 
 def rotated(vectors: Tensor) -> Tensor:

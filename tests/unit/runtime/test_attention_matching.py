@@ -50,7 +50,9 @@ def matched_by_hand(weights, values, kept, change=0.0):
 
 def test_queries_that_see_nothing_of_what_is_kept_change_nothing():
     weights = torch.tensor([[0.0, 1.0]])
-    found = match_attention(weights, torch.eye(2), torch.tensor([0]), changes=torch.ones(1, 1, dtype=torch.bool))
+    found = match_attention(
+        weights, torch.eye(2), torch.tensor([0]), changes=torch.tensor([[True]])
+    )
     assert torch.equal(found, torch.eye(2)[:1])
 
 
@@ -60,7 +62,7 @@ def test_a_system_that_cannot_be_solved_changes_nothing(lost, monkeypatch):
     monkeypatch.setattr(attention_matching, "VALUE_RIDGE", 1e-40)
     weights = torch.full((4, 8), 0.125) + lost
     values = torch.randn(8, 4)
-    found = match_attention(weights, values, torch.arange(6), changes=torch.ones(1, 1, dtype=torch.bool))
+    found = match_attention(weights, values, torch.arange(6), changes=torch.tensor([[True]]))
     assert torch.equal(found, values[:6])
 
 
@@ -70,7 +72,7 @@ def test_values_that_are_fixed_stay_and_the_others_make_up_for_all():
     kept, fixed = np.array([0, 2, 3, 6, 7]), np.array([True, False, True, False, False])
     found = match_attention(
         *map(torch.from_numpy, (weights, values, kept)),
-        changes=torch.ones(1, 1, dtype=torch.bool),
+        changes=torch.tensor([[True]]),
         fixed=torch.from_numpy(fixed),
     ).numpy()
     shares = weights[:, kept] / weights[:, kept].sum(axis=1, keepdims=True)
@@ -88,7 +90,7 @@ def test_values_of_wider_entries_make_up_for_rounding_those_of_narrower_ones():
     counts = {width: np.array([[np.sum(width_of == width)]]) for width in (8, 3, 2)}
     found = match_attention(
         *(torch.from_numpy(one)[None, None] for one in (weights, values, kept)),
-        changes=torch.ones(1, 1, dtype=torch.bool),
+        changes=torch.tensor([[True]]),
         widths=ChosenWidths(counts=counts, of=torch.from_numpy(width_of)[None, None]),
     )
     expected = matched_by_hand(weights, values, kept)
