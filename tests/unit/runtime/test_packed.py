@@ -213,6 +213,20 @@ def test_queries_in_a_plane_see_a_third_of_what_rounding_alone_loses():
     assert lost[1] < lost[0] / 3
 
 
+@pytest.mark.parametrize("lost", [float("inf"), float("nan")])
+def test_queries_that_overflow_leave_each_key_rounded_alone(lost):
+    torch.manual_seed(4)
+    keys, counts = torch.randn(1, 2, 200, 32), {3: np.array([[200, 130]])}
+    alone, together = keys.clone(), keys.clone()
+    round_kept_keys(alone, counts)
+    moments = torch.eye(32).double().repeat(1, 2, 1, 1)
+    moments[0, 1, 3, 3] = lost
+    round_kept_keys(together, counts, moments=moments)
+    lost = [(one - keys)[0, 1].square().sum() for one in (alone, together)]
+    assert lost[1] <= lost[0]  # ends of ranges are exact, and nothing else is farther
+    assert (together - keys)[0, 1].abs().max() <= (alone - keys)[0, 1].abs().max()
+
+
 def test_three_bits_are_for_powers_of_two():
     with pytest.raises(InputError, match="3 bits for heads of 6 numbers, expected a power of two"):
         rotated(torch.zeros(1, 6))
