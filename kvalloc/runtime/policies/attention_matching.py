@@ -337,8 +337,11 @@ def _make_up(fitted: Tensor, design: Tensor, widths: ChosenWidths, free: Tensor)
         if not len(rows):
             continue
         some = torch.from_numpy(rows), torch.from_numpy(heads)
-        own, of, shares = fitted[some], widths.of[some], design[some]
-        lost = (own - quantised_values(own[None], width)[0]) * (of == width)[..., None]
+        of, shares = widths.of[some], design[some]
+        segment, place_of = (of == width).nonzero(as_tuple=True)
+        own = fitted[some[0][segment], some[1][segment], place_of]
+        lost = fitted.new_zeros(*of.shape, fitted.shape[-1])
+        lost[segment, place_of] = own - quantised_values(own[None, None], width)[0, 0]
         others = free[some] & (of > width)
         sizes = others.sum(dim=-1).clamp(min=1)
         fitted[some] += ridge_step(shares * others[:, None], shares @ lost, sizes)
