@@ -40,8 +40,10 @@ from quality.tables import (
     current,
     earlier_rounding,
     position_table,
+    reached,
     read_rows,
     shared_kl,
+    tail_table,
     where_peers_are_better,
 )
 from results import Cells
@@ -120,10 +122,14 @@ def report(rows: Sequence[Row], shares: Sequence[float], model: str) -> list[Cel
         cells = [cell for cell in CELLS if any(row["cell"] == cell for row in some)]
         if not cells:
             continue
-        print(f"\n{share:.0%} of the bytes: KL at positions 0-15/16-63/64-255, nats per token")
+        ranges = "/".join(reached(some))
+        print(f"\n{share:.0%} of the bytes: KL at positions {ranges}, nats per token")
         beyond = [row for row in rows if row["share"] is None and not is_full(row)]
         beyond = [row for row in beyond if row not in some]  # plain rounding, for the eye
         print("\n".join(position_table([*some, *beyond], cells)))
+        if shown := tail_table([*some, *beyond], cells):
+            print("KL of all tokens: mean/99%/99.9%, and how many of their first choices are equal")
+            print("\n".join(shown))
         if answers := answer_table([*filter(is_full, rows), *some], cells):
             print("facts that each cache's own answers hold")
             print("\n".join(answers))

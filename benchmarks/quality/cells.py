@@ -39,7 +39,7 @@ import kvalloc
 from kvalloc.accounting.costs import stored_bytes
 from kvalloc.errors import KVAllocError
 from kvalloc.evaluate.methods import AppliedMethod, CacheMethod, full_cache, rounded_cache
-from kvalloc.evaluate.scoring import Outcome, measure
+from kvalloc.evaluate.scoring import Outcome, known, measure
 from kvalloc.interop.kvpress import KvpressMethod, read_peer_name
 from kvalloc.models.loading import load_model, shape_of
 from kvalloc.prompts.cases import Case
@@ -214,15 +214,21 @@ def prompts(tokenizer: Any, cell: str, context: int, seed: int) -> list[Case]:
 
 
 def row_of(outcome: Outcome) -> dict[str, Any]:
-    """What a cell keeps: KL by position with the numbers of tokens, bytes, right answers."""
+    """What a cell keeps: KL of each token and by position, bytes, right answers.
+
+    Tokens before the eviction, the first ones, are left out; ``exact`` is their number.
+    """
     (kls,) = outcome.kls
     pieces = {}
     for name, piece in POSITIONS.items():
-        some = [kl for kl in kls[piece] if kl is not None]
+        if piece.start >= len(kls):
+            break
+        some = known(kls[piece])
         pieces[name] = [float(f"{sum(some) / len(some):.6g}"), len(some)] if some else [None, 0]
     return {
         "bytes": round(outcome.bytes_at_16_bits / outcome.full_bytes_at_16_bits, 5),
         "kl": pieces,
+        "kls": [float(f"{kl:.4g}") for kl in known(kls)],
         "exact": kls.count(None),
         "agree": outcome.top1_agreement,
         "score": outcome.score,

@@ -16,7 +16,7 @@ import numpy as np
 from kvalloc.accounting import FloatArray
 from kvalloc.accounting.costs import WIDTHS
 from kvalloc.prompts.cases import POSITIONS
-from kvalloc.prompts.intervals import resampled_means
+from kvalloc.prompts.intervals import TAILS, resampled_means, tails
 from kvalloc.runtime import quantization
 
 Row = Mapping[str, Any]
@@ -110,13 +110,18 @@ def at_share(rows: Sequence[Row], share: float) -> list[Row]:
 
 def mean_kl(row: Row) -> float | None:
     """Of the tokens after the eviction, nats; None where there are none."""
-    return weighed(row, [count for _, count in row["kl"].values()])
+    return weighed(row, [count for _, count in by_position(row)])
+
+
+def by_position(row: Row) -> list[tuple[float | None, int]]:
+    """KL and number of tokens of each range of positions; no token beyond the answer's end."""
+    return [row["kl"].get(name, (None, 0)) for name in POSITIONS]
 
 
 def weighed(row: Row, counts: Sequence[int]) -> float | None:
     """Mean over the positions' pieces, each as often as `counts` say."""
     total = sum(counts)
-    kls = [kl for kl, _ in row["kl"].values()]
+    kls = [kl for kl, _ in by_position(row)]
     if not total:
         return None
     return sum(kl * count for kl, count in zip(kls, counts, strict=True) if count) / total
@@ -124,7 +129,7 @@ def weighed(row: Row, counts: Sequence[int]) -> float | None:
 
 def shared_kl(rows: Sequence[Row]) -> list[float | None]:
     """Mean KL of each row over the tokens that all of them predicted after their eviction."""
-    counts = np.array([[count for _, count in row["kl"].values()] for row in rows])
+    counts = np.array([[count for _, count in by_position(row)] for row in rows])
     return [weighed(row, counts.min(axis=0).tolist()) for row in rows]
 
 
@@ -159,13 +164,43 @@ def position_table(rows: Sequence[Row], cells: Sequence[str]) -> list[str]:
 
 
 def pieces(rows: Sequence[Row]) -> str:
-    """KL at positions 0-15 / 16-63 / 64-, means over prompts; - where all was exact or ended."""
-    means = (mean_of([row["kl"][name][0] for row in rows]) for name in POSITIONS)
-    return "/".join(map(shown, means))
+    """KL at each range of positions, means over prompts; - where all was exact or ended."""
+    columns = zip(*map(by_position, rows), strict=True)
+    means = [mean_of([kl for kl, _ in column]) for column in columns]
+    return "/".join(map(shown, means[: len(reached(rows))])) or "-"
+
+
+def reached(rows: Sequence[Row]) -> list[str]:
+    """The ranges of positions that an answer reaches."""
+    return [name for name in POSITIONS if any(name in row["kl"] for row in rows)]
+
+
+def tail_table(rows: Sequence[Row], cells: Sequence[str]) -> list[str]:
+    """Methods x cells, and all cells: what `tail` says, none if no row has the KL of each token."""
+    if not any(row.get("kls") for row in rows):
+        return []
+    lines = [f"{'':28s}{'tokens':>8s}" + "".join(f"{cell:>24s}" for cell in (*cells, "all"))]
+    for method, found in by_method(rows).items():
+        known = [[row for row in found[cell].values() if row.get("kls")] for cell in cells]
+        known.append([row for some in known for row in some])
+        count = sum(len(row["kls"]) for row in known[-1])
+        lines.append(f"{method:28s}{count:>8,}" + "".join(f"{tail(some):>24s}" for some in known))
+    return lines
+
+
+def tail(rows: Sequence[Row]) -> str:
+    """Mean, 99% and 99.9% of the KL of all tokens of rows, and the share of equal choices."""
+    if not rows:
+        return "-"
+    kls = np.concatenate([row["kls"] for row in rows])
+    found = tails(kls.tolist())
+    agreed = np.average([row["agree"] for row in rows], weights=[len(row["kls"]) for row in rows])
+    figures = [shown(float(kls.mean())), *(shown(found[name]) for name in TAILS)]
+    return "/".join([*figures, f"{agreed:.1%}"])
 
 
 def shown(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}".replace("0.", ".", 1)
+    return "-" if value is None else f"{value:.3f}".removeprefix("0")
 
 
 def mean_of(values: Sequence[float | None]) -> float | None:
@@ -224,7 +259,7 @@ def where_peers_are_better(
         ours, theirs = methods[mine][cell], methods[peer][cell]
         both = [(ours[one], theirs[one]) for one in theirs if one in ours]
         if position in POSITIONS:
-            pairs = [[row["kl"][position][0] for row in pair] for pair in both]
+            pairs = [[row["kl"].get(position, (None, 0))[0] for row in pair] for pair in both]
         else:
             pairs = [shared_kl(pair) for pair in both]
         kls = np.array([pair for pair in pairs if None not in pair], dtype=np.float64)

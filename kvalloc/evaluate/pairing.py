@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from kvalloc.accounting import FloatArray
 from kvalloc.errors import InputError
 from kvalloc.evaluate.scoring import FULL, Outcome, Score, known, mean_of_tasks, row, values
-from kvalloc.prompts.intervals import interval
+from kvalloc.prompts.intervals import TAILS, interval, tails
 
 Pair = tuple[Outcome, Outcome]
 
@@ -33,7 +34,9 @@ def compare(scores: Sequence[Score], other: Sequence[Score]) -> dict[str, Any]:
         ``against``, the other method; ``kl_difference`` and ``score_difference``, the mean less
         that of the other, None where nothing was compared; ``kl_ratio``, the mean KL by
         that of the other, None where that is 0; each with its bootstrap interval over the prompts
-        under its name and ``_ci95``, None for fewer than two prompts in a task.
+        under its name and ``_ci95``, None for fewer than two prompts in a task. Of the same tokens
+        ``p99_ratio`` and ``p999_ratio``, percentiles of the KL over all ``n_tokens`` of them by
+        those of the other, None for too few tokens; and ``top1_difference``, of the agreement.
 
     Raises
     ------
@@ -45,8 +48,13 @@ def compare(scores: Sequence[Score], other: Sequence[Score]) -> dict[str, Any]:
         raise InputError("methods can be compared on the same prompts only; evaluate them together")
     tasks = zip(scores, other, strict=True)
     pairs = [[*zip(one.outcomes, two.outcomes, strict=True)] for one, two in tasks]
-    kls, points = values(pairs, _shared_kls), values(pairs, _both_scores)
+    kls, points = values(pairs, partial(_means, "kls")), values(pairs, _both_scores)
     kl, score = mean_of_tasks(kls), mean_of_tasks(points)
+    top1 = mean_of_tasks(values(pairs, partial(_means, "agrees")))
+    tokens = [
+        both for task in pairs for pair in task for turn in _shared("kls", pair) for both in turn
+    ]
+    mine, theirs = map(tails, np.array(tokens, dtype=np.float64).reshape(-1, 2).T)
     ratio = kl[0] / kl[1] if kl is not None and kl[1] > 0 else None
     by = None if ratio is None else interval(kls, lambda m: m[:, 0] / m[:, 1])
     return {
@@ -55,6 +63,9 @@ def compare(scores: Sequence[Score], other: Sequence[Score]) -> dict[str, Any]:
         "kl_difference_ci95": interval(kls, _difference),
         "kl_ratio": ratio,
         "kl_ratio_ci95": by,
+        **{f"{name}_ratio": mine[name] / theirs[name] if theirs[name] else None for name in TAILS},
+        "n_tokens": mine["n_tokens"],
+        "top1_difference": None if top1 is None else top1[0] - top1[1],
         "score_difference": None if score is None else score[0] - score[1],
         "score_difference_ci95": interval(points, _difference),
     }
@@ -95,12 +106,16 @@ def _paired(by_name: Mapping[str, list[Score]], name: str) -> list[dict[str, Any
     return [compare(by_name[name], by_name[other]) for other in against]
 
 
-def _shared_kls(pair: Pair) -> FloatArray | None:
-    """Return the KL of both, over the tokens that both predicted after their eviction."""
-    one, two = pair
-    both = (zip(*turns, strict=True) for turns in zip(one.kls, two.kls, strict=True))
-    shared = [[kls for kls in turn if None not in kls] for turn in both]
-    means = [np.array(turn, dtype=np.float64).mean(axis=0) for turn in shared if turn]
+def _shared(name: str, pair: Pair) -> list[list[tuple[float, float]]]:
+    """Return the values of both in each turn, of the tokens both predicted after their eviction."""
+    turns = zip(*(getattr(outcome, name) for outcome in pair), strict=True)
+    return [[both for both in zip(*turn, strict=True) if None not in both] for turn in turns]
+
+
+def _means(name: str, pair: Pair) -> FloatArray | None:
+    """Return the mean of both over the turns, over the tokens that both predicted."""
+    turns = (turn for turn in _shared(name, pair) if turn)
+    means = [np.array(turn, dtype=np.float64).mean(axis=0) for turn in turns]
     return np.mean(means, axis=0) if means else None
 
 

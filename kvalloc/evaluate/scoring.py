@@ -18,7 +18,7 @@ from kvalloc.evaluate.methods import Answer, Compressed, answer_greedily, end_to
 from kvalloc.measure.job import Steps
 from kvalloc.measure.kl import divergence
 from kvalloc.prompts.cases import POSITIONS
-from kvalloc.prompts.intervals import interval
+from kvalloc.prompts.intervals import interval, tails
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,8 +47,8 @@ class Outcome:
         follows in the text, or the full cache's own answer. None for the first tokens where they
         are predicted before anything is evicted, by what is the full cache still. 0 for the full
         cache.
-    top1_agreement : float or None
-        Share of those tokens on which both agree, 0..1.
+    agrees : tuple of tuple of (bool or None), (n_turns, n_continuation)
+        Whether both find the same token the most likely, of the same tokens.
     nll : float or None
         Mean negative log likelihood of what really follows in the text, nats per token.
     score : float or None
@@ -72,7 +72,7 @@ class Outcome:
 
     answers: tuple[str, ...]
     kls: tuple[tuple[float | None, ...], ...]
-    top1_agreement: float | None
+    agrees: tuple[tuple[bool | None, ...], ...]
     nll: float | None
     score: float | None
     exact_match: float | None
@@ -95,8 +95,16 @@ class Outcome:
 
     def kl_at(self, positions: slice) -> float | None:
         """Return the same over these tokens of the answers alone."""
-        turns = (known(turn[positions]) for turn in self.kls)
-        return _mean_or_none([float(np.mean(turn)) for turn in turns if turn])
+        return _mean_of_turns(self.kls, positions)
+
+    @property
+    def top1_agreement(self) -> float | None:
+        """Return the share of compared tokens on which both agree, mean over the turns, 0..1."""
+        return self.agreement_at(slice(None))
+
+    def agreement_at(self, positions: slice) -> float | None:
+        """Return the same over these tokens of the answers alone."""
+        return _mean_of_turns(self.agrees, positions)
 
     @property
     def exact_tokens(self) -> float:
@@ -150,9 +158,12 @@ def row(scores: Sequence[Score]) -> dict[str, Any]:
     Returns
     -------
     dict
-        ``ci95`` is the interval of the KL; see `kvalloc.prompts.intervals.interval`.
+        ``ci95`` is the interval of the KL; see `kvalloc.prompts.intervals.interval`. Percentiles
+        are over the tokens of all prompts and tasks; see `kvalloc.prompts.intervals.tails`.
+        ``by_position`` has no range of positions that no answer reaches.
     """
     outcomes = [score.outcomes for score in scores]
+    turns = [turn for prompts in outcomes for one in prompts for turn in one.kls]
 
     def mean_of(of: Callable[[Outcome], float | None]) -> Any:
         return mean_of_tasks(values(outcomes, of))
@@ -160,9 +171,17 @@ def row(scores: Sequence[Score]) -> dict[str, Any]:
     def mean(name: str) -> Any:
         return mean_of(attrgetter(name))
 
+    def distance(positions: slice) -> dict[str, Any]:
+        return {
+            "kl": mean_of(lambda one: one.kl_at(positions)),
+            **tails(kl for turn in turns for kl in turn[positions]),
+            "top1_agreement": mean_of(lambda one: one.agreement_at(positions)),
+        }
+
+    longest = max(map(len, turns), default=0)
     first, nll = scores[0], mean("nll")
     counts = ("retained_bytes", "full_bytes", "kept_bytes", "bytes_at_16_bits")
-    qualities = ("exact_tokens", "top1_agreement", "exact_match", "score")
+    qualities = ("exact_tokens", "exact_match", "score")
     speeds = [_tokens_per_second(one) for one in outcomes]
     return {
         "name": first.name,
@@ -170,11 +189,10 @@ def row(scores: Sequence[Score]) -> dict[str, Any]:
         "context": first.context,
         **{name: round(mean(name) or 0) for name in counts},
         "share_of_16_bits": mean_of(lambda one: one.bytes_at_16_bits / one.full_bytes_at_16_bits),
-        "kl": mean("kl"),
+        **distance(slice(None)),
         "ci95": interval(values(outcomes, attrgetter("kl"))),
-        "kl_by_position": {
-            name: mean_of(lambda one, piece=piece: one.kl_at(piece))  # type: ignore[misc]
-            for name, piece in POSITIONS.items()
+        "by_position": {
+            name: distance(piece) for name, piece in POSITIONS.items() if piece.start < longest
         },
         **{name: mean(name) for name in qualities},
         "score_ci95": interval(values(outcomes, attrgetter("score"))),
@@ -424,16 +442,15 @@ def _outcome(
     turns: Sequence[ReadTurn],
     full: Measured | None,
 ) -> Outcome:
-    kls, agreed, scores, matches, nlls = [], [], [], [], []
+    kls, agrees, scores, matches, nlls = [], [], [], [], []
     rights = turns if full is None else full.turns
     for turn, read, right in zip(case.turns, turns, rights, strict=True):
         if not turn.measured:
             continue
-        compared = None
-        if len(read.logits):
-            compared = divergence(right.logits, read.logits)
-            agreed.append(compared.top1_agreement)
-        kls.append((*[None] * read.exact_tokens, *(compared.kls if compared else ())))
+        compared = divergence(right.logits, read.logits) if len(read.logits) else None
+        exact = [None] * read.exact_tokens
+        kls.append((*exact, *(compared.kls if compared else ())))
+        agrees.append((*exact, *(compared.agrees if compared else ())))
         if read.answer.ids:
             scores.append(turn.score(read.answer.text))
             matches.append(float(turn.is_found(read.answer.text)) if turn.answers else None)
@@ -442,7 +459,7 @@ def _outcome(
     return Outcome(
         answers=tuple(read.answer.text for read in turns),
         kls=tuple(kls),
-        top1_agreement=_mean_or_none(agreed),
+        agrees=tuple(agrees),
         nll=_mean_or_none(nlls),
         score=_mean_or_none(known(scores)),
         exact_match=_mean_or_none(known(matches)),
@@ -469,6 +486,12 @@ def _nll(logits: Tensor, ids: Sequence[int]) -> float:
 def _tokens_per_second(outcomes: Sequence[Outcome]) -> float | None:
     seconds = sum(outcome.decode_seconds for outcome in outcomes)
     return sum(outcome.decoded_tokens for outcome in outcomes) / seconds if seconds > 0 else None
+
+
+def _mean_of_turns(turns: Sequence[Sequence[float | None]], positions: slice) -> float | None:
+    """Return the mean over turns of the mean of what is known at some positions, or None."""
+    at = (known(turn[positions]) for turn in turns)
+    return _mean_or_none([float(np.mean(turn)) for turn in at if turn])
 
 
 def _mean_or_none(values: Sequence[float]) -> float | None:

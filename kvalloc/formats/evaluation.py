@@ -14,12 +14,29 @@ Ends = list[float] | None
 """Low and high end of a 95% bootstrap interval; None where there is none."""
 
 
-class EvaluationRow(TypedDict):
+class Distance(TypedDict):
+    """How far predictions are from the full cache's: ``kl`` and ``top1_agreement`` are means.
+
+    ``p99`` and ``p999`` are percentiles of the KL over all ``n_tokens`` compared tokens, None for
+    too few of them; see `kvalloc.prompts.intervals.tails`.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
+
+    kl: float | None
+    p99: float | None
+    p999: float | None
+    n_tokens: int
+    top1_agreement: float | None
+
+
+class EvaluationRow(Distance):
     """One method on one task, or on all of them: means over prompts, then over tasks.
 
     Bytes are of one prompt, KL in nats per token, times in seconds, shares, scores and agreement
-    0..1; None is unknown. `kvalloc.evaluate.scoring.Outcome` says what each is the mean of, and
-    `kvalloc.evaluate.pairing.compare` what stands under ``paired``.
+    0..1; None is unknown. `kvalloc.evaluate.scoring.Outcome` says what each is the mean of,
+    `kvalloc.evaluate.pairing.compare` what stands under ``paired``, and
+    `kvalloc.prompts.cases.POSITIONS` names the ranges under ``by_position``.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
@@ -32,11 +49,9 @@ class EvaluationRow(TypedDict):
     kept_bytes: int
     bytes_at_16_bits: NotRequired[int]
     share_of_16_bits: float | None
-    kl: float | None
     ci95: Ends
-    kl_by_position: dict[str, float | None]
+    by_position: dict[str, Distance]
     exact_tokens: float | None
-    top1_agreement: float | None
     exact_match: float | None
     score: float | None
     score_ci95: Ends
@@ -56,7 +71,7 @@ class Evaluation(JsonRecord):
     kind: Literal["kvalloc.evaluation"] = "kvalloc.evaluation"
     """What the file is."""
 
-    schema_version: Literal[3] = 3
+    schema_version: Literal[4] = 4
     """How the file is to be read."""
 
     shape: ModelShape

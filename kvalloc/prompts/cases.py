@@ -12,8 +12,11 @@ ANSWER_TOKENS = 16
 """Longest answer: a seven-digit number takes ten tokens of most vocabularies."""
 LONG_ANSWER_TOKENS = 128
 """Longest free answer: many times the tokens that any method looks at before it evicts."""
-POSITIONS = {"0-15": slice(0, 16), "16-63": slice(16, 64), "64-255": slice(64, 256)}
-"""Pieces of an answer with a KL of their own in reports."""
+POSITIONS = {
+    **{"0-15": slice(0, 16), "16-63": slice(16, 64), "64-255": slice(64, 256)},
+    **{"256-1023": slice(256, 1024), "1024-": slice(1024, None)},
+}
+"""Ranges of an answer's tokens with a KL of their own in reports, if an answer is that long."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Percentile bootstrap intervals of means over prompts.
+"""Percentile bootstrap intervals of means over prompts, and the tail of the KL over tokens.
 
 NumPy draws the resamples. `scipy.stats.bootstrap` gives the same numbers, as a test checks, but
 importing `scipy.stats` takes a second, as long as all else in ``kvalloc solve``.
@@ -10,7 +10,8 @@ B. Efron and R. Tibshirani, An Introduction to the Bootstrap (1993), Chap. 8.5 a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +19,9 @@ from kvalloc.accounting import FloatArray
 
 RESAMPLES = 2000
 CONFIDENCE = 0.95
+TAILS = {"p99": (0.99, 300), "p999": (0.999, 3_000)}
+"""Percentiles of the KL by name: the share of tokens, and the fewest tokens that show one, of which
+three are above it."""
 
 
 def resampled_means(tasks: Sequence[FloatArray], *, seed: int = 0) -> list[FloatArray]:
@@ -69,3 +73,33 @@ def interval(
     tail = 50 * (1 - CONFIDENCE)
     ends = np.percentile(drawn, (tail, 100 - tail))
     return [float(end) for end in ends] if np.isfinite(drawn).all() else None
+
+
+def tails(kls: Iterable[float | None]) -> dict[str, Any]:
+    """Return the percentiles of the KL over tokens, which show what a mean hides.
+
+    A percentile is one of the values, by NumPy's method ``inverted_cdf``: the smallest that at
+    least this share of the tokens do not exceed. So at most 1% of the tokens are above ``p99``.
+
+    Parameters
+    ----------
+    kls : iterable of (float or None)
+        KL of each token, nats; None of tokens that are not compared.
+
+    Returns
+    -------
+    dict
+        ``p99`` and ``p999``, nats, None for too few tokens (`TAILS`); and ``n_tokens``, the number
+        of compared tokens.
+
+    Examples
+    --------
+    >>> tails([0.0] * 297 + [0.5, 1.0, 2.0, None])
+    {'p99': 0.0, 'p999': None, 'n_tokens': 300}
+    """
+    known = np.array([kl for kl in kls if kl is not None], dtype=np.float64)
+    percentiles = {
+        name: float(np.quantile(known, share, method="inverted_cdf")) if len(known) >= few else None
+        for name, (share, few) in TAILS.items()
+    }
+    return {**percentiles, "n_tokens": len(known)}

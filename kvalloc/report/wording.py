@@ -423,22 +423,32 @@ def evaluation_fields(evaluation: Evaluation) -> dict[str, str]:
     }
 
 
+TAIL_COLUMNS = (
+    *(("KL 99%", "p99", ".4f"), ("KL 99.9%", "p999", ".3f"), ("tokens", "n_tokens", ",.0f")),
+    ("agree", "top1_agreement", ".1%"),
+)
 COLUMNS = (
     *(("from", "from", ""), ("task", "task", ""), ("cache", "name", "")),
     ("16-bit bytes", "bytes_at_16_bits", "bytes"),
     *(("share", "share_of_16_bits", ".1%"), ("exact", "exact_tokens", ".0f")),
     *(("KL", "kl", ".4f"), ("95%", "ci95", ".4f")),
     *((name, name, ".4f") for name in POSITIONS),
-    *(("agree", "top1_agreement", ".0%"), ("score", "score", ".0%")),
-    *(("ppl", "perplexity", ".2f"), ("n", "n", ".0f")),
+    *TAIL_COLUMNS,
+    *(("score", "score", ".0%"), ("ppl", "perplexity", ".2f"), ("n", "n", ".0f")),
+)
+BY_POSITION = (
+    *(("from", "from", ""), ("task", "task", ""), ("cache", "name", "")),
+    *(("positions", "positions", ""), ("KL", "kl", ".4f"), *TAIL_COLUMNS),
 )
 PAIRED = (
     *(("task", "task", ""), ("cache", "name", ""), ("against", "against", "")),
     *(("KL ratio", "kl_ratio", ".3f"), ("95%", "kl_ratio_ci95", ".3f")),
     *(("KL difference", "kl_difference", "+.4f"), ("95%", "kl_difference_ci95", "+.4f")),
+    *(("99% ratio", "p99_ratio", ".3f"), ("99.9% ratio", "p999_ratio", ".3f")),
+    *(("tokens", "n_tokens", ",.0f"), ("agree difference", "top1_difference", "+.1%")),
     *(("score difference", "score_difference", "+.0%"), ("95%", "score_difference_ci95", "+.0%")),
 )
-"""Columns of the two tables: heading, what stands there, and how a number is shown."""
+"""Columns of the three tables: heading, what stands there, and how a number is shown."""
 
 
 FORMAT_COLUMNS = (
@@ -494,10 +504,22 @@ def evaluation_tables(
 ) -> Iterator[tuple[list[str], list[list[str]]]]:
     """Yield headings and cells of an evaluation's rows, then of methods against each other.
 
+    A table between them holds the ranges of positions with enough tokens for a percentile, if any.
     The first method is held against the full cache, each other one against the first: against the
     full cache the rows say it already.
     """
-    yield _table(COLUMNS, [{**row, **row["kl_by_position"]} for row in rows])
+    yield _table(
+        COLUMNS,
+        [{**row, **{name: one["kl"] for name, one in row["by_position"].items()}} for row in rows],
+    )
+    ranges = [
+        {**row, "positions": name, **one}
+        for row in rows
+        for name, one in row["by_position"].items()
+        if one["p99"] is not None and row["name"] != "full"
+    ]
+    if ranges:
+        yield _table(BY_POSITION, ranges)
     paired = [
         {**row, **one}
         for row in rows

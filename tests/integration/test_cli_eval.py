@@ -31,10 +31,10 @@ def test_eval_puts_profiles_beside_the_full_cache(models, profiles, folder):
         *("eval", models / "tiny", "--profile", other, "--profile", budgets),
         *("--prompts", prompts, "-o", saved, "--turns", 1),
     )
-    assert all(name in shown.out for name in ("q.jsonl", "share", "exact", "16-63"))
+    assert all(name in shown.out for name in ("q.jsonl", "share", "exact", "0-15"))
     assert "KL ratio" in shown.out
     record = json.loads(saved.read_text())
-    assert (record["schema_version"], record["settings"]["split"]) == (3, "development")
+    assert (record["schema_version"], record["settings"]["split"]) == (4, "development")
     assert len(record["prompts"]) == 2 * 3
     twin = record["rows"][2]["paired"][1]
     assert (twin["against"], twin["kl_ratio"], twin["kl_ratio_ci95"]) == ("other", 1.0, [1.0, 1.0])
@@ -55,7 +55,9 @@ def test_eval_shows_long_answers_by_position_and_bytes_of_16_bits(models, folder
         assert row["bytes_at_16_bits"] == pytest.approx(whole * row["share_of_16_bits"], abs=1)
     assert whole == rows["full"]["full_bytes"] / 2
     assert rows["4 bits"]["share_of_16_bits"] < rows["8 bits"]["share_of_16_bits"] < 1.5
-    assert list(rows["full"]["kl_by_position"]) == ["0-15", "16-63", "64-255"]
+    # answers are as long as the file's metric has them: no range beyond that
+    assert list(rows["full"]["by_position"]) == ["0-15", "16-63"]
+    assert rows["8 bits"]["by_position"]["0-15"]["n_tokens"] == 16
     assert 0 < rows["8 bits"]["kl"] < rows["4 bits"]["kl"]
     record = json.loads(saved.read_text())
     settings = {"question_at": "second-turn", "plain_bits": "8,4", "budget": "60%"}

@@ -8,7 +8,15 @@ from _common import cells_of
 from bench_quality import CELLS as ALL_CELLS
 from quality.cells import CELLS as KINDS
 from quality.cells import OF, ORDER, row_of
-from quality.tables import ROUNDING, against_best, earlier_rounding, mean_kl, shared_kl
+from quality.tables import (
+    ROUNDING,
+    against_best,
+    earlier_rounding,
+    mean_kl,
+    pieces,
+    shared_kl,
+    tail_table,
+)
 from record import main as record_parts
 from results import (
     BENCHMARKS,
@@ -156,10 +164,29 @@ def test_a_row_keeps_kl_by_position_with_the_numbers_of_tokens():
     kls = (None,) * 17 + (0.5,) * 47 + (0.25,) * 10
     unused = dict.fromkeys(field.name for field in fields(Outcome))
     sizes = {"bytes_at_16_bits": 10_291_200, "full_bytes_at_16_bits": 34_560_000}
-    sizes |= {"prefill_seconds": 3.2}
+    sizes |= {"prefill_seconds": 3.2, "agrees": ((None,) * 17 + (True,) * 56 + (False,),)}
     result = row_of(Outcome(**{**unused, **sizes, "kls": (kls,), "answers": ("",)}))
     assert result["kl"] == {"0-15": [None, 0], "16-63": [0.5, 47], "64-255": [0.25, 10]}
+    assert result["kls"] == [0.5] * 47 + [0.25] * 10
+    assert pieces([result]) == "-/.500/.250"
     assert (result["exact"], result["bytes"]) == (17, round(10_291_200 / 34_560_000, 5))
     assert mean_kl(result) == pytest.approx((47 * 0.5 + 10 * 0.25) / 57)
     assert set(CELLS) < set(KINDS) == set(ALL_CELLS)
     assert sorted(ORDER) == list(range(OF))
+
+
+def test_tails_are_of_the_tokens_of_all_prompts_and_of_rows_that_have_them():
+    kls = [0.5] * 196 + [12.0] * 4
+    new = [row("text", n, "A", 0.7, kls=kls, agree=agree) for n, agree in ((0, 1.0), (1, 0.9))]
+    short = [row("facts-after", 0, "A", 0.7, kls=[0.5] * 100, agree=1.0)]
+    old = [row(cell, 0, "default", 0.1) for cell in CELLS]
+    _, a, default = tail_table([*new, *short, *old], CELLS)
+    assert a.split() == [
+        "A",
+        "500",
+        ".730/12.000/-/95.0%",
+        ".500/-/-/100.0%",
+        ".684/12.000/-/96.0%",
+    ]
+    assert default.split() == ["default", "0", "-", "-", "-"]
+    assert tail_table(old, CELLS) == []

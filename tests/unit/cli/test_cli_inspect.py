@@ -77,10 +77,17 @@ def test_parameters_are_shown_when_asked_for(tmp_path):
 
 
 def test_a_result_file_is_shown_as_eval_shows_it(tmp_path):
-    make_evaluation(make_row("full", kl=0.0), make_row("p", kl=0.0321)).save(tmp_path / "r.json")
+    many = {"kl": 0.02, "p99": 1.5, "p999": None, "n_tokens": 300, "top1_agreement": 0.875}
+    rows = [make_row(name, kl=kl) for name, kl in (("full", 0.0), ("p", 0.0321))]
+    for one in rows:
+        one["by_position"] = {**one["by_position"], "16-63": many}
+    make_evaluation(*rows).save(tmp_path / "r.json")
     said = run("inspect", tmp_path / "r.json").out
-    for words in ("full ", "p ", "0.0321", "0.0100..0.0500", "development"):
+    for words in ("full ", "p ", "0.0321", "0.0100..0.0500", "development", "KL 99.9%"):
         assert words in said
+    *_, headings, last = said.splitlines()  # of positions with enough tokens for a percentile
+    assert headings.split()[:3] == ["task", "cache", "positions"]
+    assert last.split() == ["needle", "p", "16-63", "0.0200", "1.5000", "-", "300", "87.5%"]
     assert run("inspect", tmp_path / "r.json", "--json").json["settings"]["seed"] == 0
 
 

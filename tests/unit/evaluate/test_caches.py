@@ -125,7 +125,8 @@ def test_kl_by_position_is_that_of_tokens_one_at_a_time(model, references, n_que
                 output = model(torch.tensor([[token]]), past_key_values=cache)
                 steps.append(output.logits[0, -1])
         logits.append(torch.stack(steps))
-    by_hand = divergence(*logits).kls
+    compared = divergence(*logits)
+    by_hand, agrees = compared.kls, compared.agrees
     exact = 0 if question else 1
     assert [kl is None for kl in outcome.kls[0]] == [place < exact for place in range(LONG)]
     assert outcome.exact_tokens == exact
@@ -133,6 +134,8 @@ def test_kl_by_position_is_that_of_tokens_one_at_a_time(model, references, n_que
     assert max(by_hand[:exact], default=0.0) < 1e-6
     assert outcome.kls[0][exact:] == pytest.approx(by_hand[exact:], rel=1e-3, abs=1e-5)
     assert outcome.kl == pytest.approx(sum(by_hand[exact:]) / (LONG - exact), rel=1e-3)
+    assert outcome.agrees == ((*[None] * exact, *agrees[exact:]),)
+    assert outcome.agreement_at(POSITIONS["16-63"]) == sum(agrees[16:]) / (LONG - 16)
     pieces = {"0-15": by_hand[exact:16], "16-63": by_hand[16:], "64-255": ()}
     for name, kls in pieces.items():
         mean = pytest.approx(sum(kls) / len(kls), rel=1e-3) if kls else None

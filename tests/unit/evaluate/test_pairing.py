@@ -8,14 +8,16 @@ from factories import make_shape
 from kvalloc.errors import InputError
 from kvalloc.evaluate.pairing import compare, rows
 from kvalloc.evaluate.result_file import evaluation_of
-from kvalloc.evaluate.scoring import ALL_TASKS, FULL, Outcome, Score
+from kvalloc.evaluate.scoring import ALL_TASKS, FULL, Outcome, Score, row
 from kvalloc.formats.evaluation import Evaluation
 from kvalloc.prompts.cases import Case, Turn
 
 
 def outcome(kl, score=None):
+    kls = kl if isinstance(kl, tuple) else (kl,)
+    agrees = tuple(None if kl is None else kl < 2 for kl in kls)
     return Outcome(
-        answers=("x",), kls=((kl,),), top1_agreement=0.5, nll=None, score=score, exact_match=score,
+        answers=("x",), kls=(kls,), agrees=(agrees,), nll=None, score=score, exact_match=score,
         retained_bytes=10, full_bytes=40, kept_bytes=10, bytes_at_16_bits=6,
         full_bytes_at_16_bits=20, prefill_seconds=1.0, decoded_tokens=3, decode_seconds=1.0,
     )  # fmt: skip
@@ -41,6 +43,28 @@ def test_means_over_prompts_then_over_tasks():
     low, high = result["kl_ratio_ci95"]
     # the first task's means are 1, 2 or 3 and 2, 3 or 4: ratios 5/3, 6/4 and 7/5
     assert (low, high) == pytest.approx((7 / 5, 5 / 3))
+    # a agrees on 1 of 2 and 0 of 3, b on 0 of 2 and 3 of 3
+    assert result["top1_difference"] == pytest.approx(0.5 / 2 - 1 / 2)
+
+
+def test_tails_are_pooled_over_the_tokens_of_prompts_and_tasks():
+    """Of 400 tokens in two tasks 5 are lost; those before an eviction count for neither."""
+    calm, lost = (None, *[0.1] * 198, 0.3), (None, *[0.1] * 194, *[4.0] * 5)
+    other = (*[0.2] * 199, 9.0)
+    mine = [score_of("a", [calm]), score_of("a", [lost], task="u")]
+    theirs = [score_of("b", [other]), score_of("b", [other], task="u")]
+    assert row(mine[:1])["p99"] is None  # 199 tokens
+    whole = row(mine)
+    assert (whole["n_tokens"], whole["p99"], whole["p999"]) == (398, 4.0, None)
+    assert whole["top1_agreement"] == pytest.approx((1 + 194 / 199) / 2)
+    assert list(whole["by_position"]) == ["0-15", "16-63", "64-255"]
+    assert whole["by_position"]["64-255"]["n_tokens"] == 2 * 136
+    assert whole["by_position"]["64-255"]["top1_agreement"] == pytest.approx((1 + 131 / 136) / 2)
+    both = compare(mine, theirs)
+    assert (both["n_tokens"], both["p99_ratio"], both["p999_ratio"]) == (398, 4.0 / 0.2, None)
+    assert compare(theirs, mine)["p99_ratio"] == 0.2 / 4.0
+    nothing = [score_of("c", [(0.0,) * 200]), score_of("c", [(0.0,) * 200], task="u")]
+    assert compare(mine, nothing)["p99_ratio"] is None
 
 
 def test_what_is_unknown_stays_unknown():
