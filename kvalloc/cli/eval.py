@@ -62,8 +62,9 @@ class EvalOptions(FittedOptions, EngineOptions, ModelArgument):
     kvpress:KVzip@71%@4bits. Needs an environment with kvpress: 'make peers'."""
 
     tasks: Annotated[str | None, Option("NAMES", PROMPTS)] = None
-    """Several with commas: needle, needle-keys, facts, pairs, qa, own, code, kl; needle,kl by
-    default."""
+    """Several with commas: needle, needle-keys, facts, pairs, qa, own, code, kl, niah_single,
+    niah_multikey, niah_multivalue, niah_multiquery, vt, cwe, fwe, kv_retrieval, dfs, tools;
+    needle,kl by default."""
 
     prompts: Annotated[Path | None, Option("FILE.jsonl", PROMPTS)] = None
     """A file of prompts, as one more task: LongBench's fields, or 'prompt' with 'answer' or
@@ -71,7 +72,7 @@ class EvalOptions(FittedOptions, EngineOptions, ModelArgument):
 
     metric: Annotated[str | None, Option("NAME", PROMPTS)] = None
     """Metric of `prompts`; the dataset's by default: contains, all, exact, f1, rouge-l,
-    classification, edit, retrieval, count."""
+    classification, edit, retrieval, count, call."""
 
     question_at: Annotated[Literal["inside", "after", "second-turn"], Option("", PROMPTS)] = (
         "inside"

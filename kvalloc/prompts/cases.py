@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from kvalloc.errors import one_of
-from kvalloc.prompts.metrics import METRICS, Metric, contained
+from kvalloc.prompts.metrics import METRICS, Metric
 
 ANSWER_TOKENS = 16
 """Longest answer: a seven-digit number takes ten tokens of most vocabularies."""
@@ -52,10 +52,11 @@ class Expected:
     def is_found(self, answer: str) -> bool:
         """Return whether an answer contains a right one, or all if the metric needs all.
 
-        Letter case does not count.
+        Letter case does not count. Of calls, all that the answer makes must be right.
         """
         enough = all if self._metric.needs_all else any
-        return enough(contained(self._counts(answer), right) for right in self.answers)
+        counts = self._counts(answer)
+        return enough(self._metric.found(counts, right) for right in self.answers)
 
     @property
     def _metric(self) -> Metric:

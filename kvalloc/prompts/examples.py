@@ -29,20 +29,23 @@ class Question(Expected):
         The question; where it is a template, with places such as ``{name}`` in it.
     prefix : str
         Start of the answer, given to the model.
+    continuation : str
+        Text that every cache reads after it instead of the full cache's answer; mostly empty.
     """
 
     text: str
     prefix: str = ""
+    continuation: str = ""
 
     def filled(self, *answers: str, **values: object) -> Question:
         """Return the question with these answers, and values in the places of text and prefix."""
         text, prefix = (one.format(**values) for one in (self.text, self.prefix))
         return replace(self, text=text, prefix=prefix, answers=answers)
 
-    def turn(self, question_ids: tuple[int, ...], begun_tokens: int = 0) -> Turn:
-        """Return the question as a turn of a case."""
+    def turn(self, question_ids: tuple[int, ...], **others: Any) -> Turn:
+        """Return the question as a turn of a case, with other attributes of `Turn`."""
         expected = {field.name: getattr(self, field.name) for field in fields(Expected)}
-        return Turn(question_ids=question_ids, begun_tokens=begun_tokens, **expected)
+        return Turn(question_ids=question_ids, **others, **expected)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,8 +114,12 @@ def render(
     whole = encode(tokenizer, context + rest, special=form.special)
     bare = encode(tokenizer, (context + rest).removesuffix(first.prefix), special=form.special)
     question = encode(tokenizer, rest) if after else ()
-    turns = [replace(first.turn(question, len(whole) - len(bare)), measured=not opened)]
+    turns = [first.turn(question, begun_tokens=len(whole) - len(bare), measured=not opened)]
     turns += [one.turn(encode(tokenizer, _asking(form, one, form.turn))) for one in later]
+    turns = [
+        replace(turn, continuation_ids=encode(tokenizer, one.continuation))
+        for turn, one in zip(turns, example.questions, strict=True)
+    ]
     prompt = encode(tokenizer, context, special=form.special) if after else whole
     return Case(input_ids=prompt, turns=tuple(turns), source=example.source)
 

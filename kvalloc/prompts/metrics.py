@@ -1,4 +1,4 @@
-"""Metrics of an answer beside the right ones: LongBench's, and two more.
+"""Metrics of an answer beside the right ones: LongBench's, and a few more.
 
 The formulas stand here and are not taken from lm-evaluation-harness: its LongBench metrics need
 packages of their own (jieba, fuzzywuzzy, rouge), and are loaded with the harness, which takes
@@ -8,10 +8,12 @@ seconds and is an extra.
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import string
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from kvalloc.errors import InputError, option
@@ -22,37 +24,6 @@ _NUMBER = re.compile(r"\d+")
 _PARAGRAPH = re.compile(r"Paragraph (\d+)")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _CODE_NOISE = ("`", "#", "//")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Metric:
-    """A way to score an answer.
-
-    Attributes
-    ----------
-    of : callable
-        ``of(answer, right, classes)`` gives 0..1.
-    needs_all : bool
-        Whether all right answers are needed, not any of them.
-    """
-
-    of: Callable[[str, str, Sequence[str]], float]
-    needs_all: bool = False
-
-    def score(self, answer: str, answers: Sequence[str], classes: Sequence[str] = ()) -> float:
-        """Return the best score against the right answers, or the mean if all are needed, 0..1.
-
-        Parameters
-        ----------
-        answer : str
-            The model's answer.
-        answers : sequence of str
-            Right answers.
-        classes : sequence of str
-            All labels; only classification reads them.
-        """
-        scores = [float(self.of(answer, right, classes)) for right in answers]
-        return sum(scores) / len(scores) if self.needs_all else max(scores)
 
 
 def contained(answer: str, right: str, _: Sequence[str] = ()) -> bool:
@@ -190,6 +161,64 @@ def exact(answer: str, right: str, _: Sequence[str] = ()) -> float:
     return float(_words(answer) == _words(right))
 
 
+def called(answer: str, right: str, _: Sequence[str] = ()) -> bool:
+    """Return whether an answer makes the right calls of tools, and no others.
+
+    A call is a JSON object with ``name`` and ``arguments``. Names and arguments must be equal,
+    types included. The order of calls and of arguments, and the text around them, do not count.
+
+    References
+    ----------
+    S. G. Patil et al., Berkeley Function Calling Leaderboard (2025): calls are compared as parsed.
+
+    Examples
+    --------
+    >>> right = '{"name": "add", "arguments": {"a": 1, "b": 2}}'
+    >>> called('Sure: [{"name": "add", "arguments": {"b": 2, "a": 1}}]', right)
+    True
+    """
+    if not (wanted := _calls(right)):
+        raise InputError(
+            f"the answer {right!r} holds no JSON object with 'name' and 'arguments', which the "
+            f"metric call needs; choose another {option('metric')}"
+        )
+    return _calls(answer) == wanted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """A way to score an answer.
+
+    Attributes
+    ----------
+    of : callable
+        ``of(answer, right, classes)`` gives 0..1.
+    needs_all : bool
+        Whether all right answers are needed, not any of them.
+    found : callable
+        ``found(answer, right)``: whether a right answer stands in an answer.
+    """
+
+    of: Callable[[str, str, Sequence[str]], float]
+    needs_all: bool = False
+    found: Callable[[str, str], bool] = contained
+
+    def score(self, answer: str, answers: Sequence[str], classes: Sequence[str] = ()) -> float:
+        """Return the best score against the right answers, or the mean if all are needed, 0..1.
+
+        Parameters
+        ----------
+        answer : str
+            The model's answer.
+        answers : sequence of str
+            Right answers.
+        classes : sequence of str
+            All labels; only classification reads them.
+        """
+        scores = [float(self.of(answer, right, classes)) for right in answers]
+        return sum(scores) / len(scores) if self.needs_all else max(scores)
+
+
 METRICS = {
     "contains": Metric(of=contained),
     "all": Metric(of=contained, needs_all=True),
@@ -200,8 +229,22 @@ METRICS = {
     "edit": Metric(of=edit_similarity),
     "retrieval": Metric(of=retrieval),
     "count": Metric(of=count),
+    "call": Metric(of=called, found=called),
 }
 """The values of ``--metric``."""
+
+
+def _calls(text: str) -> list[str]:
+    """Return the calls in a text, written alike and sorted."""
+    decoder, calls, at = json.JSONDecoder(), [], -1
+    while (at := text.find("{", at + 1)) >= 0:
+        with suppress(ValueError, RecursionError):
+            value, end = decoder.raw_decode(text, at)
+            # A call may also stand within another object, whose text is then read again.
+            if value.keys() >= {"name", "arguments"}:
+                calls.append(json.dumps([value["name"], value["arguments"]], sort_keys=True))
+                at = end - 1
+    return sorted(calls)
 
 
 def _words(text: str) -> list[str]:

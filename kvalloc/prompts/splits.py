@@ -58,6 +58,30 @@ def belongs(name: str, split: Split) -> bool:
     return zlib.crc32(name.encode()) % len(SPLITS) == SPLITS.index(split)
 
 
+def coded_words(
+    draw: random.Random, split: Split, count: int, *, letters: str, length: int
+) -> list[str]:
+    """Return different words of random letters that are in no other split.
+
+    Parameters
+    ----------
+    draw : random.Random
+    split : str
+    count : int
+        Number of words.
+    letters : str
+        Letters to draw from.
+    length : int
+        Letters of each word.
+    """
+    coded: dict[str, None] = {}
+    while len(coded) < count:
+        word = "".join(draw.choices(letters, k=length))
+        if belongs(word, split):
+            coded[word] = None
+    return list(coded)
+
+
 def stream(split: Split, task: str, seed: int) -> random.Random:
     """Return random numbers that no other split, task or seed draws."""
     return random.Random(f"kvalloc/{split}/{task}/{seed}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from kvalloc.errors import InputError
@@ -27,6 +27,12 @@ KEY_COUNT = 8
 """Needles of the task with many keys: all alike but for key and number."""
 
 
+def listing(items: Sequence[str]) -> str:
+    """Return items as words: ``a, b and c``."""
+    *before, last = items
+    return f"{', '.join(before)} and {last}" if before else last
+
+
 def _needles(min_hidden: int, *, in_one: bool = False) -> Callable[[Brief], Draft]:
     """Return the recipe of hidden numbers, with a question for each or one for all of them."""
 
@@ -40,13 +46,13 @@ def _needles(min_hidden: int, *, in_one: bool = False) -> Callable[[Brief], Draf
         hidden = [(key, str(brief.draw.randrange(1_000_000, 10_000_000))) for key in keys]
         sentences = [NEEDLE.format(key=key, number=number) for key, number in hidden]
         questions = [QUESTION.filled(number, key=key) for key, number in hidden]
-        # The asked ones first, spread over the text from the depth of the first one on.
-        depths = [(brief.depth + place / n_hidden) % 1.0 for place in range(n_hidden)]
         if in_one:
-            listed = ", ".join(f"the {key}" for key in keys[:-1]) + f" and the {keys[-1]}"
+            listed = listing([f"the {key}" for key in keys])
             question = FACTS_QUESTION.filled(*dict(hidden).values(), keys=listed, key=keys[0])
             questions = [replace(question, max_new_tokens=brief.request.answer_tokens)]
-        return brief.scattered(LEAD, sentences, depths, questions[: brief.request.turns])
+        # The asked ones come first, and so at the depth of the brief.
+        asked = questions[: brief.request.turns]
+        return brief.scattered(LEAD, sentences, brief.depths(n_hidden), asked)
 
     return recipe
 

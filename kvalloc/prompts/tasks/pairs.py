@@ -36,10 +36,12 @@ def _pairs(brief: Brief) -> Draft:
     turns = brief.request.turns
     max_items = min(brief.request.n_tokens // TOKENS_PER_PAIR + turns + SHOWN, len(VALUES))
     values = brief.draw.sample(VALUES, max_items)
-    listed = [f"{key}: {value}" for key, value in zip(_keys(brief, max_items), values, strict=True)]
+    listed = [
+        f"{key}: {value}" for key, value in zip(word_keys(brief, max_items), values, strict=True)
+    ]
 
     def make(size: int) -> Example:
-        places = [int((brief.depth + turn / turns) % 1.0 * size) for turn in range(turns)]
+        places = [int(depth * size) for depth in brief.depths(turns)]
         free = [place for place in range(size) if place not in places]
         shown = [free[(2 * n + 1) * len(free) // (2 * SHOWN)] for n in range(SHOWN)]
         examples = EXAMPLES + "\n".join(listed[place] for place in shown)
@@ -57,8 +59,8 @@ def _pairs(brief: Brief) -> Draft:
     return Draft(make=make, min_items=turns + SHOWN, max_items=max_items)
 
 
-def _keys(brief: Brief, count: int) -> list[str]:
-    """Return words of the split, and pairs of words once there are no more of one."""
+def word_keys(brief: Brief, count: int) -> list[str]:
+    """Return different words of the split, and pairs of words once there are no more of one."""
     words = plain_words(brief.request.split)
     keys = dict.fromkeys(brief.draw.sample(words, min(count, len(words))))
     while len(keys) < count:

@@ -45,12 +45,11 @@ def _facts(brief: Brief) -> Draft:
     facts = {one: brief.draw.choice(words(one[0])) for one in known}
     sentences = [WRITTEN[kind].format(name=name, fact=facts[kind, name]) for kind, name in known]
     # Facts with a question come first in the list, and so at the depth of the brief.
-    depths = [(brief.depth + place / len(known)) % 1.0 for place in range(len(known))]
     questions = tuple(
         QUESTIONS[kind].filled(facts[kind, name], name=name)
         for kind, name in known[: brief.request.turns]
     )
-    return brief.scattered(LEAD, sentences, depths, questions)
+    return brief.scattered(LEAD, sentences, brief.depths(len(known)), questions)
 
 
 def _without_answer(brief: Brief) -> Draft:

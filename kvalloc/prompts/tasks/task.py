@@ -6,7 +6,7 @@ import math
 import random
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvalloc.errors import InputError, option
@@ -163,12 +163,45 @@ class Brief:
         enough = math.ceil(SPARE * words_per_token * request.n_tokens)
         begin = self.draw.randrange(max(1, len(text_words) - enough))
         words = text_words[begin : begin + enough]
+        draft = self.between(lead, words, sentences, depths, questions)
+        return replace(draft, min_items=20)
+
+    def between(
+        self,
+        lead: str,
+        pieces: Sequence[str],
+        sentences: Sequence[str],
+        depths: Sequence[float],
+        questions: Sequence[Question],
+        *,
+        chat: bool = True,
+    ) -> Draft:
+        """Return questions about sentences that are scattered over the first pieces of a text.
+
+        Parameters
+        ----------
+        lead : str
+            Words before the text.
+        pieces : sequence of str
+            Words or sentences of a text that is longer than will fit.
+        sentences, depths
+            See `scatter`.
+        questions : sequence of Question
+        chat : bool
+            See `Example`.
+        """
 
         def make(size: int) -> Example:
-            text = scatter(" ".join(words[:size]), sentences, depths)
-            return Example(context=f"{lead}{text}", questions=tuple(questions), source=self.source)
+            text = scatter(" ".join(pieces[:size]), sentences, depths)
+            return Example(
+                context=f"{lead}{text}", questions=tuple(questions), source=self.source, chat=chat
+            )
 
-        return Draft(make=make, min_items=20, max_items=len(words))
+        return Draft(make=make, min_items=1, max_items=len(pieces))
+
+    def depths(self, count: int) -> list[float]:
+        """Return this many depths, spread evenly from the brief's on, each 0..1."""
+        return [(self.depth + place / count) % 1.0 for place in range(count)]
 
 
 def by_rule(name: str, recipe: Callable[[Brief], Draft], *, most_turns: int = 1) -> Task:

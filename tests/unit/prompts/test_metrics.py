@@ -14,6 +14,8 @@ from kvalloc.prompts.metrics import METRICS, classification, contained
 # Metrics against values worked out by hand
 
 
+CALL_A = '{"name": "a", "arguments": {"x": 1, "y": "u"}}'
+CALL_B = '{"name": "b", "arguments": {}}'
 LABELS = ("date", "place", "name", "place name")
 
 
@@ -43,6 +45,18 @@ LABELS = ("date", "place", "name", "place name")
         ("contains", "it is 91234567, 12345678, 1.234567 or 123456.", ["1234567"], 0.0),
         ("contains", "", ["1234567"], 0.0),
         ("all", "ABC and XYZ", ["ABC", "DEF", "xyz", "GHI"], 0.5),
+        # the order of arguments and of calls, other fields and the text around do not count
+        ("call", f"So: [{CALL_B}, {CALL_A}] done {{", [f"[{CALL_A}, {CALL_B}]"], 1.0),
+        ("call", '{"c": [{"arguments": {"y": "u", "x": 1}, "i": 7, "name": "a"}]}', [CALL_A], 1.0),
+        # a call that is missing, too many, or has another type, value, name or argument does
+        ("call", CALL_A, [f"[{CALL_A}, {CALL_B}]"], 0.0),
+        ("call", f"{CALL_A} {CALL_A}", [CALL_A], 0.0),
+        ("call", CALL_A.replace("1", '"1"'), [CALL_A], 0.0),
+        ("call", CALL_A.replace("u", "U"), [CALL_A], 0.0),
+        ("call", CALL_A.replace('"a"', '"c"'), [CALL_A], 0.0),
+        ("call", CALL_A.replace("}}", ', "z": 0}}'), [CALL_A], 0.0),
+        ("call", CALL_A[:-1], [CALL_A], 0.0),
+        ("call", '{"a":' * 5000, [CALL_A], 0.0),
     ],
 )  # fmt: skip
 def test_by_hand(metric, said, answers, expected):
@@ -77,6 +91,8 @@ def test_what_cannot_be_scored_is_refused():
         Turn(answers=("date",), metric="bleu").score("date")
     with pytest.raises(InputError, match="'three' is not 'Paragraph N'"):
         METRICS["retrieval"].score("3", ["three"])
+    with pytest.raises(InputError, match="'add 1' holds no JSON object"):
+        METRICS["call"].score("", ["add 1"])
 
 
 def test_only_the_first_line_counts_where_that_is_so():

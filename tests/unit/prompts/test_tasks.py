@@ -1,9 +1,13 @@
 """Tasks made by rule: the answers are there, the lengths are met, the same seed gives the same."""
 
 import itertools
+import json
 import re
 import sysconfig
+from collections import Counter
 from pathlib import Path
+from string import ascii_lowercase
+from uuid import UUID
 
 import pytest
 from hypothesis import given, settings
@@ -11,18 +15,26 @@ from hypothesis import strategies as st
 from letters import Letters, read
 from tiny_models import WordTokenizer
 
+from kvalloc.cli.eval import EvalOptions
 from kvalloc.prompts.calibration import MEASURED_TOKENS, calibration_prompts
 from kvalloc.prompts.cases import LONG_ANSWER_TOKENS
 from kvalloc.prompts.examples import OPENING
-from kvalloc.prompts.splits import KEYS, SPLITS, belongs, split_texts
+from kvalloc.prompts.metrics import METRICS
+from kvalloc.prompts.splits import KEYS, SPLITS, belongs, coded_words, split_texts, stream
 from kvalloc.prompts.tasks import TASKS, find_tasks
 from kvalloc.prompts.tasks.needles import FACTS
 from kvalloc.prompts.tasks.pairs import SHOWN, plain_words
+from kvalloc.prompts.tasks.tool_calls import TOOLS
+from kvalloc.units import field_texts
 
 # Tasks made by rule: the answers are there, the lengths are met, the same seed gives the same
 
 
-IN_CONTEXT = ("needle", "needle-keys", "facts", "pairs", "qa")
+NIAH = ("niah_single", "niah_multikey", "niah_multivalue", "niah_multiquery")
+IN_CONTEXT = (
+    *("needle", "needle-keys", "facts", "pairs", "qa"),
+    *(*NIAH, "vt", "cwe", "fwe", "kv_retrieval"),
+)
 N_CHARACTERS = 5000
 
 
@@ -53,7 +65,7 @@ def test_lengths_are_met_and_the_same_seed_gives_the_same(name, seed, n_tokens, 
     assert cases == make(name, seed, 2, n_tokens, **asked)
     assert cases != make(name, seed + 1, 2, n_tokens, **asked)
     for case in cases:
-        assert 0.9 * n_tokens <= case.n_tokens <= n_tokens
+        assert 0.9 * n_tokens <= len(case.input_ids + case.turns[0].question_ids) <= n_tokens
         assert bool(case.turns[0].question_ids) is after
 
 
@@ -150,6 +162,129 @@ def test_pairs_belong_to_the_key_that_is_asked_for(seed, split):
         assert not set(asked) & set(dict(shown))
 
 
+@pytest.mark.parametrize("name", NIAH)
+def test_magic_numbers_are_all_those_of_the_keys_asked_for(name):
+    n_keys, n_values = 1 + 3 * (name == "niah_multiquery"), 1 + 3 * (name == "niah_multivalue")
+    for case in make(name, after=True, turns=2):
+        told = re.findall(r"magic numbers for (\w+) is: (\d{7})\.", read(case.input_ids))
+        assert len(told) > 30 if name == "niah_multikey" else len(told) == 2 * n_keys * n_values
+        asked = [
+            re.findall(r"\w+", read(turn.question_ids).split(" for ")[1].split(" mentioned")[0])
+            for turn in case.turns
+        ]
+        for keys, turn in zip(asked, case.turns, strict=True):
+            named = set(keys) - {"and"}
+            assert len(named) == n_keys
+            assert sorted(turn.answers) == sorted(number for key, number in told if key in named)
+            assert len(turn.answers) == n_keys * n_values
+
+
+@for_seeds
+def test_variables_have_the_value_asked_for_by_their_chain(seed):
+    for case in make("vt", seed, after=True, turns=3):
+        values = {}
+        for name, source in re.findall(r"VAR (\w+) = (?:VAR )?(\w+)\.", read(case.input_ids)):
+            values[name] = values.get(source, source)
+        assert all(value.isdigit() for value in values.values())  # none is read before it is set
+        for turn in case.turns:
+            asked = re.search(r"the value (\d+) in", read(turn.question_ids))[1]
+            assert set(turn.answers) == {name for name, value in values.items() if value == asked}
+
+
+@pytest.mark.parametrize(("n_tokens", "often", "seldom"), [(5000, 6, 1), (9000, 30, 3)])
+def test_common_words_occur_more_often_than_all_others(n_tokens, often, seldom):
+    for case in make("cwe", n_tokens=n_tokens, after=True):
+        listed = re.findall(r"\d+\. ([a-z ]+)", read(case.input_ids).rpartition("\n\n")[2])
+        counts = Counter(word.strip() for word in listed)
+        assert {word for word, n in counts.items() if n == often} == set(case.turns[0].answers)
+        assert sorted(set(counts.values())) == [seldom, often]
+        assert len(set(case.turns[0].answers)) == 10
+
+
+@for_seeds
+def test_frequent_words_are_the_first_three_but_for_the_dots(seed):
+    for n_tokens in (1200, N_CHARACTERS):
+        for case in make("fwe", seed, n_tokens=n_tokens, after=True):
+            counts = Counter(read(case.input_ids).rpartition("\n\n")[2].split()).most_common(5)
+            assert [word for word, _ in counts[:4]] == ["...", *case.turns[0].answers]
+            assert counts[3][1] > counts[4][1]
+
+
+@for_seeds
+def test_identifiers_have_the_value_of_the_object(seed):
+    for case in make("kv_retrieval", seed, after=True, turns=3):
+        held = json.loads(re.search(r"\{.*\}", read(case.input_ids))[0])
+        for turn in case.turns:
+            asked = re.search(r'Key: "(.*)"', read(turn.question_ids))[1]
+            assert turn.answers == (held[asked],)
+            assert str(UUID(asked)) == asked
+
+
+@pytest.mark.parametrize("after", [False, True])
+@settings(max_examples=3)
+@given(seed=st.integers(0, 10**6), answer_tokens=st.integers(100, 4000))
+def test_the_walk_goes_depth_first_to_the_path_asked_for(after, seed, answer_tokens):
+    for case in make("dfs", seed, after=after, turns=3, answer_tokens=answer_tokens):
+        walk, path_turn, *below_turns = case.turns
+        whole = read(case.input_ids + walk.question_ids)
+        tree = whole.rpartition("The tree:\n")[2].split("\n\n")[0].split("\n")
+        below = {name: some.split(", ") for name, some in (line.split(": ") for line in tree)}
+        root = next(iter(below))
+        steps = read(walk.continuation_ids).strip().split("\n")
+        path, entered = [root], {root: 0}
+        for step in steps:  # the rule, stated on its own
+            nodes = below.get(path[-1], [])
+            if entered[path[-1]] < len(nodes):
+                path.append(nodes[entered[path[-1]]])
+                entered[path[-2]] += 1
+                entered[path[-1]] = 0
+                assert step == f"down to {path[-1]}"
+            else:
+                path.pop()
+                assert step == f"up to {path[-1]}"
+                if len(path) == 1 and entered[root] == len(below[root]):
+                    entered[root] = 0
+        assert path_turn.answers == tuple(path[1:])
+        assert len(walk.continuation_ids) <= answer_tokens
+        assert len(walk.continuation_ids) > answer_tokens - 20 * len("\ndown to a word word")
+        assert (walk.measured, walk.score("anything")) == (True, None)
+        assert read(path_turn.question_ids).endswith(f"The path is now: {root} >")
+        assert path_turn.score("nowhere") == 0.0
+        assert path_turn.is_found(" > ".join(path[1:]))
+        for turn in below_turns:
+            asked = re.search(r"directly below (.+)\?", read(turn.question_ids))[1]
+            assert turn.answers == tuple(below[asked])
+    [short] = make("dfs", seed, 1, answer_tokens=5)
+    assert len(read(short.turns[0].continuation_ids).split("\n")) == 2  # one step at least
+
+
+@settings(max_examples=3)
+@given(seed=st.integers(0, 10**6), split=st.sampled_from(SPLITS))
+def test_the_calls_are_those_of_the_request(seed, split):
+    turns = [
+        (read(case.input_ids), turn)
+        for case in make("tools", seed, 4, split=split, after=True, turns=6)
+        for turn in case.turns
+    ]
+    for context, turn in turns:
+        tools = [json.loads(line) for line in context.split("\n") if line.startswith("{")]
+        types = {tool["name"]: tool["parameters"]["properties"] for tool in tools}
+        assert len(types) == 12
+        request = re.search(r"Request: (.*)\nCalls:$", read(turn.question_ids))[1]
+        [right] = turn.answers
+        calls = json.loads(right)
+        said = "".join(TOOLS[one["name"]].format(**one["arguments"]) + " " for one in calls)
+        assert said.strip() == request
+        for call in calls:
+            kinds = {name: value["type"] for name, value in types[call["name"]].items()}
+            made = {name: type(value).__name__ for name, value in call["arguments"].items()}
+            names = {"int": "integer", "str": "string"}
+            assert {name: names[kind] for name, kind in made.items()} == kinds
+        assert turn.is_found(f"{right}\nRequest: more")
+        assert not turn.is_found(right.replace('"name": "', '"name": "x'))
+    assert {len(json.loads(turn.answers[0])) for _, turn in turns} == {1, 2}
+
+
 @for_seeds
 def test_facts_are_those_of_the_person_asked_for(seed):
     for case in make("qa", seed, after=True, turns=3):
@@ -202,6 +337,7 @@ def test_no_split_shares_texts_keys_words_or_prompts():
             {name.rsplit("_", 1)[0] for name in texts[split]},
             set(KEYS[split]),
             set(plain_words(split)),
+            set(coded_words(stream(split, "", 0), split, 200, letters=ascii_lowercase, length=2)),
             {case.input_ids for name in TASKS for case in make(name, split=split)},
             {part for text in texts[split].values() for part in text.split(". ") if part[80:]},
             set(re.findall(r"^([a-z]+): \d{5}$", read_all("pairs", split), re.MULTILINE)),
@@ -212,6 +348,12 @@ def test_no_split_shares_texts_keys_words_or_prompts():
         assert all(mine and not mine & theirs for mine, theirs in zip(one, other, strict=True))
     assert all(sum(belongs(f"w{n}", split) for split in SPLITS) == 1 for n in range(50))
     assert len(texts["held-out"]) >= 4
+
+
+def test_the_help_names_all_tasks_and_metrics():
+    texts = field_texts(EvalOptions)
+    for name, known in (("tasks", TASKS), ("metric", METRICS)):
+        assert set(known) <= set(re.findall(r"[\w-]+", texts[name]))
 
 
 def test_tasks_are_found_once():

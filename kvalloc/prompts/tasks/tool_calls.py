@@ -1,0 +1,92 @@
+"""Tool calls: which of twelve tools a request needs, with which arguments, one call or two.
+
+References
+----------
+S. G. Patil et al., Berkeley Function Calling Leaderboard (2025): its categories multiple (one call
+of one of several tools) and parallel (two calls of one tool), made new with own tools. Earlier
+requests and their calls stand in the prompt as examples, as many as fit. There is no request for
+which no tool is right, and none (simple) with a single tool to choose from.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+from kvalloc.data import words
+from kvalloc.prompts.examples import Draft, Example, Question
+from kvalloc.prompts.splits import KEYS, belongs
+from kvalloc.prompts.tasks.task import Brief, by_rule
+
+LEAD = (
+    "You can call these tools, with all of their parameters:\n\n{tools}\n\n"
+    "Answer each request with the calls it needs.\n\n"
+)
+TOOLS = {
+    "send_message": "Send {person} a message about the {item}.",
+    "call_person": "Call {person} on the phone.",
+    "invite_guest": "Invite {person} to dinner at {hour} o'clock.",
+    "book_table": "Book a table for {count} guests in the name of {person}.",
+    "order_item": "Order {count} pieces of the {item}.",
+    "find_shop": "Find a shop that sells a {item}.",
+    "set_timer": "Set a timer of {minutes} minutes.",
+    "set_alarm": "Set an alarm for {hour} o'clock.",
+    "play_song": "Play the song about the {item} for {minutes} minutes.",
+    "add_note": "Add a note about the {item}.",
+    "delete_note": "Delete the note about the {item}.",
+    "lend_item": "Lend the {item} to {person} for {minutes} minutes.",
+}
+"""What a request says, by the name of its tool; the places are the tool's parameters."""
+NUMBERS = {"count": range(2, 100), "minutes": range(5, 100), "hour": range(1, 13)}
+"""Values of the parameters that are integers."""
+QUESTION = Question(
+    text="Request: {request}",
+    prefix="Calls:",
+    metric="call",
+    first_line=True,
+    max_new_tokens=128,
+)
+MOST_REQUESTS = 6
+TOKENS_PER_EXAMPLE = 20
+"""A request with its calls takes more tokens in any vocabulary."""
+_PLACE = re.compile(r"{(\w+)}")
+
+
+def _schema(name: str, request: str) -> str:
+    """Return a tool's JSON schema."""
+    kinds = {one: "integer" if one in NUMBERS else "string" for one in _PLACE.findall(request)}
+    types = {one: {"type": kind} for one, kind in kinds.items()}
+    return json.dumps({"name": name, "parameters": {"type": "object", "properties": types}})
+
+
+def _question(brief: Brief) -> Question:
+    """Return a request for one call of a random tool, or for two of them."""
+    split, draw = brief.request.split, brief.draw
+    strings = {
+        "person": [name for name in words("first_names") if belongs(name, split)],
+        "item": KEYS[split],
+    }
+    name, request = draw.choice(list(TOOLS.items()))
+    requests, calls = [], []
+    for _ in range(draw.choice((1, 1, 2))):
+        arguments = {one: draw.choice((strings | NUMBERS)[one]) for one in _PLACE.findall(request)}
+        requests.append(request.format(**arguments))
+        calls.append({"name": name, "arguments": arguments})
+    return QUESTION.filled(json.dumps(calls), request=" ".join(requests))
+
+
+def _calls(brief: Brief) -> Draft:
+    questions = tuple(_question(brief) for _ in range(brief.request.turns))
+    most = brief.request.n_tokens // TOKENS_PER_EXAMPLE
+    examples = [_question(brief) for _ in range(most)]
+    shown = [f"{one.text}\n{one.prefix} {one.answers[0]}" for one in examples]
+    tools = LEAD.format(tools="\n".join(_schema(*tool) for tool in TOOLS.items()))
+
+    def make(size: int) -> Example:
+        context = tools + "\n\n".join(shown[:size])
+        return Example(context=context, questions=questions, source="own tools", chat=False)
+
+    return Draft(make=make, min_items=2, max_items=most)
+
+
+TASKS = (by_rule("tools", _calls, most_turns=MOST_REQUESTS),)
