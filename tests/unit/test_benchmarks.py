@@ -82,7 +82,7 @@ def test_a_call_names_a_benchmark_a_part_and_options():
     assert "auto" not in parts_of(["solvers"])[1]  # its script was removed
     assert record_parts(["solvers auto"]) == 2
     name, parts, options = parts_of(["quality", "--shares", "20"])
-    assert (name, parts, options) == ("quality", ["peers", "long"], ["--shares", "20"])
+    assert (name, parts, options) == ("quality", ["peers", "long", "ruler"], ["--shares", "20"])
 
 
 # The tables of the quality benchmark, on cells made by hand
