@@ -45,7 +45,7 @@ WIDTHS = {
     2: Width(3, 2, turned=True, only_turned=True),
 }
 """By the bits' name; 16 is half precision, also where the model computes in float32. At 5, 3 and 2
-bits keys have one bit more than values: their rounding is what loses most (docs/storage.md)."""
+bits keys have one bit more than values: their rounding is what loses most (docs/running.md)."""
 
 MIXES = {
     853: {8: 1, 5: 3, 3: 6},

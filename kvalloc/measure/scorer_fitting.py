@@ -43,7 +43,7 @@ LEAST_SCORE = 1e-6
 """Smaller attention counts as this: its log would outweigh what matters."""
 
 PIECE = 256
-"""Tokens of the second copy that look up at once, as in the default (docs/runtime.md): with 2,048
+"""Tokens of the second copy that look up at once, as in the default: with 2,048
 reconstruction loses twice as much at 10% of the bytes on a model's own answers."""
 
 TARGET = Reconstruction(chunk=PIECE)

@@ -179,7 +179,7 @@ def check_policies(names, _):
     assert kept[0, 1].nonzero()[:, 0].tolist() == [0, 1, 2, 4, 6, 8, 9]
 
 
-def check_runtime(names, said):
+def check_running(names, said):
     first, second = said.splitlines()[-2:]
     assert first != second
     assert names["cache"].get_seq_length() == 300
@@ -188,7 +188,7 @@ def check_runtime(names, said):
 CHECKED = {
     "README.md": check_readme,
     "policies.md": check_policies,
-    "runtime.md": check_runtime,
+    "running.md": check_running,
 }
 
 
