@@ -14,9 +14,8 @@ from functools import partial
 
 import pytest
 import torch
-from cli_tools import Stdin, refused, run
+from cli_tools import Stdin, run
 from docs_pages import PAGES, ROOT, blocks
-from factories import make_bits, make_shape
 from scorer_oracle import make_states
 from tiny_models import equal_budgets, tiny_model
 from transformers.cli import serve
@@ -103,8 +102,7 @@ def test_every_block_runs(
         monkeypatch.setattr(place, "load_model", load_here)
     demo = loading.load_model("demo")
     write_files(tmp_path)
-    solves = page.name in ("solving.md", "solvers.md")
-    names = prepare_solving(tmp_path) if solves else prepare(tmp_path, demo)
+    names = prepare(tmp_path, demo)
     if page.name == "solvers.md":
         (tmp_path / "my_solver.py").write_text(blocks(page)[0].text, encoding="utf-8")
         monkeypatch.syspath_prepend(tmp_path)
@@ -117,34 +115,20 @@ def test_every_block_runs(
             exec(compile(lines, str(page), "exec"), names)
         else:
             for line in block.commands():
-                run_line(line, source, tmp_path)
+                run_line(line, source)
         said += (last := capsys.readouterr().out)
         assert block.printed is None or last.split() == block.printed.split()
     if page.name in CHECKED:
         CHECKED[page.name](names, said)
 
 
-def run_line(line, demo, folder):
+def run_line(line, demo):
     words = shlex.split(line, comments=True)
     assert words[0] == "kvalloc", line
     arguments = [demo if word in ("demo", "MODEL") else word for word in words[1:]]
-    if line.endswith("# refused"):
-        said = refused(folder, *arguments)
-        assert "is not possible with --cap" in said
-        assert "or use --cap" in said
-        return
     sizes = [size for word, text in SIZES.items() if word in words for size in text.split()]
     ran = run(*arguments, *sizes)
     assert ran.code == 0, f"{line}\n{ran.err}"
-
-
-def prepare_solving(folder):
-    """A made-up score profile with all that can be measured."""
-    shape = make_shape(n_layers=16, n_kv_heads=2, head_dim=16)
-    for name in "sab":
-        make_bits(shape=shape, context_tokens=120).save(folder / f"{name}.safetensors")
-    (folder / "w.json").write_text(json.dumps([1] * 8 + [2] * 8))
-    return {}
 
 
 def prepare(folder, demo):
