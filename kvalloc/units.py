@@ -40,7 +40,7 @@ class Option:
     group: str = ""
     """Heading in the help under which it stands."""
 
-    least: int | None = None
+    minimum: int | None = None
     """Smallest number that the command line takes."""
 
 

@@ -91,7 +91,7 @@ class Search:
     ) -> None:
         self.problem, self.deadline = problem, deadline
         self.backend, self.gap, self.workers = backend, gap, workers
-        levels = [one.most for one in problem.constraints if isinstance(one, MaxDistinct)]
+        levels = [one.maximum for one in problem.constraints if isinstance(one, MaxDistinct)]
         self.limit = min(levels, default=None)
         self.prices: tuple[float, ...] = ()
 

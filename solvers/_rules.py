@@ -90,12 +90,12 @@ def tokens_per_step(problem: AllocationProblem) -> int:
     return int(widest[1] - widest[0]) if problem.n_options > 1 else 1
 
 
-def numbers(given: Sequence[float] | str, *, what: str) -> FloatArray:
+def parse_numbers(text: Sequence[float] | str, *, what: str) -> FloatArray:
     """Return the numbers that an option of a solver gives.
 
     Parameters
     ----------
-    given : sequence of float or str
+    text : sequence of float or str
         Numbers, or a text such as ``"0.5,0.3"``.
     what : str
         How to call it in an error, such as ``"proportional: weights"``.
@@ -111,15 +111,15 @@ def numbers(given: Sequence[float] | str, *, what: str) -> FloatArray:
 
     Examples
     --------
-    >>> numbers("0.5, 0.25", what="demo: weights").tolist()
+    >>> parse_numbers("0.5, 0.25", what="demo: weights").tolist()
     [0.5, 0.25]
     """
     try:
-        parts = given.replace(",", " ").split() if isinstance(given, str) else given
+        parts = text.replace(",", " ").split() if isinstance(text, str) else text
         values = np.asarray([float(part) for part in parts], dtype=np.float64)
     except (TypeError, ValueError):
         raise InputError(
-            f"{what} are {str(given)[:80]!r}, expected numbers such as 0.5,0.3"
+            f"{what} are {str(text)[:80]!r}, expected numbers such as 0.5,0.3"
         ) from None
     if values.size == 0 or not np.all(np.isfinite(values)) or float(values.min()) < 0:
         raise InputError(f"{what} must be finite numbers >= 0, at least one")

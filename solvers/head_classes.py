@@ -10,7 +10,7 @@ import numpy as np
 from kvalloc.accounting import IntArray
 from kvalloc.errors import InputError
 from kvalloc.problem import AllocationProblem, Sense
-from kvalloc.solvers._rules import Rule, SharingRule, numbers
+from kvalloc.solvers._rules import Rule, SharingRule, parse_numbers
 
 
 class HeadClasses(SharingRule):
@@ -67,7 +67,9 @@ class HeadClasses(SharingRule):
         self.recent_tokens = recent_tokens
         self.sink_tokens = sink_tokens
         self.importance = (
-            None if importance is None else numbers(importance, what="head_classes: importance")
+            None
+            if importance is None
+            else parse_numbers(importance, what="head_classes: importance")
         )
 
     def refusal(self, problem: AllocationProblem) -> str:
@@ -77,8 +79,8 @@ class HeadClasses(SharingRule):
                 f"head_classes got {self.importance.size} numbers as importance, expected "
                 f"{problem.n_units}, one per head; give as many, or use greedy, which needs none"
             )
-        least = problem.cost(self._streaming(problem))
-        if problem.capacity_bytes is not None and least > problem.capacity_bytes:
+        lowest_cost = problem.cost(self._streaming(problem))
+        if problem.capacity_bytes is not None and lowest_cost > problem.capacity_bytes:
             return (
                 f"head_classes keeps {self._streaming_tokens} tokens in every head, more than "
                 "fits; lower recent_tokens, or use greedy"

@@ -14,7 +14,13 @@ from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.accounting.rounding import apportion
 from kvalloc.errors import InputError, SolverError, option
 from kvalloc.problem import Aggregate, AllocationProblem, GroupCap, SideConstraint
-from kvalloc.solvers._rules import Rule, SharingRule, mean_budget_tokens, numbers, tokens_per_step
+from kvalloc.solvers._rules import (
+    Rule,
+    SharingRule,
+    mean_budget_tokens,
+    parse_numbers,
+    tokens_per_step,
+)
 
 RULES = ("entropy", "normalized_entropy", "threshold", "given", "two_groups")
 
@@ -106,7 +112,9 @@ class Proportional(SharingRule):
         floor_tokens: int = 0,
         max_multiple: float = math.inf,
     ) -> None:
-        self.weights = None if weights is None else numbers(weights, what="proportional: weights")
+        self.weights = (
+            None if weights is None else parse_numbers(weights, what="proportional: weights")
+        )
         self.weight = weight or ("entropy" if weights is None else "given")
         if self.weight not in RULES:
             raise InputError(
@@ -190,8 +198,8 @@ class Proportional(SharingRule):
             if int(high.sum()) < steps:
                 high = last
         mean = (steps - int(low.sum())) / problem.n_units
-        wanted = low + mean * (1 - 1 / self.beta) + mean / self.beta * shares
-        return apportion(wanted, steps, minimum=low, maximum=high)
+        targets = low + mean * (1 - 1 / self.beta) + mean / self.beta * shares
+        return apportion(targets, steps, minimum=low, maximum=high)
 
 
 def _entropy(problem: AllocationProblem, unit: int, *, normalized: bool) -> float:
@@ -220,8 +228,8 @@ def _tokens_needed(problem: AllocationProblem, threshold: float) -> FloatArray:
     needed = np.ones(problem.n_units)
     for unit, count in enumerate(problem.option_counts.tolist()):
         row = problem.values[unit, :count]
-        least = min(0.0, float(row.min()))
-        reaches = row - least >= threshold * (float(row.max()) - least) - 1e-12
+        lowest = min(0.0, float(row.min()))
+        reaches = row - lowest >= threshold * (float(row.max()) - lowest) - 1e-12
         first = int(np.argmax(reaches))
         needed[unit] = max(1, int(problem.tokens[unit, first] - problem.tokens[unit, 0]))
     return needed

@@ -208,10 +208,10 @@ def counts_of(
     dict of int to ndarray of int64, as ``lengths``
         The widest first.
     """
-    own, result = np.broadcast_to(bits, lengths.shape), dict[int, IntArray]()
+    by_segment, result = np.broadcast_to(bits, lengths.shape), dict[int, IntArray]()
     first = np.zeros_like(lengths) if before is None else before
-    for one in np.unique(own).tolist():
-        begin, end = (np.where(own == one, n, 0) for n in (first, first + lengths))
+    for one in np.unique(by_segment).tolist():
+        begin, end = (np.where(by_segment == one, n, 0) for n in (first, first + lengths))
         starts, ends = tier_counts(begin, one), tier_counts(end, one)
         for width in ends:
             more = ends[width] - starts[width]
@@ -267,7 +267,7 @@ def entries_in_share(
     bits: npt.ArrayLike,
     shape: ModelShape,
     *,
-    least: int,
+    minimum: int,
 ) -> int:
     """Return the largest number of entries in each KV head within a share of a 16-bit cache.
 
@@ -284,16 +284,16 @@ def entries_in_share(
     bits : array_like of int
         Width of each KV head.
     shape : ModelShape
-    least : int
+    minimum : int
         Sinks and window, which are always kept.
 
     Examples
     --------
     >>> shape = ModelShape(model_id="m", n_layers=1, n_query_heads=1, n_kv_heads=1, head_dim=64,
     ...                    dtype_bytes=4, layer_types=("full",))
-    >>> [entries_in_share(0.2, 1000, width, shape, least=12) for width in (16, 8, 4)]
+    >>> [entries_in_share(0.2, 1000, width, shape, minimum=12) for width in (16, 8, 4)]
     [198, 370, 707]
-    >>> entries_in_share(0.2, 30, 16, shape, least=12)
+    >>> entries_in_share(0.2, 30, 16, shape, minimum=12)
     30
     """
     if share == 1:
@@ -301,46 +301,46 @@ def entries_in_share(
     widths, heads = np.unique(np.asarray(bits), return_counts=True)
     counts = np.arange(tokens + 1)[:, None]
     needed = (head_bytes(counts, widths, shape) * heads).sum(axis=1)
-    most = bytes_in_share(share, tokens * shape.bytes_per_entry * int(heads.sum()))
-    entries = int(np.searchsorted(needed, most, side="right")) - 1
-    return tokens if entries < min(least, tokens) else entries
+    capacity_bytes = bytes_in_share(share, tokens * shape.bytes_per_entry * int(heads.sum()))
+    entries = int(np.searchsorted(needed, capacity_bytes, side="right")) - 1
+    return tokens if entries < min(minimum, tokens) else entries
 
 
 def within_bytes(
     budgets: IntArray,
-    most: int,
+    capacity_bytes: int,
     bits: npt.ArrayLike,
     shape: ModelShape,
     *,
-    least: int,
+    minimum: int,
 ) -> IntArray:
     """Return budgets of KV heads, all made smaller by one factor until they fit in so many bytes.
 
     Parameters
     ----------
     budgets : ndarray of int64, (n_layers, n_kv_heads)
-    most : int
+    capacity_bytes : int
         Bytes that they may take, as `head_bytes` counts.
     bits : array_like of int
         Width of each KV head; broadcast against ``budgets``.
     shape : ModelShape
-    least : int
+    minimum : int
         Sinks and window, which no head goes below, whatever they take.
 
     Examples
     --------
     >>> shape = ModelShape(model_id="m", n_layers=1, n_query_heads=2, n_kv_heads=2, head_dim=64,
     ...                    dtype_bytes=2, layer_types=("full",))
-    >>> within_bytes(np.array([[100, 300]]), 52_000, 16, shape, least=12).tolist()
+    >>> within_bytes(np.array([[100, 300]]), 52_000, 16, shape, minimum=12).tolist()
     [[50, 151]]
     """
-    floor = np.minimum(budgets, least)
+    floor = np.minimum(budgets, minimum)
 
     def scaled(part: int) -> IntArray:
         return np.maximum(budgets * part // whole, floor)
 
     def fits(part: int) -> bool:
-        return int(head_bytes(scaled(part), bits, shape).sum()) <= most
+        return int(head_bytes(scaled(part), bits, shape).sum()) <= capacity_bytes
 
     whole = max(int(budgets.max(initial=1)), 1)
     part = bisect.bisect_left(range(whole), True, key=lambda part: not fits(part + 1))
@@ -348,14 +348,14 @@ def within_bytes(
 
 
 def filling_bytes(
-    budgets: IntArray, most: int, bits: npt.ArrayLike, shape: ModelShape, *, tokens: int
+    budgets: IntArray, capacity_bytes: int, bits: npt.ArrayLike, shape: ModelShape, *, tokens: int
 ) -> IntArray:
     """Return budgets of KV heads, all made larger by one factor while they fit in so many bytes.
 
     Parameters
     ----------
     budgets : ndarray of int64, (n_layers, n_kv_heads)
-    most : int
+    capacity_bytes : int
         Bytes that they may take, as `head_bytes` counts.
     bits : array_like of int
         Width of each KV head; broadcast against ``budgets``.
@@ -375,7 +375,7 @@ def filling_bytes(
         return np.asarray(np.minimum(budgets + budgets * part // 1024, tokens))
 
     def fits(part: int) -> bool:
-        return int(head_bytes(larger(part), bits, shape).sum()) <= most
+        return int(head_bytes(larger(part), bits, shape).sum()) <= capacity_bytes
 
     return larger(bisect.bisect_left(range(1024), True, key=lambda part: not fits(part + 1)))
 
@@ -389,8 +389,8 @@ def packed_row_bytes(bits: int, key_dim: int, value_dim: int) -> tuple[int, int]
 
 def entry_bytes(bits: int, shape: ModelShape) -> int:
     """Return about the bytes of one more entry of a KV head."""
-    few, many = map(int, stored_bytes([1024, 2048], bits, shape))
-    return max((many - few) // 1024, 1)
+    few, more = map(int, stored_bytes([1024, 2048], bits, shape))
+    return max((more - few) // 1024, 1)
 
 
 def code_bytes(bits: int, head_dim: int) -> int:
@@ -580,5 +580,5 @@ class CacheCosts:
 
         It is the whole context where pages that are not full take more.
         """
-        every = self.of_head(np.arange(self.context_tokens), 16)
-        return int(np.searchsorted(every * self.heads, cost))
+        costs = self.of_head(np.arange(self.context_tokens), 16)
+        return int(np.searchsorted(costs * self.heads, cost))

@@ -205,10 +205,10 @@ def check_holds(names: Sequence[str], shape: ModelShape) -> None:
     able = formats_for(shape)
     if odd := [name for name in names if name not in able]:
         sizes = " and ".join(map(str, sorted({*shape.dims})))
-        others = ", ".join(name for name in names if name in able) or WHOLE
+        alternatives = ", ".join(name for name in names if name in able) or WHOLE
         raise InputError(
             f"{odd[0]} stores blocks of {FORMATS[odd[0]].block} numbers, and heads of "
-            f"{shape.model_id} have {sizes}; take {others}"
+            f"{shape.model_id} have {sizes}; take {alternatives}"
         )
 
 

@@ -12,7 +12,7 @@ from kvalloc.errors import InputError
 
 
 def apportion(
-    wanted: npt.ArrayLike,
+    shares: npt.ArrayLike,
     total: int,
     *,
     minimum: npt.ArrayLike = 0,
@@ -26,7 +26,7 @@ def apportion(
 
     Parameters
     ----------
-    wanted : array_like of float, (n,)
+    shares : array_like of float, (n,)
         Real-valued shares, any unit.
     total : int
         What the result adds up to.
@@ -49,7 +49,7 @@ def apportion(
     >>> apportion([10.0, 1.0, 1.0], 9, maximum=5).tolist()
     [5, 2, 2]
     """
-    shares = np.asarray(wanted, dtype=np.float64)
+    shares = np.asarray(shares, dtype=np.float64)
     low = np.broadcast_to(np.asarray(minimum, dtype=np.int64), shares.shape)
     ceiling = np.maximum(total, low) if maximum is None else np.asarray(maximum, dtype=np.int64)
     high = np.broadcast_to(ceiling, shares.shape)

@@ -34,7 +34,7 @@ class Check:
     ----------
     name : str
         Name of the statement.
-    stated, found : str
+    stated, recomputed : str
         The profile's statement, and the recomputed one.
     passed : bool
         Whether nothing shows that it is false.
@@ -44,7 +44,7 @@ class Check:
 
     name: str
     stated: str
-    found: str
+    recomputed: str
     passed: bool
     proven: bool = True
 
@@ -99,8 +99,10 @@ def verify(profile: BudgetProfile | str | Path, scores: ScoreProfile | str | Pat
         checks.append(Check(*constraint.stated(), fault or "it holds", fault is None))
     checks += _prediction_checks(profile, posed)
     if problem.target is None:
-        cost, most = problem.cost(choice), problem.capacity_bytes or 0
-        checks.append(Check("within capacity", f"{most:,} bytes", f"{cost:,} bytes", cost <= most))
+        cost, capacity = problem.cost(choice), problem.capacity_bytes or 0
+        checks.append(
+            Check("within capacity", f"{capacity:,} bytes", f"{cost:,} bytes", cost <= capacity)
+        )
     else:
         met = problem.meets_target(value)
         checks.append(Check("target met", written(problem.target), written(value), met))

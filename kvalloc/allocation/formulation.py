@@ -433,7 +433,7 @@ def _constraints(posed: PosedRequest, layers: IntArray) -> tuple[SideConstraint,
         size = cap.capacity_bytes - constant_bytes
         constraints.append(GroupCap(name=cap.name, units=units, capacity_bytes=size))
     if request.max_distinct is not None:
-        constraints.append(MaxDistinct(most=request.max_distinct))
+        constraints.append(MaxDistinct(maximum=request.max_distinct))
     return tuple(constraints)
 
 

@@ -136,7 +136,7 @@ def _scale(problem: AllocationProblem, one: Side) -> tuple[int, int, Callable[[i
         low, loosest = ((size - floors) // grain + 1 for size in (one.capacity_bytes, largest))
         return max(0, low), loosest, lambda n: replace(one, capacity_bytes=floors + (n - 1) * grain)
     assert isinstance(one, MaxDistinct)  # a request asks for no others
-    return one.most, problem.n_units, lambda n: replace(one, most=n)
+    return one.maximum, problem.n_units, lambda n: replace(one, maximum=n)
 
 
 # What to ask for instead
@@ -218,7 +218,7 @@ def _option(request: Request, index: int, requested: Side, shown: Side) -> str:
         # The cap of the request counts sliding layers, too.
         size = cap.capacity_bytes - requested.capacity_bytes + shown.capacity_bytes
         return option("cap", f"{cap.text.partition('=')[0]}={_size(size)}")
-    return option("max_distinct", shown.most if isinstance(shown, MaxDistinct) else None)
+    return option("max_distinct", shown.maximum if isinstance(shown, MaxDistinct) else None)
 
 
 def _size(least_bytes: int) -> str:

@@ -501,7 +501,7 @@ def limits_of(
         used, larger = problem.cost(choice, units), steps[list(units)]
         binds = bool((larger > 0).any()) and used + int(larger[larger > 0].min()) > size
         worth = None if price is None else price * MIB
-        return Limit(name=name, used=used, most=size, binds=binds, value_per_mib=worth)
+        return Limit(name=name, used=used, allowed=size, binds=binds, value_per_mib=worth)
 
     limits = []
     if problem.capacity_bytes is not None:
@@ -512,5 +512,7 @@ def limits_of(
         if isinstance(one, MaxDistinct):
             used = int(np.unique(problem.chosen_tokens(choice)).size)
             name = one.stated()[0]
-            limits.append(Limit(name=name, used=used, most=one.most, binds=used == one.most))
+            limits.append(
+                Limit(name=name, used=used, allowed=one.maximum, binds=used == one.maximum)
+            )
     return tuple(limits)

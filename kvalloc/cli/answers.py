@@ -51,7 +51,7 @@ class PromptOptions(FittedOptions, LoadOptions, ModelArgument):
     """Pick the entries in another way within the same budgets: a policy, or a scorer whose best
     stay; see 'kvalloc list policies'. Its parameters after colons, such as nacl:seed=1."""
 
-    decode_every: Annotated[int | None, Option("N", KEPT, least=1)] = None
+    decode_every: Annotated[int | None, Option("N", KEPT, minimum=1)] = None
     """Evict again every N tokens that follow the prompt; every 64 or more by default."""
 
     lossless: Annotated[bool, Option("", KEPT)] = False
@@ -66,13 +66,13 @@ class PromptOptions(FittedOptions, LoadOptions, ModelArgument):
     chat: Annotated[bool | None, Option("--chat/--no-chat", PROMPT)] = None
     """Put the prompt into the model's chat form, or not. Where the model has one by default."""
 
-    max_new_tokens: Annotated[int, Option("N", ANSWER, least=1)] = 128
+    max_new_tokens: Annotated[int, Option("N", ANSWER, minimum=1)] = 128
     """Length of an answer at most, tokens."""
 
     temperature: Annotated[float | None, Option("T", ANSWER)] = None
     """Draw each token, at a temperature such as 0.7."""
 
-    seed: Annotated[int | None, Option("N", ANSWER, least=0)] = None
+    seed: Annotated[int | None, Option("N", ANSWER, minimum=0)] = None
     """With `temperature`: draws the same answer each time; 0 by default."""
 
     save_cache: Annotated[Path | None, Option("FILE", ANSWER)] = None

@@ -43,10 +43,10 @@ class DemoOptions:
     output: Annotated[Path, Option("FOLDER")] = Path("demo-output")
     """Folder for profiles, results, page and picture; made if missing."""
 
-    samples: Annotated[int | None, Option("N", least=1)] = None
+    samples: Annotated[int | None, Option("N", minimum=1)] = None
     """Prompts of each task; 2 by default, 1 with `quick`."""
 
-    seed: Annotated[int, Option("N", least=0)] = 0
+    seed: Annotated[int, Option("N", minimum=0)] = 0
     """Seed of the prompts."""
 
     quick: Annotated[bool, Option()] = False
@@ -77,7 +77,7 @@ def demo(options: DemoOptions) -> None:
     require_run_packages()
     output = options.output
     make_folder(output)
-    profiled, asked, tokens = QUICK if options.quick else FULL
+    profiled, n_prompts, tokens = QUICK if options.quick else FULL
     measured, results_file = output / "scores.safetensors", output / "results.json"
     files = {name: output / f"{name}.json" for name in (*SOLVERS, BY_LOSS)}
 
@@ -88,13 +88,13 @@ def demo(options: DemoOptions) -> None:
     _say(f"2. Decide: the fewest bytes that retain {TARGET_RETENTION:g} of the attention")
     target = ("--target-retention", TARGET_RETENTION)
     _step("compare", measured, *target)
-    first, *others = SOLVERS
+    first, *remaining = SOLVERS
     _step("solve", measured, *target, "--solver", first, "-o", files[first], "-q")
     decided = BudgetProfile.load(files[first])
     kept = f"{size(decided.retained_bytes)} of {size(decided.full_bytes)}"
     _say(f"The same {kept} by other rules, and by losses that were measured before:")
     budget = ("--budget-tokens", decided.retained_tokens // decided.budgets.size)
-    for name in others:
+    for name in remaining:
         how = (*budget, "--level", SOLVERS[name], "--solver", name)
         _step("solve", measured, *how, "-o", files[name], "-q")
     loss = (*budget, "--objective", "loss", "--context", decided.context_tokens)
@@ -102,14 +102,21 @@ def demo(options: DemoOptions) -> None:
 
     _say("3. Apply: needles and KL with each, and what kvalloc does by default")
     named = [word for file in files.values() for word in ("--profile", file)]
-    prompts = ("--samples", options.samples or asked, "--context", tokens, "--seed", options.seed)
+    prompts = (
+        "--samples",
+        options.samples or n_prompts,
+        "--context",
+        tokens,
+        "--seed",
+        options.seed,
+    )
     default = ("--budget", f"{decided.share:.1%}", "--tasks", "needle,kl")
     _step("eval", "demo", *named, *default, *prompts, "-o", results_file, result=True)
 
     _say("4. Look at it")
-    every = (measured, *files.values(), results_file)
-    _step("report", *every, "-o", output / "report.html")
-    _step("report", *every, "--what", "overview", "-o", output / "demo.png")
+    inputs = (measured, *files.values(), results_file)
+    _step("report", *inputs, "-o", output / "report.html")
+    _step("report", *inputs, "--what", "overview", "-o", output / "demo.png")
     _say(*_lessons(first, Evaluation.load(results_file)), f"In {output}: all files above.")
 
 

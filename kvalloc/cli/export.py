@@ -41,7 +41,7 @@ class ExportOptions:
     accept: Annotated[str | None, Option("NAMES")] = None
     """What may be lost, such as heads-to-layers,engine-policy."""
 
-    context: Annotated[int | None, Option("N", least=1)] = None
+    context: Annotated[int | None, Option("N", minimum=1)] = None
     """Length of the prompt, tokens, for targets with a fixed number of entries."""
 
     restricted: Annotated[Path | None, Option("OUT.json")] = None

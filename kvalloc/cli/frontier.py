@@ -23,7 +23,7 @@ BESIDE_TARGET = [name for name in RequestOptions.__annotations__ if name not in 
 class FrontierOptions(ScoresArgument):
     """How finely sizes are traced."""
 
-    points: Annotated[int, Option("N", least=2)] = 16
+    points: Annotated[int, Option("N", minimum=2)] = 16
     """Sizes between the floors and everything."""
 
 

@@ -63,8 +63,8 @@ def inspect(options: InspectOptions) -> None:
         if kind_of(path) == "saved cache":
             _show_saved(file, path, SavedCacheHeader.read(path)[0])
             return
-        others = (FittedModel, FormatLosses, EngineChoice, SavedCacheHeader)
-        record = load_file(path, (*KINDS, *others))
+        kinds = (FittedModel, FormatLosses, EngineChoice, SavedCacheHeader)
+        record = load_file(path, (*KINDS, *kinds))
     facts, fields, lines, notes = _content(record)
     shown = {record.NAME: file, **fields}
     print_result({"file": file, **facts}, shown, lines=lines, notes=notes, always=True)

@@ -50,10 +50,10 @@ class MeasuringOptions(EngineOptions, ModelArgument):
     lengths: Annotated[str | None, Option("N,N", PROMPTS)] = None
     """With `tasks`: prompts of each of these lengths, tokens; `context` by default."""
 
-    context: Annotated[int | None, Option("N", PROMPTS, least=1)] = None
+    context: Annotated[int | None, Option("N", PROMPTS, minimum=1)] = None
     """Longest prompt, tokens; 1024 by default, with --formats 600."""
 
-    seed: Annotated[int, Option("N", PROMPTS, least=0)] = 0
+    seed: Annotated[int, Option("N", PROMPTS, minimum=0)] = 0
     """Seed of the choice of samples or prompts."""
 
 

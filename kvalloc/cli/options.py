@@ -127,10 +127,10 @@ class EngineOptions(LoadOptions):
     address: Annotated[str | None, Option("HOST:PORT", ENGINE)] = None
     """With ray: of a cluster, HOST:PORT or auto; one is started on this machine by default."""
 
-    workers: Annotated[int | None, Option("N", ENGINE, least=1)] = None
+    workers: Annotated[int | None, Option("N", ENGINE, minimum=1)] = None
     """With ray: how many; as many as the cluster has GPUs, else as its CPUs allow, by default."""
 
-    threads: Annotated[int | None, Option("N", ENGINE, least=1)] = None
+    threads: Annotated[int | None, Option("N", ENGINE, minimum=1)] = None
     """CPU threads, with ray of each worker. The same number gives the same bits everywhere."""
 
     @contextmanager
@@ -275,20 +275,20 @@ def _flag_name(name: str) -> str:
 def _flag(name: str, hint: Any, text: str, *, argument: bool) -> Any:
     hint, shown = get_args(hint)
     text = re.sub(r"`(\w+)`", lambda other: _flag_name(other[1]), " ".join(text.split()))
-    alone = get_origin(hint) in (None, Literal, list, Sequence)
-    first, *others = (hint,) if alone else get_args(hint)  # of a union
+    is_single = get_origin(hint) in (None, Literal, list, Sequence)
+    first, *alternatives = (hint,) if is_single else get_args(hint)  # of a union
     metavar, typed = shown.metavar, first
     if get_origin(first) is Literal:
         metavar = metavar or "|".join(get_args(first))
     elif get_origin(first) in (list, Sequence):
         text, typed = f"{text} Can be repeated.", list[str]
-    elif str in others:
+    elif str in alternatives:
         typed = str
     same: dict[str, Any] = {"help": text, "autocompletion": _names(name)}
     if argument:
         return Annotated[typed, typer.Argument(metavar=metavar or name.upper(), **same)]
     names = [metavar if typed is bool and metavar else _flag_name(name), *_ALSO.get(name, ())]
-    same |= {"metavar": None if typed is bool else metavar or None, "min": shown.least}
+    same |= {"metavar": None if typed is bool else metavar or None, "min": shown.minimum}
     return Annotated[typed | None, typer.Option(*names, rich_help_panel=shown.group, **same)]
 
 

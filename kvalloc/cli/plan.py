@@ -22,10 +22,10 @@ class PlanOptions(FittedOptions, LoadOptions, ModelArgument):
     memory: Annotated[str, Option("SIZE")]
     """What the cache may take at its peak, all rows together; the weights are not in it."""
 
-    prompt: Annotated[int, Option("N", least=1)]
+    prompt: Annotated[int, Option("N", minimum=1)]
     """Length of each prompt, tokens."""
 
-    answer: Annotated[int, Option("N", least=1)]
+    answer: Annotated[int, Option("N", minimum=1)]
     """Length of each answer, tokens."""
 
     target_loss: Annotated[float, Option("NATS")] = 0.01

@@ -81,7 +81,7 @@ def _lines(checks: list[Check]) -> Iterator[str]:
     width = max(len(check.name) for check in checks)
     for check in checks:
         mark = ("ok   " if check.proven else "word ") if check.passed else "WRONG"
-        statement = f"stated {check.stated}, found {check.found}"
-        if check.stated == check.found:
+        statement = f"stated {check.stated}, found {check.recomputed}"
+        if check.stated == check.recomputed:
             statement = "not stated" if check.stated == "None" else check.stated
         yield f"{mark}  {check.name:<{width}}  {hanging(statement, width + 9)}"

@@ -132,8 +132,8 @@ class ModelFacts:
         """Return the facts as plain values, for the manifest of a checkpoint."""
         # the digests are apart from the sizes, so that a message can say which of the two differ
         sizes = replace(self.shape, weights_digests=None)
-        others = {name: value for name, value in vars(self).items() if name != "shape"}
-        return {**others, "model": sizes.to_dict()}
+        fields = {name: value for name, value in vars(self).items() if name != "shape"}
+        return {**fields, "model": sizes.to_dict()}
 
 
 class Engine(Protocol):

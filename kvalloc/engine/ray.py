@@ -116,7 +116,7 @@ def _actor_class() -> type:
         def __init__(self) -> None:
             self.host: Host | None = None
 
-        def begin(self, versions: dict[str, str], *given: Any, flags: bool) -> Any:
+        def begin(self, versions: dict[str, str], *arguments: Any, flags: bool) -> Any:
             """Return the model's facts, the installed versions if they differ, or an error."""
             from importlib.metadata import PackageNotFoundError, version
 
@@ -132,14 +132,14 @@ def _actor_class() -> type:
             from kvalloc.errors import KVAllocError
 
             try:
-                self.host = Host(*given, flags=flags)
+                self.host = Host(*arguments, flags=flags)
             except KVAllocError as error:
                 return error
             return self.host.facts
 
-        def do(self, *given: Any) -> bytes:
+        def do(self, *arguments: Any) -> bytes:
             assert self.host is not None  # it was begun
-            return self.host.do(*given)
+            return self.host.do(*arguments)
 
         def steps(self) -> int:
             return 0 if self.host is None else self.host.steps

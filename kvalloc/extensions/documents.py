@@ -210,8 +210,8 @@ def _share(recompute: float | str | None, question: object) -> float:
 
 def _rotations(model: Any) -> list[Rotation]:
     """Return the rotation of each layer, if keys can be turned to other places by it."""
-    shape, found = shape_of(model), probe_of(model).rotations
-    rotations = [found[layer] for layer in sorted(found)]
+    shape, by_layer = shape_of(model), probe_of(model).rotations
+    rotations = [by_layer[layer] for layer in sorted(by_layer)]
     reasons = [one.fixed for one in rotations if one.fixed is not None]
     attention = base_implementation(text_config(model))
     if attention not in ("sdpa", "eager"):
@@ -220,8 +220,8 @@ def _rotations(model: Any) -> list[Rotation]:
             'sees; load it with attn_implementation="sdpa"'
         )
     kind = (getattr(text_config(model), "rope_parameters", None) or {}).get("rope_type")
-    if others := [kind for kind in shape.layer_types if kind != "full"]:
-        reasons = [f"{len(others)} of its layers are not of full attention ({others[0]})"]
+    if not_full := [kind for kind in shape.layer_types if kind != "full"]:
+        reasons = [f"{len(not_full)} of its layers are not of full attention ({not_full[0]})"]
     elif kind in ("dynamic", "longrope"):
         reasons = [f"its {kind} rotation depends on the length of the text"]
     if reasons:

@@ -280,11 +280,11 @@ def _fill(layer: Store, tensors: dict[str, Tensor], header: SavedCacheHeader) ->
         if (name := f"bits_{bits}.lengths") in tensors
     }
     empty, parts = sum(lengths.values()) == 0, []
-    for bits, own in lengths.items():
+    for bits, counts in lengths.items():
         named = {field: tensors.get(f"bits_{bits}.{name}") for name, field in KEPT.items()}
-        segments = np.flatnonzero((own > 0) | empty)
+        segments = np.flatnonzero((counts > 0) | empty)
         empty = np.zeros_like(empty)
-        part = Part(**named, segments=segments, lengths=own[segments], bits=bits)  # type: ignore[arg-type]
+        part = Part(**named, segments=segments, lengths=counts[segments], bits=bits)  # type: ignore[arg-type]
         parts.append(part.compact(header.seen_tokens))
     like = tensors["keys"][0, 0, :0].clone(), tensors["values"][0, 0, :0].clone()
     layer.kept = Kept(parts=tuple(parts), rows=header.batch, heads=heads, like=like)

@@ -138,7 +138,7 @@ class Limit(Record):
     used: _Size
     """What the decision takes of it: bytes, or budgets."""
 
-    most: _Size
+    allowed: _Size
     """What it allows."""
 
     binds: bool
@@ -408,7 +408,7 @@ class BudgetProfile(JsonRecord):
                 context_tokens,
                 self.widths[full],
                 self.shape,
-                least=self.policy.protected_tokens,
+                minimum=self.policy.protected_tokens,
             )
         elif context_tokens != self.context_tokens:
             fewer, before = 0, budgets[full] - 1
@@ -471,10 +471,10 @@ class BudgetProfile(JsonRecord):
         """Return the most bytes of a prompt in chunks, of layers that take ``by_layer`` reduced."""
         shape, full = self.shape, list(self.shape.full_layers)
         heads, reduced = kept[full], by_layer[full]
-        most = heads.sum(axis=1) if self.by_prompt else heads.min(axis=1) * shape.n_kv_heads
-        read = most[:, None]  # so many entries of each layer have come when one is about to evict
-        held = np.where(most >= read, read * shape.plain_bytes_per_entry, reduced).sum(axis=1)
-        rise = max(int(held.max()) - int(reduced.sum()), 0)
+        entries = heads.sum(axis=1) if self.by_prompt else heads.min(axis=1) * shape.n_kv_heads
+        read = entries[:, None]  # entries of each layer when the layer of this row evicts
+        peaks = np.where(entries >= read, read * shape.plain_bytes_per_entry, reduced).sum(axis=1)
+        rise = max(int(peaks.max()) - int(reduced.sum()), 0)
         return int(by_layer.sum()) + rise
 
     def head_bytes_at(self, context_tokens: int) -> IntArray:
@@ -531,13 +531,13 @@ class BudgetProfile(JsonRecord):
     def _fits(self) -> Self:
         check_size(self.shape, self.context_tokens, self.page_tokens, self.batch)
         shape, table = self.shape, (self.shape.n_layers, self.shape.n_kv_heads)
-        full, others = list(shape.full_layers), list(shape.constant_layers)
+        full, constant = list(shape.full_layers), list(shape.constant_layers)
         require_shape("budgets", self.budgets, table)
         self._require_budgets(self.budgets[full])
         if self.bits is not None:
             require_shape("bits", self.bits, table)
             expected = "16 there: nothing is decided"
-            right = (self.bits[others] == 16).all()
+            right = (self.bits[constant] == 16).all()
             require(right, "bits", "another number in a layer without a budget", expected)
             widths, known = np.unique(self.bits).tolist(), ", ".join(map(str, BIT_WIDTHS))
             require({*widths} <= {*BIT_WIDTHS}, "bits", widths, f"one of {known} each")

@@ -200,6 +200,6 @@ def order_of_halves(rotation: Rotation, head_dim: int) -> list[int]:
     """Return all dimensions of a head, so that the pairs are first in each half."""
     dims = range(head_dim)
     first, second = dims[rotation.first], dims[rotation.second]
-    others = [dim for dim in dims if dim not in first and dim not in second]
-    middle = len(others) // 2
-    return [*first, *others[:middle], *second, *others[middle:]]
+    unpaired = [dim for dim in dims if dim not in first and dim not in second]
+    middle = len(unpaired) // 2
+    return [*first, *unpaired[:middle], *second, *unpaired[middle:]]

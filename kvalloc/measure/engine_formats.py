@@ -22,12 +22,12 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E4M3 = torch.float8_e4m3fn
 
 
-def round_trip(numbers: Tensor, name: str, *, keys: bool, order: list[int] | None = None) -> Tensor:
+def round_trip(entries: Tensor, name: str, *, keys: bool, order: list[int] | None = None) -> Tensor:
     """Return keys or values as an engine's attention sees them.
 
     Parameters
     ----------
-    numbers : Tensor, (batch, n_kv_heads, n_tokens, dim)
+    entries : Tensor, (batch, n_kv_heads, n_tokens, dim)
     name : str
         Of `FORMATS`; it can hold heads of ``dim`` numbers.
     keys : bool
@@ -37,7 +37,7 @@ def round_trip(numbers: Tensor, name: str, *, keys: bool, order: list[int] | Non
 
     Returns
     -------
-    Tensor, as ``numbers``
+    Tensor, as ``entries``
         Neither turned nor in another order. Scales are rounded as ggml and exllamav3 store them;
         those of the model's type (mlx, KVTuner) and of float32 (OpenVINO) are not.
 
@@ -46,10 +46,10 @@ def round_trip(numbers: Tensor, name: str, *, keys: bool, order: list[int] | Non
     ggml (quantize_row_*_ref), mlx (affine quantize), vLLM (fp8_e4m3), NVFP4, OpenVINO (u8, u4),
     KVTuner (VanillaQuantizer) and exllamav3 (quant_cache, without its option to compand).
     """
-    format, dim = FORMATS[name], int(numbers.shape[-1])
-    if format.grid == "whole" or not numbers.numel():
-        return numbers
-    stored, turn = numbers.float(), 0
+    format, dim = FORMATS[name], int(entries.shape[-1])
+    if format.grid == "whole" or not entries.numel():
+        return entries
+    stored, turn = entries.float(), 0
     if format.ggml:
         stored = stored if order is None else stored[..., order]
         turn = 0 if dim % _TURN else dim & -dim if keys else _TURN
@@ -65,7 +65,7 @@ def round_trip(numbers: Tensor, name: str, *, keys: bool, order: list[int] | Non
     if format.ggml and order is not None:
         places = torch.tensor(order, device=stored.device)
         stored = torch.empty_like(stored).index_copy_(-1, places, stored)
-    return stored.to(numbers.dtype)
+    return stored.to(entries.dtype)
 
 
 def gguf_order(model: Any, rotation: Rotation, dim: int) -> list[int] | None:
@@ -88,21 +88,21 @@ def gguf_order(model: Any, rotation: Rotation, dim: int) -> list[int] | None:
     return [*order, *(channel for channel in dims if channel not in order)]
 
 
-def _blocks(numbers: Tensor, block: int) -> Tensor:
+def _blocks(entries: Tensor, block: int) -> Tensor:
     """Return numbers with the last axis in blocks, (..., n_blocks, block)."""
-    return numbers.reshape(*numbers.shape[:-1], -1, block)
+    return entries.reshape(*entries.shape[:-1], -1, block)
 
 
-def _turned(numbers: Tensor, block: int) -> Tensor:
+def _turned(entries: Tensor, block: int) -> Tensor:
     """Return numbers times a Hadamard matrix in blocks; twice gives them back."""
-    return rotated(_blocks(numbers, block)).flatten(-2) if block else numbers
+    return rotated(_blocks(entries, block)).flatten(-2) if block else entries
 
 
-def _in_blocks_of_tokens(numbers: Tensor, format: EngineFormat) -> Tensor:
+def _in_blocks_of_tokens(entries: Tensor, format: EngineFormat) -> Tensor:
     """Return numbers rounded in blocks of tokens of a channel; the last token fills a block."""
-    n_tokens = int(numbers.shape[-2])
-    last = numbers[..., -1:, :].expand(*numbers.shape[:-2], -n_tokens % format.block, -1)
-    rows = _blocks(torch.cat([numbers, last], dim=-2).mT, format.block)
+    n_tokens = int(entries.shape[-2])
+    last = entries[..., -1:, :].expand(*entries.shape[:-2], -n_tokens % format.block, -1)
+    rows = _blocks(torch.cat([entries, last], dim=-2).mT, format.block)
     return _GRIDS[format.grid](rows, format).flatten(-2).mT[..., :n_tokens, :]
 
 
@@ -192,9 +192,9 @@ def _e5m2(blocks: Tensor, format: EngineFormat) -> Tensor:
     return _as_float8(blocks, torch.float8_e5m2)
 
 
-def _as_float8(numbers: Tensor, kind: torch.dtype) -> Tensor:
+def _as_float8(entries: Tensor, kind: torch.dtype) -> Tensor:
     largest = torch.finfo(kind).max
-    return numbers.clamp(-largest, largest).to(kind).float()
+    return entries.clamp(-largest, largest).to(kind).float()
 
 
 def _largest(blocks: Tensor) -> Tensor:
@@ -202,9 +202,9 @@ def _largest(blocks: Tensor) -> Tensor:
     return blocks.gather(-1, blocks.abs().argmax(dim=-1, keepdim=True))
 
 
-def _nearest(numbers: Tensor, levels: Tensor) -> Tensor:
+def _nearest(entries: Tensor, levels: Tensor) -> Tensor:
     """Return the nearest of some rising levels for each number."""
-    return levels[torch.bucketize(numbers.contiguous(), (levels[1:] + levels[:-1]) / 2)]
+    return levels[torch.bucketize(entries.contiguous(), (levels[1:] + levels[:-1]) / 2)]
 
 
 _BY_BLOCK = (_amax, _signed, _minmax, _iq4_nl, _affine, _zero, _exl3, _e2m1, _e4m3, _e5m2)

@@ -42,7 +42,7 @@ class LossPlan:
         Shares of the evictable entries that each unit is reduced to.
     continuation_tokens : int
         Tokens after the prompt on which the distributions are compared, at most.
-    matched, every : int
+    matched, interval : int
         The policy `attention_matching` fits the values of what stays to so many of the prompt's
         last queries, each N-th of them; 0 for none: values stay.
 
@@ -57,7 +57,7 @@ class LossPlan:
     shares: tuple[float, ...] = DEFAULT_SHARES
     continuation_tokens: int = 24
     matched: int = 0
-    every: int = 1
+    interval: int = 1
 
     def __post_init__(self) -> None:
         for name, choices in (("method", LossMethod), ("level", LossLevel)):
@@ -80,7 +80,7 @@ class LossPlan:
 
         if not self.matched:
             return Score(scorer=scorer)
-        return AttentionMatching(scorer=scorer, rows=self.matched, every=self.every)
+        return AttentionMatching(scorer=scorer, rows=self.matched, every=self.interval)
 
     def levels(self, context_tokens: int, protected_tokens: int) -> IntArray:
         """Return the budgets at which losses are measured.

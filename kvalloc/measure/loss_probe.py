@@ -31,7 +31,7 @@ from kvalloc.models.names import cache_keyword
 from kvalloc.models.structure import end_tokens, evaluating, input_device, text_config
 from kvalloc.runtime.policies.base import Limits
 from kvalloc.runtime.quantization import quantised_values, round_kept_keys
-from kvalloc.runtime.second_read import Held
+from kvalloc.runtime.second_read import PromptLayer
 from kvalloc.runtime.selection import chosen_widths, evictable, gathered, keep_best, put_at
 
 if TYPE_CHECKING:
@@ -217,9 +217,9 @@ class LossProbe:
         """Return the view of variants that keep these entries at these widths."""
         if bits is None or (bool((bits == 16).all()) and not self._policy.combines):
             return Reduced(keep=keep)
-        stored, numbers = self._entries(layer), keep.sum(dim=-1).cpu()
+        stored, kept_counts = self._entries(layer), keep.sum(dim=-1).cpu()
         keys, values = (one.expand(len(keep), -1, -1, -1) for one in stored)
-        counts = counts_of(numbers.numpy(), np.broadcast_to(bits, numbers.shape))
+        counts = counts_of(kept_counts.numpy(), np.broadcast_to(bits, kept_counts.shape))
         limits = Limits(sinks=self._sinks, window=self._scorer.window)
         free, scores = evictable(keep, **limits), self.scores[layer].expand(keep.shape)
         of = chosen_widths(scores, keep, counts, free)
@@ -227,7 +227,7 @@ class LossProbe:
             queries = seen.queries.expand(len(keep), -1, -1, -1)
             widths = ChosenWidths(counts=counts, of=of)
             states = replace(seen, queries=queries, keys=keys, values=values, widths=widths)
-            made = self._policy.combine(states, keep, numbers, **limits)
+            made = self._policy.combine(states, keep, kept_counts, **limits)
             keys, values = (keys, values) if made is None else made
         keys, values = (one.clone(memory_format=torch.contiguous_format) for one in (keys, values))
         order = keep.byte().argsort(dim=-1, descending=True, stable=True)
@@ -387,8 +387,8 @@ class LossProbe:
             if getattr(layer, "keys", None) is not None:
                 empty = (one[:, :, :0] for one in (layer.keys, layer.values))
                 entries = [one.expand(n_variants, -1, -1, -1) for one in empty]
-            held = Held(source=layer, rows=rows, entries=entries)
-            layers.append(held.layer(None, self.n_tokens))
+            prompt_layer = PromptLayer(source=layer, rows=rows, entries=entries)
+            layers.append(prompt_layer.layer(None, self.n_tokens))
         return cache_keyword(self._model, Cache(layers=layers))
 
     def _attend(self, states: AttentionStates, reduced: Reduced | None) -> Tensor:

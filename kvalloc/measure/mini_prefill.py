@@ -166,9 +166,9 @@ def run_apart(model: Any, *, states: bool = False) -> bool:
         Whether layers may have states.
     """
     probe = probe_of(model)
-    others = any(one.kind == "shared" or (one.state_bytes and not states) for one in probe.layers)
-    others |= len(layers_of(model)) != len(probe.layers)  # LongCat's layers attend twice
-    return not (others or probe.passes_more)
+    special = any(one.kind == "shared" or (one.state_bytes and not states) for one in probe.layers)
+    special |= len(layers_of(model)) != len(probe.layers)  # LongCat's layers attend twice
+    return not (special or probe.passes_more)
 
 
 def layers_of(model: Any) -> Any:

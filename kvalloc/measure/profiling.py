@@ -78,7 +78,7 @@ class ProfileOptions(TypedDict, total=False):
     """With `loss`, also measure what is lost at each of these bit widths and each budget together,
     for 'kvalloc solve --bits'; 16 is measured in any case."""
 
-    chunk: Annotated[int | None, Option("N", MORE, least=1)]
+    chunk: Annotated[int | None, Option("N", MORE, minimum=1)]
     """Tokens of a sample that run through a layer at once; memory grows with it. All of them by
     default up to 4,096, and 1,024 of longer samples. Losses take the whole sample."""
 

@@ -630,8 +630,8 @@ def _states(
             "rotation": active.switch.probe.rotations.get(layer, UNKNOWN),
             "biased": any(getattr(one, "ndim", 0) == 4 for one in kwargs.values()),
         }
-    if (noted := _expanded.get()) is not None and noted[0] == id(module):
-        latents = noted[1:]
+    if (expanded := _expanded.get()) is not None and expanded[0] == id(module):
+        latents = expanded[1:]
         to_keys, matrix, bias = _matrices(module, *latents)
         to_values = matrix, bias
         _expanded.set(None)

@@ -120,7 +120,7 @@ def probe(
         raise
     except Exception as error:  # models fail in any way
         raised = f"it raises {type(error).__name__}: {one_line(error)}"
-        why = next(iter(seen.others), raised)
+        why = next(iter(seen.faults), raised)
         raise UnsupportedModelError(
             f"{name} does not run over a few tokens, which shows what its layers store: {why}; try "
             f"a newer transformers, or {WITH_FULL_CACHE}"
@@ -181,7 +181,7 @@ class _Seen:
     calls: list[Any] = field(default_factory=list)
     reads: dict[int, int] = field(default_factory=dict)
     stored: dict[int, list[Any]] = field(default_factory=lambda: defaultdict(list))
-    others: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
     returned: list[Any] = field(default_factory=list)
 
     @property
@@ -224,7 +224,7 @@ class _Seen:
         biased = floats is not None and floats() and (mask * (mask > -1e4)).any()
         name = f"layer {layer} of {self.kind(layer)}"
         if states.biased or biased:
-            self.others.append(f"{name} adds numbers to its logits")
+            self.faults.append(f"{name} adds numbers to its logits")
         source = layer
         if layer not in self.stored:  # it may attend to what another layer stores
             source = next((i for i, one in self.stored.items() if one[-1][0][0] is states.keys), -1)
@@ -239,7 +239,7 @@ class _Seen:
                 if now.shape == was.shape:
                     difference = "of the same size, changed or copied after they were stored"
                 difference = f"than its cache returned: {difference}"
-                self.others.append(f"{name} attends to other {part} {difference}")
+                self.faults.append(f"{name} attends to other {part} {difference}")
         group = states.queries.shape[1] // states.values.shape[1]
         values = _newest(states.values).repeat_interleave(group, dim=1)
         return values.transpose(1, 2).contiguous(), None
@@ -254,7 +254,7 @@ class _Seen:
                     f"layer {layer} of {self.kind(layer)} makes {calls[layer]} attention calls and "
                     f"{updates} updates of the cache in one forward, expected 1 and {expected}"
                 )
-        return next(iter(self.others), None)
+        return next(iter(self.faults), None)
 
 
 def _rotations(seen: _Seen, positions: Tensor) -> tuple[dict[int, Rotation], bool]:

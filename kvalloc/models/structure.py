@@ -36,8 +36,8 @@ def decoder_layers(model: Any) -> Any:
     """Return the decoder's layers in order; None if they have none of the usual names."""
     decoder, names = decoder_of(model), ("layers", "h", "blocks", "layer")
     parts = (decoder, getattr(decoder, "encoder", None))  # BERT's layers are in its encoder
-    found = (getattr(part, name, None) for part in parts for name in names)
-    return next((one for one in found if one), None)
+    modules = (getattr(part, name, None) for part in parts for name in names)
+    return next((one for one in modules if one), None)
 
 
 def check_layers(model: Any) -> None:

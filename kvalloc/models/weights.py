@@ -138,9 +138,9 @@ def _parts(module: nn.Module) -> list[_Part]:
     def collect(module: Any, name: str, hooks: Mapping[str, Any]) -> None:
         """Add the parts of a module; ``hooks`` of accelerate belong to modules around it."""
         if is_packed(module):
-            numbers = [getattr(module, name, str) for name in ("weight", "bias")]
+            readers = [getattr(module, name, str) for name in ("weight", "bias")]
             stamp = id(packed_numbers(module))
-            parts.append(_Part(stamp, lambda: [one() for one in numbers], module))
+            parts.append(_Part(stamp, lambda: [one() for one in readers], module))
             return
         if (hook := placement(module)) is not None and hook.weights_map is not None:
             hooks = {**hooks, name: hook}

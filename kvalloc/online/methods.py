@@ -120,7 +120,7 @@ class Setting:
     def entries(self, tokens: int, bits: int | None = None) -> int:
         """Return the number of entries that each head keeps of a row, at `bits` by default."""
         bits = bits or self.bits
-        return entries_in_share(self.share, tokens, bits, self.shape, least=SINKS + WINDOW)
+        return entries_in_share(self.share, tokens, bits, self.shape, minimum=SINKS + WINDOW)
 
     def solved(self, tokens: int) -> BudgetProfile | None:
         """Return what the fitted file's curves give at a length; see `solve_share`."""
@@ -372,8 +372,8 @@ def method_for(setting: Setting, tokens: int, *, limit: int | None = None) -> Me
     if (solved := setting.solved_tokens(tokens)) is not None:
         return Solved(setting=setting, solved_tokens=solved)
     if setting.entries(tokens) == tokens:
-        own = MIXES.get(setting.bits, (setting.bits,))
-        width = next(one for one in own if setting.entries(tokens, one) == tokens)
+        widths = MIXES.get(setting.bits, (setting.bits,))
+        width = next(one for one in widths if setting.entries(tokens, one) == tokens)
         rounds = head_bytes(tokens, width, setting.shape) < tokens * setting.shape.bytes_per_entry
         return Whole(setting=setting, width=width if rounds else 16)
     second_read = tokens + min(PIECE, tokens) + CARRIED_TOKENS

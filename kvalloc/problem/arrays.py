@@ -594,28 +594,28 @@ class MaxDistinct(SideConstraint):
 
     Attributes
     ----------
-    most : int
+    maximum : int
         Number of different budgets in tokens, at least 1.
     """
 
     keyword: ClassVar[str] = "max_distinct"
     compares_tokens: ClassVar[bool] = True
 
-    most: int
+    maximum: int
 
     def __post_init__(self) -> None:
-        if self.most < 1:
-            raise InputError(f"at most {self.most} different budgets is not possible; ask for 1")
+        if self.maximum < 1:
+            raise InputError(f"at most {self.maximum} different budgets is not possible; ask for 1")
 
     def stated(self) -> tuple[str, str]:
         """See the base class."""
-        return "different budgets", f"at most {self.most}"
+        return "different budgets", f"at most {self.maximum}"
 
     def fault(self, problem: AllocationProblem, choice: IntArray) -> str | None:
         """See the base class."""
         distinct = np.unique(problem.chosen_tokens(choice)).size
-        if distinct > self.most:
-            return f"{distinct} different budgets, at most {self.most} are allowed"
+        if distinct > self.maximum:
+            return f"{distinct} different budgets, at most {self.maximum} are allowed"
         return None
 
 

@@ -113,7 +113,7 @@ def read_named(text: str) -> tuple[str, dict[str, Any]]:
     return name, options
 
 
-def build(cls: type[T], options: Mapping[str, Any], *, what: str, **given: Any) -> T:
+def build(cls: type[T], options: Mapping[str, Any], *, what: str, **fixed: Any) -> T:
     """Make a plug-in with options, with one clear line for an option it does not have.
 
     Parameters
@@ -124,7 +124,7 @@ def build(cls: type[T], options: Mapping[str, Any], *, what: str, **given: Any) 
         As `typed_options` takes them.
     what : str
         How to call it in an error, such as ``"solver pyramid"``.
-    **given
+    **fixed
         Arguments that are no options.
 
     Raises
@@ -134,7 +134,7 @@ def build(cls: type[T], options: Mapping[str, Any], *, what: str, **given: Any) 
     """
     typed = typed_options(cls, options, what=what) if options else {}
     try:
-        return cls(**given, **typed)
+        return cls(**fixed, **typed)
     except (TypeError, ValueError) as error:
         raise InputError(f"{what} cannot be made with {typed}: {error}") from error
 

@@ -190,10 +190,10 @@ class BudgetCache(CacheFigures, HookedCache):
     def _check_sizes(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Refuse entries of other sizes than a forward of a few tokens has shown."""
         known, (heads, dim) = self.methods[0].profile.shape.by_layer[layer], keys.shape[1::2]
-        found = replace(known, kv_heads=heads, key_dim=dim, value_dim=int(values.shape[-1]))
-        if found != known:
+        actual = replace(known, kv_heads=heads, key_dim=dim, value_dim=int(values.shape[-1]))
+        if actual != known:
             raise ModelMismatchError(
-                f"layer {layer} of {self._name} stores {found.sizes_text}, and when it was looked "
+                f"layer {layer} of {self._name} stores {actual.sizes_text}, and when it was looked "
                 f"at {known.sizes_text}; {WITH_FULL_CACHE}"
             )
 

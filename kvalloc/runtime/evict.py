@@ -53,7 +53,7 @@ class Running:
         Evictions of layers once they have attended, with their targets.
     observing : list of Eviction
         For rows in which a layer evicts nothing after a chunk: their policies note it.
-    together : int
+    layers_together : int
         Of how many layers the evictions wait for each other.
     waiting : list of int
         Layers that have attended and evict with the next ones.
@@ -67,7 +67,7 @@ class Running:
     n_queries_after: int = 0
     planned: list[tuple[Eviction, dict[int, IntArray]]] = field(default_factory=list)
     observing: list[Eviction] = field(default_factory=list)
-    together: int = 1
+    layers_together: int = 1
     waiting: list[int] = field(default_factory=list)
     sees: Tensor | None = None
 
@@ -117,7 +117,7 @@ class Eviction:
         Whether the prompt stayed whole, with nothing observed yet.
     by_prompt : bool
         Whether heads share budgets, so that each one's scores are asked for.
-    again : bool
+    evicted_before : bool
         Whether these rows have evicted before.
     new_only : bool
         Whether entries kept by earlier evictions stay, and targets are for new entries.
@@ -138,7 +138,7 @@ class Eviction:
     more: bool = False
     whole: bool = False
     by_prompt: bool = False
-    again: bool = False
+    evicted_before: bool = False
     new_only: bool = False
     scored: dict[tuple[int, bytes, int | None], Tensor] = field(default_factory=dict)
 
@@ -161,8 +161,8 @@ class Eviction:
             "by_prompt": profile.by_prompt,
             "again": row.evicted_at > 0,
         }
-        numbers = np.array(rows, dtype=np.int64)
-        return cls(rows=numbers, policy=policy, door=cache.door, **{**known, **event})
+        row_indices = np.array(rows, dtype=np.int64)
+        return cls(rows=row_indices, policy=policy, door=cache.door, **{**known, **event})
 
     def by_layers(
         self, goals: Mapping[int, Mapping[int, IntArray]]
@@ -189,8 +189,8 @@ class Eviction:
     def _at_once(self) -> bool:
         """Return whether heads that hold different numbers of entries are looked at in one call."""
         policy = self.policy
-        alone = policy.across_layers and not (policy.observes or policy.combines)
-        return alone and not self.by_prompt
+        single = policy.across_layers and not (policy.observes or policy.combines)
+        return single and not self.by_prompt
 
     def bundles(self, store: Store) -> list[Bundle]:
         """Return bundles of rows of equal shape, or single heads where heads differ."""
@@ -268,7 +268,7 @@ class Eviction:
             observed=of_rows(store.notes.observed, rows, head, n_heads),
             later=of_rows(store.notes.later, rows, head, n_heads),
             positions=None if store.kept is None else candidates.positions,
-            latest=int(store.tail.lengths[rows[0]]) if self.again and store.tail else 0,
+            latest=int(store.tail.lengths[rows[0]]) if self.evicted_before and store.tail else 0,
         )
         if (mask := self._gaps(store, states, candidates.positions, tokens)) is not None:
             states = replace(states, mask=mask, gaps=True)
@@ -373,13 +373,13 @@ class Eviction:
             if end > sinks:  # else there is nothing to choose from
                 scores = policy.scores(states, sinks=sinks)
                 self.scored[layer, bundle[0].tobytes(), bundle[1]] = scores
-            for row, some in zip(bundle[0].tolist(), scores[..., sinks:end], strict=True):
-                by_row[row] += some
+            for row, added in zip(bundle[0].tolist(), scores[..., sinks:end], strict=True):
+                by_row[row] += added
         return [pad_sequence(row, batch_first=True, padding_value=-inf) for row in by_row.values()]
 
     # Evicting
 
-    def together(
+    def layer_groups(
         self, stores: Mapping[int, Store], targets: Mapping[int, IntArray]
     ) -> Iterator[dict[int, Store]]:
         """Yield the layers to evict in, in groups whose heads a policy sees as those of one layer.
@@ -388,11 +388,11 @@ class Eviction:
         """
         policy = self.policy
         before: tuple[object, ...] = ()
-        alone = self.new_only or policy.observes or not policy.across_layers or bool(self.scored)
+        single = self.new_only or policy.observes or not policy.across_layers or bool(self.scored)
         group: dict[int, Store] = {}
         for layer in targets:
             store = stores[layer]
-            apart = alone or store.kept is not None or bool(store.notes.later)
+            apart = single or store.kept is not None or bool(store.notes.later)
             few = (len(group) + 1) * store.keys[..., 0].numel() <= FEW_ENTRIES
             kind = apart, layer in self.widths, *_kind(store)
             if group and (apart or not few or kind != before):
@@ -481,8 +481,8 @@ class Eviction:
         scores = self.scored.pop((layer, rows.tobytes(), head), None)
         limits = Limits(sinks=front or self.sinks, window=self.window)
         if scores is None and mixed:
-            wanted = torch.ones_like(budgets, dtype=torch.bool)
-            scores = self._by_score.scores_of(states, wanted, sinks=self.sinks)
+            all_heads = torch.ones_like(budgets, dtype=torch.bool)
+            scores = self._by_score.scores_of(states, all_heads, sinks=self.sinks)
         if goes:
             if scores is not None:
                 places = {"absent": states.absent, "counts": states.counts}
@@ -623,7 +623,7 @@ def evict(cache: Any, eviction: Eviction, targets: Mapping[int, IntArray]) -> No
         if targets and eviction.by_prompt:
             targets = eviction.hand_out(cache, targets)
         cache.tell("planned", targets)
-        for group in eviction.together(stores, targets):
+        for group in eviction.layer_groups(stores, targets):
             eviction.keep(group, targets)
 
 

@@ -207,7 +207,7 @@ class Forward:
                 running.waiting.append(layer)
             elif running.observing:
                 store.notes.queries.trim(running.n_queries_after)
-            if len(running.waiting) >= running.together:
+            if len(running.waiting) >= running.layers_together:
                 self._evict_waiting(running)
 
     def _evict_waiting(self, running: Running) -> None:

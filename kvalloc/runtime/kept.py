@@ -66,11 +66,11 @@ def on_device(array: IntArray, device: torch.device) -> Tensor:
     return torch.from_numpy(array).to(device, non_blocking=device.type == "cuda")
 
 
-def index_of(numbers: IntArray, device: torch.device) -> slice | Tensor:
+def index_of(indices: IntArray, device: torch.device) -> slice | Tensor:
     """Return what picks increasing places: a slice, so that nothing is copied, or the places."""
-    if len(numbers) and int(numbers[-1] - numbers[0]) == len(numbers) - 1:
-        return slice(int(numbers[0]), int(numbers[-1]) + 1)
-    return on_device(numbers, device)
+    if len(indices) and int(indices[-1] - indices[0]) == len(indices) - 1:
+        return slice(int(indices[0]), int(indices[-1]) + 1)
+    return on_device(indices, device)
 
 
 def halved(*tensors: Tensor, lengths: IntArray) -> list[Tensor]:
@@ -364,8 +364,8 @@ def pack(
         return replace(part, keys=keys, values=values)
     keys, key_scales, key_exact = _packed_segments(part, bits, n_steps, before, kind)
     n = max(n_steps, part.values.numel() // CACHED_NUMBERS) if part.values.is_cpu else n_steps
-    pieces = zip(part.values.chunk(n), _again(part, bits, before, n), strict=False)
-    steps = [encode_values(own, bits, kind, again) for own, again in pieces]
+    pieces = zip(part.values.chunk(n), _coded_before(part, bits, before, n), strict=False)
+    steps = [encode_values(chunk, bits, kind, coded) for chunk, coded in pieces]
     values, value_exact = (torch.cat(tensors) for tensors in zip(*steps, strict=True))
     if len(values):
         spans, width = part.spans, WIDTHS[bits]
@@ -377,15 +377,15 @@ def pack(
     return replace(part, keys=keys, values=values, key_scales=key_scales, bits=bits)
 
 
-def _again(
+def _coded_before(
     part: Part, bits: int, before: Sequence[Part], n_steps: int
 ) -> Sequence[Tensor] | Iterator[None]:
     """Return in steps which entries are of segments that had some at this width before."""
     segments = [one.segments for one in before if one.bits == bits]
     if not segments:
         return repeat(None)
-    again = np.isin(part.segments, np.concatenate(segments)).repeat(part.lengths)
-    return on_device(again.astype(np.int64), part.values.device).bool().chunk(n_steps)
+    coded = np.isin(part.segments, np.concatenate(segments)).repeat(part.lengths)
+    return on_device(coded.astype(np.int64), part.values.device).bool().chunk(n_steps)
 
 
 def _fits(fits: Tensor, kind: torch.dtype, *exact: Tensor) -> bool:
@@ -451,27 +451,27 @@ def by_width(part: Part, counts: Mapping[int, IntArray]) -> Iterator[tuple[int, 
     lengths, width_of = part.lengths, part.width_of
     ensure(_fit(part, counts), _refuse_counts)
     empty = lengths == 0  # segments that are in the widest part
-    for width, own in sorted(counts.items(), reverse=True):
-        segments = np.flatnonzero((own > 0) | empty)
+    for width, owned in sorted(counts.items(), reverse=True):
+        segments = np.flatnonzero((owned > 0) | empty)
         empty = np.zeros_like(empty)
-        if (own[segments] == lengths[segments]).all():
+        if (owned[segments] == lengths[segments]).all():
             if len(segments):
                 yield width, replace(part.taken(segments), width_of=None)
             continue
         if width_of is None:
             _refuse_counts()
-        places = (width_of == width).nonzero_static(size=int(own.sum()), fill_value=0)[:, 0]
+        places = (width_of == width).nonzero_static(size=int(owned.sum()), fill_value=0)[:, 0]
         n_pages = _most_pages(part)
-        some = replace(
+        segment_part = replace(
             part,
             keys=part.keys[places],
             values=part.values[places],
             tokens=(part.positions if n_pages else part.tokens)[places],
             width_of=None,
             segments=part.segments[segments],
-            lengths=own[segments],
+            lengths=owned[segments],
         )
-        yield width, some.compact(n_pages * PAGE_TOKENS) if n_pages else some
+        yield width, segment_part.compact(n_pages * PAGE_TOKENS) if n_pages else segment_part
 
 
 def _fit(part: Part, counts: Mapping[int, IntArray]) -> Tensor:
@@ -482,9 +482,9 @@ def _fit(part: Part, counts: Mapping[int, IntArray]) -> Tensor:
         return fits
     ends = on_device(part.spans.ends, width_of.device)
     fits = fits.to(width_of.device)
-    for width, own in counts.items():
+    for width, owned in counts.items():
         before = torch.nn.functional.pad((width_of == width).cumsum(0), (1, 0))
-        fits = fits & (before[ends] == on_device(np.cumsum(own), width_of.device)).all()
+        fits = fits & (before[ends] == on_device(np.cumsum(owned), width_of.device)).all()
     return fits
 
 
@@ -507,13 +507,13 @@ def packed(
     before : sequence of Part
         What was stored of the same segments; see `pack`.
     """
-    blocks = {bits: -(-own // KEY_BLOCK_TOKENS) for bits, own in counts.items()}
-    all_blocks = max(sum(int(own.sum()) for own in blocks.values()), 1)
+    blocks = {bits: -(-owned // KEY_BLOCK_TOKENS) for bits, owned in counts.items()}
+    all_blocks = max(sum(int(owned.sum()) for owned in blocks.values()), 1)
     parts = []
-    for bits, own in by_width(part, counts):
+    for bits, owned in by_width(part, counts):
         n_blocks = int(blocks[bits].sum())
         n_steps = max(1, min(-(-STEPS * n_blocks // all_blocks), n_blocks // STEP_BLOCKS))
-        parts.append(pack(own, bits, before, n_steps=n_steps))
+        parts.append(pack(owned, bits, before, n_steps=n_steps))
     return parts
 
 
@@ -529,15 +529,15 @@ def added(
     result, more = [], dict(by_width(part, counts))
     for one in stored:
         if (new := more.get(one.bits)) is not None:
-            _, here, there = np.intersect1d(new.segments, one.segments, return_indices=True)
+            _, here, at_one = np.intersect1d(new.segments, one.segments, return_indices=True)
             lengths = np.zeros_like(one.lengths)
-            lengths[there] = new.lengths[here]
+            lengths[at_one] = new.lengths[here]
             more[one.bits] = new.taken(np.setdiff1d(np.arange(len(new.segments)), here))
             if lengths.any():
                 same = replace(new.taken(here), segments=one.segments, lengths=lengths)
                 if new.pages is not None:
                     pages = np.zeros((len(lengths), new.pages.shape[1]), dtype=np.int64)
-                    pages[there] = new.pages[here]
+                    pages[at_one] = new.pages[here]
                     same = replace(same, pages=pages)
                 one = extended(one, same)
         result.append(one)
@@ -683,18 +683,18 @@ class Kept:
         for number, part in enumerate(self.parts):
             spans = part.spans
             columns = [spans.starts, spans.ends, spans.first_scales[:-1]]
-            plain, numbers = (
+            plain, indices = (
                 np.full(len(spans.ends), x) for x in (not turns(part.bits, dim), number)
             )
-            rows.append(np.column_stack([*columns, numbers, part.segments, plain]))
-        every = np.concatenate([*rows, np.zeros((0, 6), np.int64)])
-        every = every[every[:, 1] > every[:, 0]]
-        every = every[np.lexsort((-every[:, 3], every[:, 5], every[:, 4]))]
-        segments = every[:, 4]
-        place = np.arange(len(every)) - np.searchsorted(segments, segments)
+            rows.append(np.column_stack([*columns, indices, part.segments, plain]))
+        table = np.concatenate([*rows, np.zeros((0, 6), np.int64)])
+        table = table[table[:, 1] > table[:, 0]]
+        table = table[np.lexsort((-table[:, 3], table[:, 5], table[:, 4]))]
+        segments = table[:, 4]
+        place = np.arange(len(table)) - np.searchsorted(segments, segments)
         shape = self.rows * self.heads, int(place.max(initial=0)) + 1, 4
         result = np.zeros(shape, dtype=np.int64)
-        result[segments, place] = every[:, :4]
+        result[segments, place] = table[:, :4]
         return result
 
     @cached_property
@@ -707,10 +707,10 @@ class Kept:
         edges = [0, *(np.flatnonzero(~same.all(axis=1)) + 1).tolist(), len(order)]
         result = []
         for first, last in pairwise(edges):
-            own = [self.parts[number] for number in parts[first][lengths[first] > 0]]
-            at = [int(np.searchsorted(part.segments, order[first])) for part in own]
+            owned = [self.parts[number] for number in parts[first][lengths[first] > 0]]
+            at = [int(np.searchsorted(part.segments, order[first])) for part in owned]
             segments = order[first:last]
-            result.append(Run(segments=segments, pieces=list(zip(own, at, strict=True))))
+            result.append(Run(segments=segments, pieces=list(zip(owned, at, strict=True))))
         return result
 
     @property
@@ -809,8 +809,8 @@ class Kept:
             rank = torch.empty_like(order).flatten()
             rank[order.flatten()] = torch.arange(places, device=keys.device)
             positions, at = positions[order], [rank[one] for one in at]
-        for part, own in zip(parts, at, strict=True):
+        for part, owned in zip(parts, at, strict=True):
             unpacked = part.unpacked(self.like)
-            keys[own], values[own] = unpacked.keys, unpacked.values
+            keys[owned], values[owned] = unpacked.keys, unpacked.values
         keys, values = (tensor.view(*shape, tensor.shape[-1]) for tensor in (keys, values))
         return keys, values, positions.view(shape)

@@ -80,7 +80,7 @@ class Queries(Latest):
             self._fill(*_NOTHING)  # of any number of rows
 
 
-Noted: TypeAlias = "dict[tuple[int, int | None], Observed]"
+NotesByRow: TypeAlias = "dict[tuple[int, int | None], Observed]"
 """Notes by row and KV head, of one row each; the head is None for notes about all."""
 
 
@@ -101,8 +101,8 @@ class Notes:
 
     queries: Queries = field(default_factory=Queries)
     noted_until: int = 0
-    observed: Noted = field(default_factory=dict)
-    later: Noted = field(default_factory=dict)
+    observed: NotesByRow = field(default_factory=dict)
+    later: NotesByRow = field(default_factory=dict)
 
     def forget(self, rows: IntArray, *, observed: bool) -> None:
         """Forget what the scorer noted of some rows; what the policy did only if ``observed``."""
@@ -117,7 +117,7 @@ class Notes:
         self.later = _selected(self.later, rows.tolist())
 
 
-def _selected(notes: Noted, rows: Sequence[int]) -> Noted:
+def _selected(notes: NotesByRow, rows: Sequence[int]) -> NotesByRow:
     """Return notes by which row i goes on with those of row ``rows[i]``."""
     return {
         (to, head): note
@@ -127,7 +127,9 @@ def _selected(notes: Noted, rows: Sequence[int]) -> Noted:
     }
 
 
-def of_rows(notes: Noted, rows: IntArray, head: int | None, n_kv_heads: int) -> Observed | None:
+def of_rows(
+    notes: NotesByRow, rows: IntArray, head: int | None, n_kv_heads: int
+) -> Observed | None:
     """Return the notes of rows, or of one KV head of a row; None if there are none."""
     result = []
     for row in rows.tolist():

@@ -106,16 +106,16 @@ def prompt_targets(
     """
     targets = {}
     for number in among:
-        row, there = rows[number], entries[number]
+        row, present = rows[number], entries[number]
         profile, budgets = row.profile, row.budgets(int(tokens[number]))
-        fits, full = there <= budgets, profile.shape.full_layers
+        fits, full = present <= budgets, profile.shape.full_layers
         if profile.by_prompt and not row.holds:  # heads of a layer share its budget
-            in_layers = there.sum(axis=1, keepdims=True) <= budgets.sum(axis=1, keepdims=True)
+            in_layers = present.sum(axis=1, keepdims=True) <= budgets.sum(axis=1, keepdims=True)
             fits = np.broadcast_to(in_layers, fits.shape)
         goes = [i for i in full if padded[number] or not fits[i].all() or i in rounded]
         if goes and profile.by_prompt and row.holds:  # heads of all layers share their budgets
             goes = [*full]
-        counts = np.where(fits, there, budgets)
+        counts = np.where(fits, present, budgets)
         targets[number] = {layer: counts[layer] for layer in goes}
     return targets
 
@@ -182,7 +182,7 @@ def _within(memory: int, budgets: IntArray, row: Row) -> IntArray:
         memory,
         profile.widths[list(shape.full_layers)],
         shape,
-        least=profile.policy.protected_tokens,
+        minimum=profile.policy.protected_tokens,
     )
 
 

@@ -22,7 +22,7 @@ from kvalloc.runtime.door import Batch
 from kvalloc.runtime.evict import Eviction, Running, evict, wanted_queries
 from kvalloc.runtime.notes import Notes, of_row
 from kvalloc.runtime.rows import Row, alike, with_scattered
-from kvalloc.runtime.second_read import Held, HeldPrompt, check_context
+from kvalloc.runtime.second_read import HeldPrompt, PromptLayer, check_context
 from kvalloc.runtime.tail import rows_of
 from kvalloc.scorers import Scorer
 
@@ -88,8 +88,8 @@ class ReadTokens:
         places = torch.full((batch.rows, batch.new), -1, device="cpu")
         if features:
             first = len(before[0]) if before else 0
-            numbers = torch.arange(first, first + len(features[0]), device="cpu")
-            places[arguments[names.IMAGE_PLACES].cpu()] = numbers
+            places_of = torch.arange(first, first + len(features[0]), device="cpu")
+            places[arguments[names.IMAGE_PLACES].cpu()] = places_of
             pairs = zip(before or [one[:0] for one in features], features, strict=True)
             before = [torch.cat(pair) for pair in pairs]
         self.features = before
@@ -164,11 +164,11 @@ def begin(cache: Any, running: Running, arguments: Mapping[str, Any]) -> None:
     for goal in plan.prompt_targets(rows, whole, prompts, in_the_end, padded, ()).values():
         cache.tell("planned", {layer: counts[None] for layer, counts in goal.items()})
     cache.rows = rows
-    together = [
+    layer_counts = [
         plan.layers_together(int(batch.lengths.sum()), row.profile, row.method.options.memory)
         for row in rows
     ]
-    running.together = min(together, default=1)
+    running.layers_together = min(layer_counts, default=1)
     if not running.planned and not running.observing and not whole:
         running.n_queries = 0
 
@@ -247,7 +247,7 @@ def _read_again(cache: Any, rows: Sequence[int], scorer: Scorer, layers: Sequenc
     for alike_rows in by_place.values():
         group, columns = np.array(alike_rows), door.columns(alike_rows[0])
         on_host = torch.from_numpy(group)
-        layers_of_prompt = list[Held]()
+        layers_of_prompt = list[PromptLayer]()
         for index, layer in enumerate(cache.layers):
             entries, slides = None, index not in stores
             if not slides:
@@ -257,8 +257,8 @@ def _read_again(cache: Any, rows: Sequence[int], scorer: Scorer, layers: Sequenc
                 slid = torch.arange(seen, device="cpu")[columns] - (seen - int(layer.keys.shape[2]))
                 at = slid[slid >= 0].to(layer.keys.device)
                 entries = [rows_of(one, group)[:, :, at] for one in (layer.keys, layer.values)]
-            held = Held(source=layer, rows=on_host, entries=entries, slides=slides)
-            layers_of_prompt.append(held)
+            prompt_layer = PromptLayer(source=layer, rows=on_host, entries=entries, slides=slides)
+            layers_of_prompt.append(prompt_layer)
         prompt = HeldPrompt(
             decoder=decoder,
             layers=layers_of_prompt,

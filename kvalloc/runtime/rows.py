@@ -171,9 +171,10 @@ def scattered_rows(arguments: Mapping[str, Any], n_rows: int) -> list[bool]:
 
 def with_scattered(rows: Sequence[Row], arguments: Mapping[str, Any]) -> list[Row]:
     """Return rows that know which of them are `scattered_rows` in a forward, or were before."""
-    found = scattered_rows(arguments, len(rows))
+    scattered = scattered_rows(arguments, len(rows))
     return [
-        replace(row, scattered=row.scattered or one) for row, one in zip(rows, found, strict=True)
+        replace(row, scattered=row.scattered or one)
+        for row, one in zip(rows, scattered, strict=True)
     ]
 
 

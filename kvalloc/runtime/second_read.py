@@ -65,7 +65,7 @@ class LaterLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         if self._places is not None:
             shown = index_of(self._places.numpy(), key_states.device)
         pairs = zip(self._held, (key_states, value_states), strict=True)
-        keys, values = (torch.cat([held[:, :, shown], new], dim=-2) for held, new in pairs)
+        keys, values = (torch.cat([prompt[:, :, shown], new], dim=-2) for prompt, new in pairs)
         return keys, values
 
     def get_seq_length(self) -> int:
@@ -80,7 +80,7 @@ class LaterLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Held:
+class PromptLayer:
     """What a layer holds of prompts.
 
     Attributes
@@ -129,7 +129,7 @@ class HeldPrompt:
     """
 
     decoder: nn.Module
-    layers: Sequence[Held]
+    layers: Sequence[PromptLayer]
     positions: Tensor
     read: Mapping[str, Tensor]
     features: Sequence[Tensor] = ()
@@ -201,8 +201,8 @@ class HeldPrompt:
             read[names.IMAGE_PLACES] = (places >= 0).to(device)
             read[names.IMAGE_FEATURES] = [one[places[places >= 0]] for one in self.features]
         positions = self.positions[:, :, piece]
-        first, behind = positions[-3:].amin(dim=(0, 2)), self.positions[-3:].amax(dim=(0, 2)) + 1
-        positions = positions + (behind - first)[:, None]
+        first, end = positions[-3:].amin(dim=(0, 2)), self.positions[-3:].amax(dim=(0, 2)) + 1
+        positions = positions + (end - first)[:, None]
         positions = positions if len(positions) > 1 else positions[0]
         self.decoder(
             **read,

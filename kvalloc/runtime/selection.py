@@ -56,9 +56,9 @@ def keep_best(
     >>> keep_best(scores, torch.tensor([[4]]), sinks=1, window=1).int().tolist()
     [[[1, 1, 1, 0, 0, 1]]]
     """
-    wanted = free_counts(scores, budgets, sinks=sinks, window=window, counts=counts)
+    counts_free = free_counts(scores, budgets, sinks=sinks, window=window, counts=counts)
     free = evictable(scores, sinks=sinks, window=window, absent=absent, counts=counts)
-    best = ~free | best_entries(scores, wanted, among=free)
+    best = ~free | best_entries(scores, counts_free, among=free)
     return best if absent is None else best & ~absent
 
 

@@ -47,9 +47,9 @@ def _class_of(entries: Any, state: Any) -> Any:
             state.__init__(self, number_of_states=number_of_states)
             entries.__init__(self, *args, **kwargs)
 
-        def lazy_initialization(self, *given: Any, **states: Any) -> None:
+        def lazy_initialization(self, *arguments: Any, **states: Any) -> None:
             """Get ready for entries, which come by position, or for a state."""
-            (entries if given else state).lazy_initialization(self, *given, **states)
+            (entries if arguments else state).lazy_initialization(self, *arguments, **states)
 
         def reset(self) -> None:
             """Forget everything."""

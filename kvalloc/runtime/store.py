@@ -221,11 +221,11 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
         keys, values, positions = (
             torch.cat(pair, dim=2) for pair in zip(before, (keys, values, positions), strict=True)
         )
-        found = Candidates(keys=keys, values=values, positions=positions)
+        candidates = Candidates(keys=keys, values=values, positions=positions)
         if (lengths == lengths.max(initial=0)).all():
-            return found
+            return candidates
         counts = torch.from_numpy(lengths + end)
-        return replace(found, absent=positions == NO_COLUMN, counts=counts)
+        return replace(candidates, absent=positions == NO_COLUMN, counts=counts)
 
     # Evicting
 
@@ -273,8 +273,8 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
             like = tuple(one.new_empty(0, one.shape[3]) for one in (self.keys, self.values))
             n_rows, heads = self.rows, int(self.keys.shape[1])
             before = Kept(parts=(), rows=n_rows, heads=heads, like=like)
-        others = np.setdiff1d(np.arange(before.rows), rows)
-        stay = before.of_rows(others) if len(others) else []
+        unchanged = np.setdiff1d(np.arange(before.rows), rows)
+        stay = before.of_rows(unchanged) if len(unchanged) else []
         new = [part.compact(self.seen) for part in (*whole_rows, *new)]
         self.kept = replace(before, parts=joined([*stay, *new]))
         if self.tail is None:

@@ -205,8 +205,8 @@ def _left(cache: Any, row: Row) -> int | None:
     """
     if (memory := memory_of(cache, row)) is None:
         return None
-    own = (layer for layer in cache.layers if not isinstance(layer, Store))
-    taken: int = sum(tensor.nbytes for layer in own for tensor in layer_tensors(layer))
+    plain_layers = (layer for layer in cache.layers if not isinstance(layer, Store))
+    taken: int = sum(tensor.nbytes for layer in plain_layers for tensor in layer_tensors(layer))
     taken = -(-(taken + cache.state_bytes) // len(cache.rows))
     if next(iter(cache.stores.values())).keys.is_cuda:  # where a kernel reads by lists
         n_pieces = max(map(len, MIXES.values())) if row.widths else 1

@@ -218,7 +218,7 @@ def _sides(
         _cap(random, problem, name, inside) for name, inside in capped.get(side, {}).items()
     ]
     if side in ("max_distinct", "mixed"):
-        sides.append(MaxDistinct(most=2 if side == "mixed" else int(random.integers(1, 3))))
+        sides.append(MaxDistinct(maximum=2 if side == "mixed" else int(random.integers(1, 3))))
     return tuple(sides)
 
 

@@ -23,11 +23,11 @@ def shown_columns(arguments: Mapping[str, Any]) -> tuple[Any, bool]:
     bool
         Whether it is ready-made.
     """
-    given = arguments.get("attention_mask")
-    mask = _of_full_attention(given)
+    passed_mask = arguments.get("attention_mask")
+    mask = _of_full_attention(passed_mask)
     if isinstance(mask, Tensor) and mask.ndim == 4:
         mask = _shown(mask).flatten(1, 2).any(dim=1)
-    return mask, mask is not given
+    return mask, mask is not passed_mask
 
 
 def with_columns(decoder: nn.Module, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -36,10 +36,10 @@ def with_columns(decoder: nn.Module, arguments: Mapping[str, Any]) -> Mapping[st
     If the model makes the same mask of them for every kind of its layers. Gemma 4, for one, has
     sliding layers alone in which tokens of an image see each other.
     """
-    given, (columns, ready) = arguments.get("attention_mask"), shown_columns(arguments)
+    passed_mask, (columns, ready) = arguments.get("attention_mask"), shown_columns(arguments)
     config: Any = decoder.config
     kinds = getattr(config, "layer_types", None) or ("full_attention",)
-    masks = given if isinstance(given, Mapping) else dict.fromkeys(kinds, given)
+    masks = passed_mask if isinstance(passed_mask, Mapping) else dict.fromkeys(kinds, passed_mask)
     for kind, mask in masks.items():
         if isinstance(mask, Tensor) and mask.ndim == 4:
             shown = _shown(mask)

@@ -64,12 +64,12 @@ class _Entries(NamedTuple):
 
 def _equal_segments(call: AttentionCall, kept: Kept) -> Iterator[tuple[Run, slice]]:
     """Yield segments that are computed together: equally long, as many as fit the scratch."""
-    numbers = call.queries.shape[-1] + call.values.shape[-1]
+    n_numbers = call.queries.shape[-1] + call.values.shape[-1]
     for run in kept.runs:
         converted = [part for part, _ in run.pieces if part.keys.dtype != call.work_type]
         step = len(run.segments)
         if converted:
-            size = sum(int(part.lengths[place]) for part, place in run.pieces) * numbers
+            size = sum(int(part.lengths[place]) for part, place in run.pieces) * n_numbers
             step = max(SCRATCH_NUMBERS // size, 1)
         for start in range(0, len(run.segments), step):
             yield run, slice(start, min(start + step, len(run.segments)))
@@ -121,9 +121,9 @@ def _answers(
         sinks = sinks.expand(len(call.keys), -1, -1, n_tokens).reshape(-1, group * n_tokens, 1)
         logits = torch.cat([logits, sinks[segments]], dim=-1)
     weights = logits.softmax(dim=-1)
-    every = [*kept, _Entries(keys, values, turned=False)]
+    sources = [*kept, _Entries(keys, values, turned=False)]
     result, end, turned = weights.new_zeros(*rows.shape[:2], values.shape[-1]), 0, False
-    for one in every:
+    for one in sources:
         if turned and not one.turned:
             result = rotated(result).to(work)
         start, end, turned = end, end + one.keys.shape[1], one.turned

@@ -42,12 +42,12 @@ class Score(EvictionPolicy):
         scores = self.scores_of(states, budgets < states.keys.shape[2], sinks=limits["sinks"])
         return keep_best(scores, budgets, absent=states.absent, counts=states.counts, **limits)
 
-    def scores_of(self, states: AttentionStates, wanted: Tensor, *, sinks: int) -> Tensor:
+    def scores_of(self, states: AttentionStates, heads: Tensor, *, sinks: int) -> Tensor:
         """Return scores of the wanted heads (batch, n_kv_heads), one after the other if many."""
         few = states.keys.shape[2] <= SHORT_TOKENS or states.counts is not None
         if not self.scorer.by_head or few:
             return self.scores(states, sinks=sinks)
         scores = states.keys.new_zeros(states.keys.shape[:3], dtype=torch.float32)
-        for head in wanted.any(dim=0).nonzero()[:, 0].tolist():
+        for head in heads.any(dim=0).nonzero()[:, 0].tolist():
             scores[:, head] = self.scores(states.kv_head(head), sinks=sinks)[:, 0]
         return scores
