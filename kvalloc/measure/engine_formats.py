@@ -1,4 +1,4 @@
-"""Keys and values as they come back from the storage of another engine."""
+"""Keys and values after a round trip through another engine's storage."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from kvalloc.models.rope import Rotation
 
 _TURN = 64
-"""Numbers that ggml turns together; of keys, the largest power of two that divides the head."""
+"""Numbers that ggml turns as one block; a block of keys is the largest power of two that divides
+the head."""
 
 _IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -29,17 +30,17 @@ def round_trip(entries: Tensor, name: str, *, keys: bool, order: list[int] | Non
     ----------
     entries : Tensor, (batch, n_kv_heads, n_tokens, dim)
     name : str
-        Of `FORMATS`; it can hold heads of ``dim`` numbers.
+        Format in `FORMATS` that can hold heads of ``dim`` numbers.
     keys : bool
         Whether they are keys, which ggml turns in larger blocks.
     order : list of int, (dim,), optional
-        Channels of a key in the order in which ggml stores them; see `gguf_order`.
+        Channels of a key in ggml's order; see `gguf_order`.
 
     Returns
     -------
     Tensor, as ``entries``
-        Neither turned nor in another order. Scales are rounded as ggml and exllamav3 store them;
-        those of the model's type (mlx, KVTuner) and of float32 (OpenVINO) are not.
+        Turned back, in the original order. Scales are rounded as ggml and exllamav3 store them;
+        scales of the model's type (mlx, KVTuner) and of float32 (OpenVINO) are not.
 
     References
     ----------
@@ -69,16 +70,9 @@ def round_trip(entries: Tensor, name: str, *, keys: bool, order: list[int] | Non
 
 
 def gguf_order(model: Any, rotation: Rotation, dim: int) -> list[int] | None:
-    """Return the channels of a key as a GGUF file of the model has them; None for the same order.
+    """Return the channels of a key in the order of a GGUF file; None for the same order.
 
-    Pairs that a layer rotates by the position are neighbours there in models of the Llama family.
-
-    Parameters
-    ----------
-    model : transformers.PreTrainedModel
-    rotation : Rotation
-        Of the layer, as `kvalloc.models.attention.AttentionStates` has it.
-    dim : int
+    In models of the Llama family, rotated pairs are neighbours in the file.
     """
     if not (rotation.known and reorders_keys(model.config)):
         return None
@@ -99,7 +93,7 @@ def _turned(entries: Tensor, block: int) -> Tensor:
 
 
 def _in_blocks_of_tokens(entries: Tensor, format: EngineFormat) -> Tensor:
-    """Return numbers rounded in blocks of tokens of a channel; the last token fills a block."""
+    """Return numbers rounded in blocks of tokens of a channel; the last token pads a block."""
     n_tokens = int(entries.shape[-2])
     last = entries[..., -1:, :].expand(*entries.shape[:-2], -n_tokens % format.block, -1)
     rows = _blocks(torch.cat([entries, last], dim=-2).mT, format.block)
@@ -112,7 +106,7 @@ def _half(scales: Tensor) -> Tensor:
 
 
 def _inverse(scales: Tensor) -> Tensor:
-    """Return one over scales, 0 for 0."""
+    """Return the inverse of scales, 0 for 0."""
     return (1 / scales).masked_fill(scales == 0, 0.0)
 
 
