@@ -1,4 +1,4 @@
-"""``kvalloc demo``: the commands from profile to report on a real model, one after the other."""
+"""``kvalloc demo``: the commands from profile to report on a real model."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ if TYPE_CHECKING:
 
 TARGET_RETENTION = 0.9
 SOLVERS = {"greedy": "layer", "uniform": "layer", "pyramid": "layer", "adaptive_head": "head"}
-"""Solvers whose budgets are tried, and the level of each; the first one sets the size for all."""
+"""Solvers that are tried, and the level of each; the size of the first one's budgets holds for all.
+"""
 
 MEASURED_LOSSES = "smollm2-135m-instruct"
-"""Ships with kvalloc: losses of the demo's model, on texts that the demo does not ask about."""
+"""Shipped losses of the demo's model, on texts that the demo does not ask about."""
 
 BY_LOSS = "least_loss"
 
@@ -38,7 +39,7 @@ FULL, QUICK = (4, 2, 1500), (1, 1, 240)
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions:
-    """How much is tried, and where it goes."""
+    """Size of the demo, and its folder."""
 
     output: Annotated[Path, Option("FOLDER")] = Path("demo-output")
     """Folder for profiles, results, page and picture; made if missing."""
@@ -57,9 +58,8 @@ class DemoOptions:
 def demo(options: DemoOptions) -> None:
     """Profile a model, decide in several ways, and ask through the smaller caches.
 
-    The model is SmolLM2-135M-Instruct. Every step is a command that is shown before it runs. The
-    prompts are made by rule, and what is printed is what was measured, whether it flatters kvalloc
-    or not.
+    The model is SmolLM2-135M-Instruct. Every step is a command that is shown before it runs.
+    Prompts are made by rule, and all figures are measured, good or bad.
 
     Examples
     --------
@@ -121,7 +121,7 @@ def demo(options: DemoOptions) -> None:
 
 
 def _lessons(first: str, results: Evaluation) -> list[str]:
-    """Say what the measurement shows, whatever it shows."""
+    """Return sentences about the measurement's results."""
     from kvalloc.evaluate.scoring import ALL_TASKS
 
     kls = {row["name"]: row["kl"] or 0.0 for row in results.rows if row["task"] == ALL_TASKS}
@@ -134,7 +134,7 @@ def _lessons(first: str, results: Evaluation) -> list[str]:
 
 
 def _say(*paragraphs: str) -> None:
-    """Print paragraphs, wrapped also in a pipe, unless --quiet or --json is given."""
+    """Print paragraphs, wrapped also in a pipe, except with --quiet or --json."""
     for text in () if wants_json() or is_quiet() else paragraphs:
         print("\n" + textwrap.fill(text, min(terminal_width(), 80)), flush=True)
 
@@ -147,12 +147,12 @@ def _step(*words: object, result: bool = False) -> None:
     *words
         The command line.
     result : bool
-        Whether what it prints is also that of the caller with ``--json``; nothing else is then.
+        Whether its output is also the caller's with ``--json``, which prints nothing else.
 
     Raises
     ------
     typer.Exit
-        With the command's exit code, where that is not 0: its error has been printed.
+        With the command's exit code if it is not 0: its error has been printed.
     """
     from kvalloc.cli.main import run_command
 
