@@ -117,7 +117,7 @@ def measure_limit(case: str, size: tuple[int, int, int]) -> Row:
         parts = (("first", units[: 2 * third], 0.19), ("last", units[third:], 0.18))
         problem = problem.replace(constraints=tuple(capped(problem, *part) for part in parts))
     if "few" in what:
-        problem = problem.replace(constraints=(MaxDistinct(most=4),))
+        problem = problem.replace(constraints=(MaxDistinct(maximum=4),))
     start = time.perf_counter()
     solver, seconds = get_solver(name), SHORT_LIMIT_SECONDS
     answer = solve_problem(problem, solver, time_limit_seconds=seconds)
@@ -256,8 +256,8 @@ def jagged_problem(layers: int, heads: int, pages: int) -> AllocationProblem:
 
 def capped(problem: AllocationProblem, name: str, units: Any, share: float) -> GroupCap:
     """A cap of a group at a share of what it may take."""
-    most = int(share * int(problem.costs[units, -1].sum()))
-    return GroupCap(name=name, units=tuple(units.tolist()), capacity_bytes=most)
+    maximum = int(share * int(problem.costs[units, -1].sum()))
+    return GroupCap(name=name, units=tuple(units.tolist()), capacity_bytes=maximum)
 
 
 def with_caps(problem: AllocationProblem) -> AllocationProblem:

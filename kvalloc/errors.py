@@ -1,4 +1,4 @@
-"""Every error that a user can cause, under one base class, and how messages name options."""
+"""Errors that a user can cause, under one base class, and names of options in messages."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ T = TypeVar("T")
 
 
 class KVAllocError(Exception):
-    """Base of every error that a user of kvalloc can cause.
+    """Base of all errors that a user of kvalloc can cause.
 
-    The message is one sentence or two on one line: the fault, its place, and the way out. Lines
-    of a quoted message are joined, and control characters, which may come from a file, are shown
-    escaped.
+    The message is one sentence or two on one line: the fault, its place, and the way out. Lines of
+    a quoted message are joined, and control characters, which may come from a file, are escaped.
     """
 
     def __str__(self) -> str:
         return plain(" ".join(super().__str__().split()))
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Return its parts for a pickle, in which a worker process sends it; no `__init__` runs."""
+        """Return its parts for a pickle from a worker process; no `__init__` runs."""
         return __newobj__, (type(self), *self.args), self.__dict__
 
 
@@ -36,7 +35,7 @@ class InputError(KVAllocError):
 
 
 class SampleError(InputError):
-    """A sample that the model cannot be measured on, through no fault of the others."""
+    """A sample that cannot be measured; other samples may be."""
 
 
 class ProfileFileError(KVAllocError):
@@ -49,11 +48,11 @@ class ProfileFileError(KVAllocError):
     field : str
         The field inside the file, or ``"file"`` for the file as a whole.
     value : object
-        Content of the file there.
+        Content of the file.
     expected : str
-        Content that should stand there.
+        Expected content.
     way_out : str
-        What the user can do about it.
+        Advice to the user.
     """
 
     def __init__(
@@ -87,7 +86,7 @@ class InfeasibleError(KVAllocError):
     Parameters
     ----------
     message : str
-        What cannot be met, and the nearest request that can.
+        The impossible request, and the nearest possible one.
     nearest : float or int, optional
         The nearest feasible capacity (bytes) or target (in the unit of the request).
     """
@@ -106,12 +105,12 @@ class MissingDependencyError(KVAllocError):
 
 
 def require(what: str, *packages: str, extra: str) -> None:
-    """Raise one clear line when a package that an extra brings is not installed.
+    """Raise one clear line if a package of an extra is not installed.
 
     Raises
     ------
     MissingDependencyError
-        Names the first that is missing, and the command that installs it.
+        Names the first missing one, and the command that installs it.
     """
     for package in packages:
         if importlib.util.find_spec(package) is None:
@@ -121,9 +120,9 @@ def require(what: str, *packages: str, extra: str) -> None:
 
 
 def outside_range(package: str) -> str:
-    """Return a warning if an installed package is outside the range that kvalloc's metadata states.
+    """Return a warning if an installed package is outside the range in kvalloc's metadata.
 
-    It is empty if the version is inside, or if packaging, which transformers brings, is missing.
+    It is empty if the version is inside, or if packaging, which transformers installs, is missing.
     """
     from importlib.metadata import PackageNotFoundError, requires, version
 
@@ -143,11 +142,11 @@ def outside_range(package: str) -> str:
 
 
 _BETWEEN = ("kvalloc", "torch", "transformers", "accelerate", "peft", "contextlib")
-"""Packages whose lines stand between a user's line and a warning."""
+"""Packages with lines between a user's line and a warning."""
 
 
 def warn_user(message: object) -> None:
-    """Warn at the user's line, each time: no registry notes that the line has warned before."""
+    """Warn at the user's line, each time: Python's registry of warnings is not used."""
     frame = inspect.currentframe()
     assert frame is not None
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
@@ -185,9 +184,9 @@ def nearest(name: str, known: Iterable[str]) -> str:
     Parameters
     ----------
     name : str
-        As typed.
+        Typed name.
     known : iterable of str
-        What there is.
+        Known names.
 
     Examples
     --------
@@ -205,14 +204,14 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def in_our_words(name: str, known: Iterable[str], value: object = None) -> str:
-    """Return what another tool's option is called here, as the beginning of the way out.
+    """Return kvalloc's name of another tool's option, as the beginning of the way out.
 
     Parameters
     ----------
     name : str
         The unknown option, as a keyword.
     known : iterable of str
-        What there is.
+        Known names.
     value : object
         Its value.
 
@@ -231,7 +230,7 @@ def in_our_words(name: str, known: Iterable[str], value: object = None) -> str:
 
 
 def no_such(kind: str, name: str, known: Iterable[str]) -> str:
-    """Return the line that refuses a name: the nearest one, and all there are.
+    """Return the line that refuses a name: the nearest one, and all known ones.
 
     Examples
     --------
@@ -248,7 +247,7 @@ def one_of(kind: str, name: str, known: Mapping[str, T]) -> T:
     Raises
     ------
     InputError
-        If nothing does; lists the names.
+        If there is none; lists the names.
     """
     if name not in known:
         raise InputError(no_such(kind, name, known))
@@ -260,7 +259,7 @@ _flags: ContextVar[bool] = ContextVar("kvalloc_names_flags", default=False)
 
 @contextmanager
 def naming_flags() -> Iterator[None]:
-    """Let messages inside name options as flags: the command line's users type those."""
+    """Let messages inside name options as flags, which command line users type."""
     token = _flags.set(True)
     try:
         yield
@@ -269,16 +268,16 @@ def naming_flags() -> Iterator[None]:
 
 
 def option(name: str, value: object = None, *, keyword: str | None = None) -> str:
-    """Return an option as the reader of a message writes it: a keyword, or a flag.
+    """Return an option in the reader's form: a keyword, or a flag.
 
     Parameters
     ----------
     name : str
-        The keyword, from which the flag follows.
+        The keyword of the flag.
     value : object, optional
-        What to give it: text, a number, True for a switch, or a sequence; none by default.
+        Value to show: text, a number, True for a switch, or a sequence; none by default.
     keyword : str, optional
-        The keyword, where it is not the flag's name.
+        The keyword, if it is not the flag's name.
 
     Examples
     --------
@@ -317,20 +316,20 @@ class OptionNames:
 
 
 def several(**options: object) -> str:
-    """Return several options one behind the other, as `option` writes them."""
+    """Return several options in a row, as `option` writes them."""
     between = " " if _flags.get() else ", "
     return between.join(option(name, value) for name, value in options.items())
 
 
 def command(name: str, **options: object) -> str:
-    """Return a step of the work as the reader of a message takes it: a function, or a command.
+    """Return a step of the work in the reader's form: a function, or a command.
 
     Parameters
     ----------
     name : str
-        Of both.
+        Name of both.
     **options
-        As `option` takes them.
+        As for `option`.
 
     Examples
     --------
@@ -345,7 +344,7 @@ def command(name: str, **options: object) -> str:
 
 
 def by_interface(*, python: str, flags: str) -> str:
-    """Return the text for the reader of a message, of the library or of the command line."""
+    """Return the text for the reader of a message, in the library or on the command line."""
     return flags if _flags.get() else python
 
 

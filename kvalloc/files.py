@@ -1,4 +1,4 @@
-"""Writing whole files, and what every file says of its making."""
+"""Atomic writing of files, and their provenance."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ with suppress(ImportError):
     _fcntl = fcntl
 
 _RANDOM, ENDING = 8, ".tmp"
-"""Characters by chance in the name of what is temporary, and its end."""
+"""Random characters in the name of temporary files, and its ending."""
 
 
 _SPECIAL = {
@@ -33,20 +33,20 @@ _SPECIAL = {
     stat.S_IFSOCK: "a socket",
     stat.S_IFDIR: "a folder",
 }
-"""What is not a plain file."""
+"""Kinds of paths that are no plain files."""
 
 
 @contextmanager
 def atomic_write(path: str | Path, *, stream: bool = False) -> Iterator[Path]:
     """Give a temporary path in the target's folder and move it over the target on success.
 
-    A link is written through. Only a plain file is replaced: a FIFO or device stays what it is,
-    and gets the finished content in one go.
+    A link is written through. Only a plain file is replaced: a FIFO or device gets the finished
+    content in one go.
 
     Parameters
     ----------
     path : str or Path
-        Where the finished file shall stand.
+        Path of the finished file.
     stream : bool
         Whether the format can be read from a stream, so that a FIFO or device may take it. Opening
         a FIFO waits for its reader.
@@ -54,8 +54,8 @@ def atomic_write(path: str | Path, *, stream: bool = False) -> Iterator[Path]:
     Yields
     ------
     Path
-        A file yet to be written, in a folder as of `temporary_beside`. It is flushed to the disk
-        and renamed when the block ends, and deleted when the block raises.
+        A new path, in a folder of `temporary_beside`. The file is flushed to the disk and renamed
+        when the block ends, and deleted if it raises.
 
     Raises
     ------
@@ -94,17 +94,17 @@ def write_text(path: str | Path, text: str) -> None:
 
 @contextmanager
 def temporary_beside(parent: Path, prefix: str) -> Iterator[Path]:
-    """Give a new folder, which is deleted in the end if it is still there.
+    """Give a new folder, which is deleted in the end if it still exists.
 
-    It is locked meanwhile, and the system takes the lock back when this process ends in any way:
-    what is there of that prefix and without a lock was left by a killed process, and is deleted.
+    It is locked meanwhile, and the system releases the lock when this process ends. A folder of
+    that prefix without a lock was left by a killed process, and is deleted.
 
     Parameters
     ----------
     parent : Path
-        Where it shall be.
+        Folder of the new one.
     prefix : str
-        How its name begins.
+        Beginning of its name.
 
     Yields
     ------
@@ -134,7 +134,7 @@ def temporary_beside(parent: Path, prefix: str) -> Iterator[Path]:
 
 @contextmanager
 def _lock(path: Path, *, wait: bool) -> Iterator[bool]:
-    """Hold the lock of a folder; False where it cannot be had."""
+    """Hold the lock of a folder; False if it cannot be taken."""
     if _fcntl is None:
         yield False
         return
@@ -151,19 +151,19 @@ def _lock(path: Path, *, wait: bool) -> Iterator[bool]:
 
 
 def check_writable(path: str | Path, *, stream: bool = False) -> None:
-    """Raise before hours of work are spent on an output that cannot be written.
+    """Raise before hours of work if an output cannot be written.
 
     Parameters
     ----------
     path : str or Path
     stream : bool
-        Whether a FIFO or device will do, see `atomic_write`.
+        Whether a FIFO or device is accepted, see `atomic_write`.
 
     Raises
     ------
     InputError
-        If the folder of ``path``, or of what a link leads to, is missing or read-only, or ``path``
-        is a folder or anything else that is not a plain file.
+        If the folder of ``path``, or of a link's target, is missing or read-only, or ``path`` is a
+        folder or otherwise no plain file.
     """
     try:
         mode = _mode(path)
@@ -190,7 +190,7 @@ def check_writable(path: str | Path, *, stream: bool = False) -> None:
 
 
 def _mode(path: str | Path, *, follow_links: bool = True) -> int:
-    """Return what a path is, one of `_SPECIAL`, or a plain file, as it becomes where it is none."""
+    """Return the kind of a path: one of `_SPECIAL`, or a plain file, also if it does not exist."""
     try:
         return stat.S_IFMT(os.stat(path, follow_symlinks=follow_links).st_mode)
     except (FileNotFoundError, NotADirectoryError):
@@ -198,19 +198,19 @@ def _mode(path: str | Path, *, follow_links: bool = True) -> int:
 
 
 def _destination(path: str | Path) -> Path:
-    """Return the file that is written: the one that a link leads to."""
+    """Return the file to write: the target of a link."""
     return Path(os.path.realpath(path) if os.path.islink(path) else path)
 
 
 def delete_file(path: Path) -> None:
-    """Delete a plain file, if it is there; a link or anything else stays."""
+    """Delete a plain file, if it exists; a link or anything else stays."""
     if _mode(path, follow_links=False) == stat.S_IFREG:
         with suppress(OSError):
             path.unlink()
 
 
 def make_folder(folder: Path) -> None:
-    """Make the folder of an output where there is none.
+    """Make the folder of an output if it is missing.
 
     Raises
     ------
@@ -228,8 +228,7 @@ def make_folder(folder: Path) -> None:
 def near_file(path: str | Path) -> str:
     """Return a file or folder of nearly that name beside it, see `nearest`; empty without one.
 
-    Of a link that leads nowhere, as to itself, what it leads to instead; of the output of a job
-    that was killed, how to go on.
+    For a broken link it is the target instead; for the output of a killed job, how to continue.
     """
     if os.path.islink(path) and not os.path.exists(path):
         return f"it is a link to {os.readlink(path)}, which leads nowhere; "
@@ -243,12 +242,12 @@ def near_file(path: str | Path) -> str:
 
 
 def checkpoint_folder(output: str | Path) -> Path:
-    """Return where finished pieces of an unfinished ``output`` are kept: ``OUTPUT.partial``."""
+    """Return the folder of finished pieces of an unfinished ``output``: ``OUTPUT.partial``."""
     return Path(f"{output}.partial")
 
 
 def provenance(*packages: str) -> dict[str, Any]:
-    """Return what every file says of its making.
+    """Return the provenance that every file states.
 
     Parameters
     ----------
@@ -258,8 +257,8 @@ def provenance(*packages: str) -> dict[str, Any]:
     Returns
     -------
     dict
-        ``versions`` of kvalloc and of the packages, by name, "source" for what is not installed;
-        and ``created``, today in ISO 8601 and UTC, so that one day's files compare equal.
+        ``versions`` of kvalloc and of the packages, by name, "source" if not installed; and
+        ``created``, today in ISO 8601 and UTC, so that one day's files compare equal.
     """
     return {
         "versions": {name: _version(name) for name in ("kvalloc", *packages)},

@@ -11,40 +11,40 @@ from typing import Any, ClassVar, Literal, get_args
 from kvalloc.errors import InputError, ModelMismatchError, one_line, option
 
 LayerType = Literal["full", "latent", "hybrid", "sliding", "chunked", "state", "shared", "none"]
-"""What a layer stores: see `LayerShape.kind`."""
+"""Kind of a layer: see `LayerShape.kind`."""
 
 REDUCIBLE: tuple[LayerType, ...] = ("full", "latent", "hybrid")
 """Kinds of layers that get budgets."""
 
 WINDOWED: tuple[LayerType, ...] = ("sliding", "chunked")
-"""Kinds of layers that store the last tokens alone."""
+"""Kinds of layers that store only the last tokens."""
 
 HALF_BYTES = 2
-"""A number at 16 bits."""
+"""Bytes of a number at 16 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerShape:
-    """What one layer of a model stores.
+    """Stored entries and state of one layer of a model.
 
     Attributes
     ----------
     kind : str
-        *full*: keys and values of all tokens. *latent*: of each token a latent and a rotary key,
-        the same for all heads, which the layer expands. *hybrid*: as *full*, and a state.
-        *sliding*, *chunked*: keys and values of the last tokens. *state*: numbers of a constant
-        size, of a convolution or a recurrence. *shared*: nothing, it reads another layer's entries.
-        *none*: nothing.
+        *full*: keys and values of all tokens. *latent*: for each token a latent and a rotary key,
+        shared by all heads, which the layer expands. *hybrid*: as *full*, and a state. *sliding*,
+        *chunked*: keys and values of the last tokens. *state*: numbers of a constant size, of a
+        convolution or a recurrence. *shared*: nothing, it reads another layer's entries. *none*:
+        nothing.
     kv_heads : int
-        KV heads; 0 where no entries are stored.
+        KV heads; 0 without entries.
     key_dim, value_dim : int
         Numbers of a key and of a value; of a latent and of a rotary key.
     window : int or None
-        Tokens that a query of a sliding or chunked layer sees at most.
+        Largest number of tokens that a query of a sliding or chunked layer sees.
     reads : int or None
-        The layer whose entries a shared one reads.
+        The layer that a shared one reads.
     state_bytes : int
-        Of the state of one row.
+        Bytes of the state of one row.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid", "strict": True}
@@ -69,7 +69,7 @@ class LayerShape:
         return f"{heads} KV heads with keys of {key} and values of {value} numbers"
 
     def stored_tokens(self, tokens: int) -> int:
-        """Return of how many tokens a layer that gets no budget stores entries.
+        """Return the number of tokens with entries in a layer without a budget.
 
         transformers keeps the last ``window - 1``: the newest query brings its own key.
         """
@@ -80,13 +80,13 @@ class LayerShape:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """The sizes of a model's KV cache, and by what a model is known.
+    """Sizes of a model's KV cache, and the model's identity.
 
     Raises
     ------
     InputError
-        If a size is not positive, the query heads are not a multiple of the KV heads, or the
-        layer types do not fit.
+        If a size is not positive, the query heads are not a multiple of the KV heads, or the layer
+        types do not fit.
     """
 
     # For pydantic, where a shape is part of a file.
@@ -105,23 +105,23 @@ class ModelShape:
     """Query heads of one layer."""
 
     n_kv_heads: int
-    """KV heads of one layer that gets a budget."""
+    """KV heads of one layer with a budget."""
 
     head_dim: int
     """Length of one key vector, elements."""
 
     dtype_bytes: int
-    """Bytes of one element of a key or value vector as the model computes it."""
+    """Bytes of one element of a key or value vector in the model's type."""
 
     layer_types: tuple[LayerType, ...]
-    """Kind of each layer, ``(n_layers,)``. A layer that is not of `REDUCIBLE` stores the same
-    whatever kvalloc decides, so it is accounted for but never given a budget."""
+    """Kind of each layer, ``(n_layers,)``. A layer that is not of `REDUCIBLE` stores a constant
+    size, so it is accounted for but never given a budget."""
 
     value_dim: int | None = None
-    """Length of one value vector, elements, where it is not that of a key."""
+    """Length of one value vector, elements, if it differs from a key's."""
 
     layers: tuple[LayerShape, ...] | None = None
-    """Each layer, ``(n_layers,)``, where the sizes above do not tell all of them."""
+    """Each layer, ``(n_layers,)``, if the sizes above do not describe all of them."""
 
     revision: str | None = None
     """Hub revision, if known."""
@@ -130,7 +130,7 @@ class ModelShape:
     """Window of the sliding layers, tokens."""
 
     max_context_tokens: int | None = None
-    """The longest context the model was made for, tokens."""
+    """The model's limit of tokens."""
 
     vocab_size: int | None = None
     """Tokens of the vocabulary; None if unknown."""
@@ -197,7 +197,7 @@ class ModelShape:
 
     @cached_property
     def by_layer(self) -> tuple[LayerShape, ...]:
-        """Return what each layer stores, ``(n_layers,)``."""
+        """Return the shape of each layer, ``(n_layers,)``."""
         if self.layers is not None:
             return self.layers
         heads = {"kv_heads": self.n_kv_heads, "key_dim": self.dims[0], "value_dim": self.dims[1]}
@@ -211,17 +211,17 @@ class ModelShape:
 
     @cached_property
     def plain_bytes_per_entry(self) -> int:
-        """Return the bytes of one entry as the model computes it."""
+        """Return the bytes of one entry in the model's type."""
         return sum(self.dims) * self.dtype_bytes
 
     @cached_property
     def full_layers(self) -> tuple[int, ...]:
-        """Return the indices of the layers that get budgets: those of full attention."""
+        """Return the indices of the layers with budgets: full attention."""
         return tuple(i for i, kind in enumerate(self.layer_types) if kind in REDUCIBLE)
 
     @cached_property
     def constant_layers(self) -> tuple[int, ...]:
-        """Return the indices of all other layers, which store the same whatever is decided."""
+        """Return the indices of all other layers, which store a constant size."""
         return tuple(sorted({*range(self.n_layers)} - {*self.full_layers}))
 
     @cached_property
@@ -230,17 +230,12 @@ class ModelShape:
         return sum(layer.state_bytes for layer in self.by_layer)
 
     def source(self, layer: int) -> int:
-        """Return the layer whose entries a layer reads: its own, or those of an earlier one."""
+        """Return the layer that a layer reads: itself, or an earlier one."""
         reads = self.by_layer[layer].reads
         return layer if reads is None else reads
 
     def check_context(self, tokens: int) -> None:
-        """Refuse a context that the model was not made for.
-
-        Raises
-        ------
-        InputError
-        """
+        """Refuse a context beyond the model's limit."""
         limit = self.max_context_tokens
         if limit is not None and tokens > limit:
             raise InputError(
@@ -256,20 +251,19 @@ class ModelShape:
         file: str = "profile",
         made_by: str = "kvalloc profile",
     ) -> None:
-        """Raise unless ``other`` is the model this shape describes.
+        """Raise unless ``other`` is the model of this shape.
 
-        The same weights are one model under any name, and other weights another model. If that is
-        unknown, the name decides; see `has_weights_of`.
+        The same weights are one model under any name, and other weights another model. If weights
+        are unknown, the name decides; see `has_weights_of`.
 
         Parameters
         ----------
         other : ModelShape
-            The model at hand.
+            The other model.
         allow_other_model : bool
-            Accept another name and other weights (a fine-tune, a renamed folder) as long as the
-            sizes agree.
+            Accept another name and other weights (a fine-tune, a renamed folder) of the same sizes.
         file, made_by : str
-            What has this shape, and the command that makes one, for the message.
+            The file with this shape, and the command that makes one, for the message.
 
         Raises
         ------
@@ -304,11 +298,11 @@ class ModelShape:
             )
 
     def has_weights_of(self, other: ModelShape) -> bool | None:
-        """Return whether both have the same weights, whatever floating-point types they are in.
+        """Return whether both have the same weights, in any floating-point types.
 
-        They do if they agree when rounded to bfloat16, or when rounded to float16. None if one
-        side does not know its weights, or if one of two is a quantized form: rounded weights do
-        not tell from which they were rounded.
+        They do if they agree when rounded to bfloat16, or when rounded to float16. None if one side
+        does not know its weights, or if only one is a quantized form: rounded weights do not
+        determine their source.
         """
         mine, digests = self.weights_digests, other.weights_digests
         if mine is None or digests is None or len(mine) != len(digests):

@@ -27,26 +27,26 @@ for _power, _letter in enumerate("kmgt", start=1):
 
 @dataclass(frozen=True)
 class Option:
-    """How the command line shows a field of an options class.
+    """Appearance of an options class's field on the command line.
 
     Its flag is the field's name, its help the docstring below the field, in which other fields in
-    backticks stand for their flags.
+    backticks become flags.
     """
 
     metavar: str = ""
-    """What its value looks like; by default the choices of a ``Literal``. Empty for a switch, or
-    its two flags where it can be switched off as well."""
+    """Placeholder of its value; by default the choices of a ``Literal``. Empty for a switch, or its
+    two flags if it can be switched off too."""
 
     group: str = ""
-    """Heading in the help under which it stands."""
+    """Heading in the help."""
 
-    least: int | None = None
+    minimum: int | None = None
     """Smallest number that the command line takes."""
 
 
 @cache
 def _classes(module: str) -> Mapping[str, ast.ClassDef]:
-    """Return the classes that stand in a module's source; none where there is no source."""
+    """Return the classes of a module's source; none without a source."""
     with suppress(OSError, TypeError):
         statements = ast.parse(inspect.getsource(sys.modules[module])).body
         return {one.name: one for one in statements if isinstance(one, ast.ClassDef)}
@@ -71,9 +71,9 @@ def keywords_of(*options: type, without: Collection[str] = ()) -> Callable[[F], 
     Parameters
     ----------
     *options : type
-        The ``TypedDict`` of the keywords, and before it those that it extends.
+        The ``TypedDict`` of the keywords, and before it the ones that it extends.
     without : collection of str
-        Keywords that are not shown: the function refuses them in words of its own.
+        Keywords that are not shown: the function refuses them with its own message.
     """
     texts = {name: text for one in options for name, text in field_texts(one).items()}
 
@@ -125,11 +125,6 @@ def parse_share(value: str | float) -> float:
 def parse_fraction(value: str | float) -> float:
     """Read a number from ``0.9`` or ``"90%"``; the caller checks its range.
 
-    Raises
-    ------
-    InputError
-        If it is no number.
-
     Examples
     --------
     >>> parse_fraction("0.9"), parse_fraction("90%")
@@ -143,12 +138,7 @@ def parse_fraction(value: str | float) -> float:
 
 
 def check_temperature(temperature: float | None) -> None:
-    """Refuse a temperature that no token can be drawn at; None draws none.
-
-    Raises
-    ------
-    InputError
-    """
+    """Refuse an impossible temperature; None is accepted."""
     if temperature is not None and not 0 < temperature < inf:
         raise InputError(
             f"{option('temperature')} is {temperature:g}, expected a number above 0, such as 0.7; "
@@ -180,7 +170,7 @@ def parse_bytes(value: str | int) -> int:
 
 
 def parse_tokens(value: str | int) -> int:
-    """Read a number of tokens from ``4096`` or ``"32k"``, of which a k is 1,024.
+    """Read a number of tokens from ``4096`` or ``"32k"``; a k is 1,024.
 
     Raises
     ------
@@ -199,7 +189,7 @@ def parse_tokens(value: str | int) -> int:
 
 
 def bytes_text(size: int) -> str:
-    """Return a size that `parse_bytes` reads back exactly, in the largest unit that goes.
+    """Return a size that `parse_bytes` reads back exactly, in the largest possible unit.
 
     Examples
     --------
@@ -247,7 +237,7 @@ def duration(seconds: float) -> str:
 
 
 def share_text(stored_bytes: int, full_bytes: int, target: str = "") -> str:
-    """Return how much is stored of a cache at 16 bits, behind the target if that is known.
+    """Return the stored share of a 16-bit cache, after the target if known.
 
     Examples
     --------
@@ -275,7 +265,7 @@ def gap_text(gap: float | None) -> str:
 
 
 def parse_numbers(value: str | Sequence[int], name: str = "bits") -> tuple[int, ...]:
-    """Read whole numbers from ``"16,8,4"`` or a sequence; the caller checks which may be there.
+    """Read whole numbers from ``"16,8,4"`` or a sequence; the caller checks their range.
 
     Raises
     ------

@@ -1,9 +1,8 @@
 """Problems of too many options: some of them first, then finer ones near the answer.
 
-Each unit begins with options that are spread evenly. The choice among them says where to look
-next: between its neighbours, with equally many options as before, until no option is left out. The
-bound is the dual of the whole problem at the prices of the last answer, so the loss by leaving
-options out is inside the gap.
+Each unit begins with evenly spread options. The next options lie between the neighbours of the
+choice, equally many as before, until no option is left out. The bound is the dual of the whole
+problem at the last prices, so the loss by left out options is inside the gap.
 """
 
 from __future__ import annotations
@@ -31,21 +30,21 @@ MOST_OPTIONS = 2**17
 """A problem with more options in all is solved by parts."""
 
 MOST_LIMITED = 2**16
-"""The same under side constraints, whose linear programs take longer."""
+"""The same limit under side constraints, with slower linear programs."""
 
 PART_OPTIONS = 2**15
-"""Options that are solved at once then."""
+"""Options of a part."""
 
 PART_CAPPED = 2**13
-"""The same under caps: their linear program takes .2 s, and 5 s for four times as many."""
+"""Options of a part under caps: their linear program takes .2 s, and 5 s for four times as many."""
 
 
 RESERVED = 0.3
-"""Share of the time limit that is left for what looks at all options: bounds, before and after."""
+"""Share of the time limit reserved for bounds over all options, before and after."""
 
 
 class ByParts(Solver):
-    """A solver that looks at some options at a time where there are too many."""
+    """A solver that takes parts of a problem with too many options."""
 
     gap: float = 0.0
     """Relative gap at which it may stop."""
@@ -53,7 +52,7 @@ class ByParts(Solver):
     def solve(
         self, problem: AllocationProblem, *, time_limit_seconds: float | None = None
     ) -> Solution:
-        """Return the choice of `solve_whole`, or where there are too many options that by parts.
+        """Return the choice of `solve_whole`, or with too many options the choice by parts.
 
         Raises
         ------
@@ -68,13 +67,13 @@ class ByParts(Solver):
         return _by_parts(self, problem, deadline - RESERVED * (deadline - time.monotonic()))
 
     def sizes(self, problem: AllocationProblem) -> tuple[int, int]:
-        """Return the number of options beyond which it looks at parts, and that of a part."""
+        """Return the largest number of options of an undivided problem, and of a part."""
         limit = MOST_LIMITED if problem.constraints else MOST_OPTIONS
         return limit, PART_CAPPED if problem.caps else PART_OPTIONS
 
     @abstractmethod
     def solve_whole(self, problem: AllocationProblem, deadline: float) -> Solution:
-        """Return the choice among all options, with prices, until ``time.monotonic()`` is then."""
+        """Return the choice among all options, with prices, by a ``time.monotonic()``."""
 
     def rough(self, problem: AllocationProblem) -> ByParts:
         """Return the solver for all parts but the last."""
@@ -82,7 +81,7 @@ class ByParts(Solver):
 
 
 def _by_parts(solver: ByParts, problem: AllocationProblem, deadline: float) -> Solution:
-    """Return what a solver chooses of coarse options, then of finer ones around its choice."""
+    """Return the choice among coarse options, then among finer ones around it."""
     dual = None if problem.aggregate is Aggregate.SUM else dual_bound(problem)
     choice, spacing = problem.last_options // 2, int(problem.last_options.max() + 1) // 2
     answer: Solution | None = None
@@ -151,9 +150,9 @@ def _steps(problem: AllocationProblem, choice: IntArray, spacing: int, part: int
 def _columns(
     problem: AllocationProblem, choice: IntArray, steps: IntArray
 ) -> tuple[IntArray, IntArray]:
-    """Return options of each unit around its choice, rising, and how many they are.
+    """Return rising options of each unit around its choice, and their number.
 
-    Where few budgets are allowed they are those around the choices of all units.
+    If few budgets are allowed, these are the options around the choices of all units.
     """
     around = np.unique(choice)[None, :] if _has_few(problem) else choice[:, None]
     spread = (around[:, :, None] + steps).reshape(len(around), -1)

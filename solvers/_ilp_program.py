@@ -1,4 +1,4 @@
-"""The integer program of a problem in whole numbers, and the back ends that solve it.
+"""The integer program of a problem in whole numbers, and its back ends.
 
 A 0/1 variable stands for each option of each unit.
 """
@@ -22,16 +22,16 @@ from kvalloc.errors import SolverError
 from kvalloc.problem import Aggregate, AllocationProblem
 
 VALUE_RANGE = 2**50
-"""The spread of all values is mapped to so many whole steps; sums stay far within int64."""
+"""Number of whole steps for the spread of all values; sums stay far within int64."""
 
 FLOAT_RANGE = 1e5
-"""Rows and objectives in floating point are scaled to this size, so that HiGHS' absolute tolerances
-of 1e-6 are 1e-11 of what they apply to."""
+"""Scale of rows and objectives in floating point: HiGHS' absolute tolerances of 1e-6 are then 1e-11
+of the scaled numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """``lower <= sum coefficients * variables <= upper``; None where there is no limit.
+    """``lower <= sum coefficients * variables <= upper``; None without a limit.
 
     Without coefficients, all are 1.
     """
@@ -51,11 +51,11 @@ class Program:
     maximise : bool
     rows : list of Row
     upper : list of int
-        Largest value of each variable, from 0: 1 for a 0/1 variable. Larger ones are whole in
-        every best solution by themselves.
+        Largest value of each variable, from 0: 1 for a 0/1 variable. Larger ones are whole in every
+        best solution.
     goal : Row
         Only its variables and coefficients count.
-    hint : list of int
+    A solution to start from; used if it has all variables.
         A solution to start from; used where it is as long as there are variables.
     """
 
@@ -78,16 +78,16 @@ class Program:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a back end said, in the program's whole numbers.
+    """A back end's answer, in the program's whole numbers.
 
     Attributes
     ----------
     values : ndarray of int64, (n_variables,), or None
         The best solution found.
     bound : float or None
-        No solution is better; None when nothing was proven.
+        Bound on any solution; None if nothing was proven.
     status : str
-        The back end's word for it.
+        The back end's status.
     infeasible : bool
         Proven to have no solution.
     """
@@ -108,7 +108,7 @@ class Encoding:
     units, options : ndarray of int64, (n_picks,)
         Unit and option that each of the first variables picks.
     base : float
-        Value that every choice has, or cost in bytes; a whole step of the goal is ``step`` more.
+        Value, or cost in bytes, of every choice; a whole step of the goal adds ``step``.
     step : float
     rounded : int
         Whole steps that rounding down may have lost.
@@ -127,7 +127,7 @@ class Encoding:
         return self.options[on]
 
     def bound(self, bound: float | None) -> float:
-        """Return what no choice can beat, by a back end's bound."""
+        """Return the bound on all choices, from a back end's bound."""
         if not self.program.maximise:
             return -math.inf if bound is None else self.base + math.ceil(bound - 1e-6) * self.step
         return math.inf if bound is None else self.base + (bound + self.rounded) * self.step
@@ -154,8 +154,8 @@ def encode(
     hint : ndarray of int64, (n_units,), or None
         A choice to start from.
     tight_target : bool
-        Ask for the target plus rounding, so that every answer meets it; else less rounding, so
-        that nothing feasible is lost.
+        Require the target plus rounding, so that every answer meets it; else less rounding, so that
+        nothing feasible is lost.
     """
     units, options = np.nonzero(kept)
     program = Program(maximise=problem.target is None)
@@ -192,7 +192,7 @@ def encode(
 def _sum_goal(
     program: Program, units: IntArray, worth: FloatArray
 ) -> tuple[Row, float, float, int]:
-    """Return the goal's row, the value of every choice, one step, and what rounding may lose.
+    """Return the goal's row, the value of every choice, one step, and the loss by rounding.
 
     Values are whole steps above their unit's smallest.
     """
@@ -208,7 +208,7 @@ def _sum_goal(
 def _worst_goal(
     program: Program, units: IntArray, worth: FloatArray
 ) -> tuple[Row, float, float, int]:
-    """Return the same for the worst unit; add its variable, which no unit's value is below."""
+    """Return the same for the worst unit; add its variable, a lower bound of all units' values."""
     whole = worth.astype(np.int64)
     worst = program.new(1, upper=int(whole.max()))
     for unit in np.unique(units).tolist():
@@ -277,7 +277,7 @@ def by_cp_sat(program: Program, deadline: float, gap: float, workers: int) -> An
 def by_highs(program: Program, deadline: float, gap: float, workers: int) -> Answer:
     """Solve with HiGHS through `scipy.optimize.milp`, rows and goal scaled to `FLOAT_RANGE`.
 
-    Through MathOpt it takes two to three times as long on a program of 88 caps.
+    Through MathOpt a program of 88 caps takes two to three times as long.
     """
     from scipy import sparse
     from scipy.optimize import Bounds, LinearConstraint, milp
@@ -334,10 +334,10 @@ def by_highs(program: Program, deadline: float, gap: float, workers: int) -> Ans
 
 @contextlib.contextmanager
 def stdout_kept_clean() -> Iterator[None]:
-    """Send what a library writes to file descriptor 1 to stderr.
+    """Redirect a library's output on file descriptor 1 to stderr.
 
-    HiGHS 1.12 prints a line of debugging there now and then, even if output is switched off, and
-    another program may read the output of this one.
+    HiGHS 1.12 prints debugging lines even if output is switched off, and another program may read
+    stdout.
     """
     try:
         sys.stdout.flush()
@@ -354,13 +354,13 @@ def stdout_kept_clean() -> Iterator[None]:
 
 
 def _seconds_until(deadline: float) -> float:
-    """Return the time left: asked for after the model was built, which takes time too."""
+    """Return the time left, after the model was built."""
     return max(deadline - time.monotonic(), 0.01)
 
 
 BackEnd = Callable[[Program, float, float, int], Answer]
-"""Takes a program, ``time.monotonic()`` at which to stop, the gap in the goal's whole numbers at
-which it may stop, and threads."""
+"""Takes a program, a deadline of ``time.monotonic()``, the accepted gap in the goal's whole
+numbers, and threads."""
 
 BACKENDS: dict[str, BackEnd] = {"cp_sat": by_cp_sat, "highs": by_highs}
-"""Back ends by the name that ``backend=`` takes."""
+"""Back ends by the value of ``backend=``."""

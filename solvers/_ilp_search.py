@@ -25,13 +25,13 @@ from kvalloc.solvers._ilp_program import BackEnd, by_cp_sat, encode
 from kvalloc.solvers._prices import Prices, best_known, best_prices, rule_choices
 
 SHORT_SECONDS = 0.5
-"""A search by many small programs becomes one program after this long."""
+"""Time after which a search by many small programs becomes one program."""
 
 REPAIR_SECONDS = 5.0
 """Longest search for a choice to start from."""
 
 MOST_LEVELS = 512
-"""With more, the table of neighbouring levels is too large."""
+"""Largest number of levels in the table of neighbours."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class Outcome:
     ----------
     choice : ndarray of int64, (n_units,), or None
     bound : float
-        No choice is better.
+        Bound on any choice.
     status : str
     n_options : int
         Options in the last program.
@@ -77,7 +77,7 @@ class Search:
     Attributes
     ----------
     prices : tuple of float
-        Of a byte of the capacity and of each cap, in the linear relaxation of a sum.
+        Prices of a byte of the capacity and of each cap, in the linear relaxation of a sum.
     """
 
     def __init__(
@@ -91,13 +91,13 @@ class Search:
     ) -> None:
         self.problem, self.deadline = problem, deadline
         self.backend, self.gap, self.workers = backend, gap, workers
-        levels = [one.most for one in problem.constraints if isinstance(one, MaxDistinct)]
+        levels = [one.maximum for one in problem.constraints if isinstance(one, MaxDistinct)]
         self.limit = min(levels, default=None)
         self.prices: tuple[float, ...] = ()
 
     @property
     def repair_until(self) -> float:
-        """Until when a choice to start from may be sought, beginning now."""
+        """Return the deadline of a search for a choice to start from, beginning now."""
         return min(self.deadline, time.monotonic() + REPAIR_SECONDS)
 
     def run(self) -> Outcome:
@@ -126,7 +126,7 @@ class Search:
     def _highest_worst(self) -> Outcome:
         """Return the highest level that every unit can reach within the capacity, by bisection.
 
-        After a short while one program decides the rest.
+        After a short while one program decides between the remaining levels.
         """
         problem, within = self.problem, dual_bound(self.problem)
         worth = problem.worth
@@ -164,11 +164,11 @@ class Search:
         return dataclasses.replace(best, bound=float(levels[high]))
 
     def _reached(self, levels: FloatArray, choice: IntArray) -> int:
-        """Return the place of the level that every unit reaches."""
+        """Return the index of the level that every unit reaches."""
         return int(np.searchsorted(levels, self.problem.objective_value(choice)))
 
     def _cheapest_with(self, allowed: BoolArray) -> Outcome:
-        """Return the cheapest choice of allowed options; their values do not count."""
+        """Return the cheapest choice of allowed options; values are ignored."""
         worthless = self.problem.replace(
             values=np.zeros(allowed.shape), aggregate=Aggregate.SUM
         ).with_target(0.0)
@@ -265,8 +265,8 @@ class Search:
     def _core(self, prices: Prices, known: Outcome, limit: int | None) -> Outcome:
         """Return the best choice, by a program over the options that could be part of a better one.
 
-        With the dual bound U and losses l, a choice with an option of loss l is worth at most
-        U - l.
+        With the dual bound U and losses l, a choice with an option of loss l is worth at most U -
+        l.
         """
         problem = prices.problem
         best = Outcome(choice=known.choice, bound=prices.bound)
@@ -316,7 +316,7 @@ class Search:
         limit: int | None,
         tolerance: float,
     ) -> Outcome:
-        """Encode, solve and read; again in whole numbers where the target is just missed."""
+        """Encode, solve and read; again in whole numbers if the target is just missed."""
         answer = self._program(problem, kept, best, limit, tolerance)
         for tight in (False, True):
             if answer.choice is None or problem.satisfies(answer.choice):
@@ -336,7 +336,7 @@ class Search:
         *,
         tight_target: bool = False,
     ) -> Outcome:
-        """Return what a back end answers to one program."""
+        """Return a back end's answer to one program."""
         encoding = encode(problem, kept, limit, best, tight_target=tight_target)
         gap = tolerance / encoding.step
         answer = self.backend(encoding.program, self.deadline, gap, self.workers)
@@ -360,7 +360,7 @@ def _looser(problem: AllocationProblem, *bounds: float) -> float:
 
 
 MOST_SETS = 50_000
-"""With more beginnings of sets, these are not listed one by one."""
+"""Largest number of beginnings of sets that are listed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -369,12 +369,12 @@ class LevelSets:
 
     Smaller sets are parts of these, and lose no less.
 
-    At given prices every unit takes the option of a level in the set that loses it least, so a set
-    costs the sum of those losses. Losses fall up to a unit's best level and rise after it, or have
-    a lower bound that does. So a unit uses the level below or above its best one, the sum splits
-    over neighbouring levels, and the best set is a path: a dynamic program over levels, as for
-    medians on a line (Hassin and Tamir, 1991). The program bounds every beginning of a set, so that
-    all sets that could beat a known choice are listed without a detour.
+    At given prices every unit takes the level in the set with its smallest loss, so a set costs the
+    sum of those losses. Losses fall up to a unit's best level and rise after it, or have a lower
+    bound that does. So a unit uses the level below or above its best one, and the sum splits over
+    neighbouring levels. The best set is a path, found by a dynamic program over levels, as for
+    medians on a line (Hassin and Tamir, 1991). The program bounds every beginning of a set, so all
+    sets that could beat a known choice are listed directly.
 
     One program over all budgets (HiGHS, 4 budgets of 64 to 197 on SmolLM2's curves) takes 2 to 70
     times the processor time of this, CP-SAT more.
@@ -385,13 +385,13 @@ class LevelSets:
     levels : ndarray of int64, (n_levels,)
         Budgets in tokens, rising.
     loss : ndarray of float64, (n_units, n_levels)
-        Loss of each unit at each level; inf where it has no such option.
+        Loss of each unit at each level; inf without such an option.
     first : ndarray of float64, (n_levels,)
         Loss of the units below the first level of a set.
     between : ndarray of float64, (n_levels, n_levels)
         Loss of the units from one level of a set to the next.
     rest : ndarray of float64, (n_members, n_levels)
-        Least loss of the units above a level when 0, 1, ... further levels follow it in the set;
+        Smallest loss of the units above a level if 0, 1, ... further levels follow it in the set;
         inf if there are fewer levels.
     """
 
@@ -404,7 +404,7 @@ class LevelSets:
 
     @classmethod
     def of(cls, prices: Prices, max_distinct: int) -> LevelSets:
-        """Return the losses of sets of ``max_distinct`` levels, or of all where there are fewer."""
+        """Return the losses of sets of ``max_distinct`` levels, or of all if there are fewer."""
         problem = prices.problem
         levels = np.unique(problem.tokens[problem.exists])
         loss = np.full((problem.n_units, levels.size), np.inf)
@@ -443,12 +443,12 @@ class LevelSets:
         return tuple(chosen)
 
     def within(self, room: float) -> list[tuple[float, tuple[int, ...]]] | None:
-        """List all sets that may lose no more than the room, least first.
+        """List all sets that lose no more than the room, the smallest loss first.
 
         Returns
         -------
         list of (float, tuple of int), or None
-            Loss and places of the levels; None when there are too many.
+            Loss and indices of the levels; None if there are too many.
         """
         room += NOISE
         sets: list[tuple[float, tuple[int, ...]]] = []

@@ -1,15 +1,14 @@
-"""The best price of a byte, and of a byte of each cap, and the choices beside it.
+"""Best prices of a byte and of each cap's byte, and choices at them.
 
-Bounds and reductions rest on these prices. At given prices every unit picks its best option on
-its own; the sum bounds the whole, for any prices (Lagrangian relaxation). Without caps the best
-price is that of `dual_bound`; with caps it is read from the dual of the linear relaxation, which
-has the same optimum (Geoffrion, 1974: a multiple-choice row has the integrality property). Only
-options on the upper hull of a unit have a part in it.
+Bounds and reductions rest on these prices. At given prices every unit picks its best option alone;
+the sum bounds the whole, for any prices (Lagrangian relaxation). Without caps the best price is the
+one of `dual_bound`. With caps it comes from the dual of the linear relaxation, which has the same
+optimum (Geoffrion, 1974: a multiple-choice row has the integrality property). Only options on the
+upper hull of a unit take part in it.
 
-Searches start from two choices. One is that at the best price. The other is greedy: segments of the
-upper hulls are taken whole, steepest first. One that does not fit within the capacity or a cap is
-passed over, and so are the later ones of its unit. Both are repaired: one unit is changed, or two
-are exchanged.
+Searches start from two choices. One is the choice at the best price. The other is greedy: segments
+of the upper hulls are taken whole, steepest first. A segment beyond the capacity or a cap is passed
+over, with all later ones of its unit. Both are repaired: one unit is changed, or two are exchanged.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Segments:
     ----------
     units : ndarray of int64, (n_segments,)
     before, after : ndarray of int64, (n_segments,)
-        Options that the segment leads from and to.
+        Options at both ends of the segment.
     bytes : ndarray of int64, (n_segments,)
         Cost, above 0.
     """
@@ -91,7 +90,7 @@ def _after(problem: AllocationProblem, segments: Segments, count: int) -> IntArr
 
 
 def _fitting(problem: AllocationProblem, segments: Segments) -> IntArray:
-    """Return the places of the segments that fit within capacity and caps, in their order."""
+    """Return the indices of the segments that fit within capacity and caps, in order."""
     floors = np.zeros(problem.n_units, dtype=np.int64)
     room = [cap.capacity_bytes - problem.cost(floors, cap.units) for cap in problem.caps]
     drawn = [np.where(np.isin(segments.units, c.units), segments.bytes, 0) for c in problem.caps]
@@ -118,7 +117,7 @@ def _fitting(problem: AllocationProblem, segments: Segments) -> IntArray:
 
 
 def _least_cost(problem: AllocationProblem, segments: Segments) -> IntArray:
-    """Take segments until the target is met; give back those not needed, largest first."""
+    """Take segments until the target is met; give back superfluous ones, largest first."""
     counts = range(segments.units.size)
     taken = bisect_left(
         counts, True, key=lambda count: problem.satisfies(_after(problem, segments, count))
@@ -137,9 +136,9 @@ def _least_cost(problem: AllocationProblem, segments: Segments) -> IntArray:
 def upper_hull(problem: AllocationProblem) -> BoolArray:
     """Return the options on the upper convex hull of each unit, from its cheapest to its best.
 
-    All units at once: an option under the chord of its two neighbours is under the hull, so all
-    such options go in one sweep, until none is left. Options on a chord stay: they can be taken
-    if the whole chord does not fit.
+    An option under the chord of its two neighbours is under the hull, so all such options of all
+    units go in one sweep, until none is left. Options on a chord stay: they can be taken if the
+    full chord does not fit.
 
     Returns
     -------
@@ -168,25 +167,25 @@ def upper_hull(problem: AllocationProblem) -> BoolArray:
 
 @dataclass(frozen=True, kw_only=True)
 class Prices:
-    """Prices, the bound they prove, and what every option loses at them.
+    """Prices, the bound they prove, and the loss of every option at them.
 
     Attributes
     ----------
     problem : AllocationProblem
     bound : float
-        No choice is better: an upper bound on the value, or a lower bound on the cost in bytes,
-        rounded up to the grain of the costs.
+        Upper bound on the value, or lower bound on the cost in bytes, of any choice, rounded up to
+        the grain of the costs.
     relaxed_bytes : float
-        The bound on the cost before it was rounded up and raised to the floors; 0 when the value
-        is maximised.
+        The bound on the cost before rounding and raising to the floors; 0 if the value is
+        maximised.
     per_byte : float
         Value of a byte, at least 0.
     per_cap : tuple of float
         Value of a byte of each cap.
     loss : ndarray of float64, (n_units, n_options)
-        Net value of a unit's best option less that of each option; inf in the padding.
+        Net value of a unit's best option minus each option's; inf in the padding.
     start : ndarray of int64, (n_units,)
-        A choice to repair: a feasible one if that was possible.
+        A choice to repair: a feasible one if possible.
     """
 
     problem: AllocationProblem
@@ -198,19 +197,19 @@ class Prices:
     start: IntArray
 
     def room(self, known: float, gap: float = 0.0) -> float:
-        """Return the loss beyond which no option is in a choice better than the known objective.
+        """Return the largest loss of an option in a choice better than the known objective.
 
         Parameters
         ----------
         known : float
             Objective of a choice that satisfies everything.
         gap : float
-            Improvements of at most this share of the objective are not looked for.
+            Smaller improvements, as a share of the objective, are ignored.
 
         Returns
         -------
         float
-            Negative when no better choice can exist.
+            Negative if no better choice can exist.
         """
         tolerance = self.tolerance(known, gap)
         if self.problem.target is None:
@@ -220,7 +219,7 @@ class Prices:
         return self.per_byte * (better - self.relaxed_bytes + 1e-6 * grain)
 
     def tolerance(self, known: float, gap: float) -> float:
-        """Return a share of what the objective may be, from the known one to the bound."""
+        """Return the tolerance: a share of the largest possible objective."""
         return gap * min(abs(known), abs(self.bound)) if known * self.bound > 0 else 0.0
 
     def bound_outside(self, known: float, gap: float) -> float:
@@ -238,13 +237,13 @@ class Prices:
         return _rounded_up(self.problem, self.relaxed_bytes + loss / self.per_byte)
 
     def worth_keeping(self, room: float) -> BoolArray:
-        """Return the options whose loss is within the room, ``(n_units, n_options)``."""
+        """Return the options with a loss within the room, ``(n_units, n_options)``."""
         kept: BoolArray = (self.loss <= max(room, 0.0) + NOISE) & self.problem.exists
         return kept
 
 
 def _rounded_up(problem: AllocationProblem, relaxed_bytes: float) -> float:
-    """Return the smallest cost of a choice that is not below a relaxed one."""
+    """Return the smallest possible cost of a choice not below a relaxed one."""
     floors = problem.min_cost_bytes
     return float(floors + round_up_to_grain(relaxed_bytes - floors, problem.lattice_bytes))
 
@@ -255,8 +254,8 @@ def best_prices(problem: AllocationProblem, deadline: float = math.inf) -> Price
     Parameters
     ----------
     problem : AllocationProblem
-        With or without caps; few distinct budgets are left out, so the bound holds with
-        and without them.
+        With or without caps; a limit on distinct budgets is ignored, so the bound holds with and
+        without it.
     deadline : float
         ``time.monotonic()`` after which caps have no price.
 
@@ -281,7 +280,7 @@ def best_prices(problem: AllocationProblem, deadline: float = math.inf) -> Price
 
 
 def _prices_of_floors(problem: AllocationProblem, floors: IntArray) -> Prices:
-    """Return prices where only the cost counts: the cost of an option above its unit's cheapest."""
+    """Return prices if only the cost counts: an option's cost above its unit's cheapest."""
     loss = np.where(problem.exists, problem.costs - problem.costs[:, :1], np.inf)
     cheapest = float(problem.min_cost_bytes)
     return Prices(
@@ -379,7 +378,7 @@ def _by_linear_program(problem: AllocationProblem, among: BoolArray, deadline: f
 
 
 def _beyond_caps(problem: AllocationProblem, deadline: float) -> InfeasibleError:
-    """Return the error that names the caps in the way of a target, and what can be met."""
+    """Return the error that names the caps in the way of a target, and the nearest one."""
     free = problem.with_capacity(problem.max_cost_bytes)
     prices = best_prices(free, deadline)
     priced = [cap.name for cap, price in zip(free.caps, prices.per_cap, strict=True) if price > 0]
@@ -394,23 +393,23 @@ def _beyond_caps(problem: AllocationProblem, deadline: float) -> InfeasibleError
 
 
 ROUNDS = 2000
-"""Limit on the improvements of one choice; a safety net, dozens are common."""
+"""Largest number of improvements of one choice; dozens are common."""
 
 NEAR = 4096
-"""Options that a change may lead to: those that lose least at the prices."""
+"""Number of options that a change may lead to: the smallest losses at the prices."""
 
 PAIRED = 128
-"""Options that are exchanged in pairs: those that lose least at the prices."""
+"""Number of options exchanged in pairs: the smallest losses at the prices."""
 
 TRIED = 64
 """Best changes of a round that are checked against capacity, target and caps."""
 
 MARGIN = 1e-13
-"""Smaller gains, relative to the larger of 1 and the sum, may come from the order of the sum."""
+"""Relative gain, to the larger of 1 and the sum, below which rounding may be the cause."""
 
 
 class SameBytes(Uniform):
-    """As many bytes for every unit, which is no less than the same entries at the same width."""
+    """Rule of equal bytes for every unit, at least the entries of equal budgets at one width."""
 
     takes_bits: ClassVar[bool] = True
 
@@ -427,7 +426,7 @@ class SameBytes(Uniform):
 
 
 def equal_choices(problem: AllocationProblem) -> list[IntArray]:
-    """Return equal budgets (equal bytes if bits are chosen, too), if they satisfy everything."""
+    """Return equal budgets (equal bytes if bits are chosen too), if they satisfy everything."""
     return _choices_of(problem, Uniform() if problem.bits is None else SameBytes())
 
 
@@ -458,11 +457,11 @@ def best_known(
     ----------
     problem : AllocationProblem
     prices : Prices
-        Their start is repaired, and what the hull greedy picks.
+        Their start is repaired, and so is the hull greedy's choice.
     deadline : float
         ``time.monotonic()`` at which to stop improving.
     *known : ndarray of int64, (n_units,)
-        Choices that are known already.
+        Known choices.
 
     Returns
     -------
@@ -477,7 +476,7 @@ def best_known(
 def _repaired(
     problem: AllocationProblem, prices: Prices, start: IntArray, deadline: float
 ) -> IntArray:
-    """Return the choice that is reached from a start, which is better if it satisfies all."""
+    """Return the choice reached from a start, which is better if it satisfies all."""
     choice = start
     for _ in range(ROUNDS):
         if time.monotonic() > deadline or not problem.satisfies(choice):
@@ -524,7 +523,7 @@ def _improved(
 
 
 def _merit(problem: AllocationProblem, choice: IntArray) -> tuple[float, float]:
-    """Return what is optimised, higher is better; of equal costs the higher value."""
+    """Return the optimised quantity, higher is better; of equal costs the higher value."""
     value = problem.objective_value(choice)
     return (value, 0.0) if problem.target is None else (-float(problem.cost(choice)), value)
 
@@ -532,7 +531,7 @@ def _merit(problem: AllocationProblem, choice: IntArray) -> tuple[float, float]:
 def _scores(
     problem: AllocationProblem, choice: IntArray, gained: FloatArray, bytes_: IntArray
 ) -> FloatArray:
-    """Return how good each of some changes is; -inf if it does not improve the choice."""
+    """Return the merits of some changes; -inf without an improvement."""
     now = problem.objective_value(choice)
     values, margin = now + gained, MARGIN * max(1.0, abs(now))
     if problem.target is None:

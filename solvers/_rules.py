@@ -1,4 +1,4 @@
-"""The base of budget rules, and the lists of numbers that their options take."""
+"""Base of budget rules, and the lists of numbers that their options take."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from kvalloc.errors import InfeasibleError, InputError, SolverError
 from kvalloc.problem import AllocationProblem, Sense, Solution, Solver, deadline_after
 
 Rule = Callable[[int], IntArray]
-"""The choice that a rule makes of each number, ``(n_units,)``; it costs more for a larger one."""
+"""Returns the rule's choice for each number, ``(n_units,)``; a larger number costs more."""
 
 
 class SharingRule(Solver):
-    """A row of choices, each more expensive than the one before, of which one is taken.
+    """A row of ever more expensive choices, from which one is taken.
 
-    The largest that fits in the capacity, or the smallest that meets the target. It proves nothing.
+    It is the largest that fits in the capacity, or the smallest that meets the target. It proves
+    nothing.
     """
 
     needs_one_step: ClassVar[bool] = True
@@ -30,7 +31,7 @@ class SharingRule(Solver):
     def rule(self, problem: AllocationProblem, deadline: float) -> tuple[Rule, int]:
         """Return the choices by number, from 0 on, and the largest number.
 
-        What needs long raises a `SolverError` when ``time.monotonic()`` is past the deadline.
+        A slow rule raises a `SolverError` once ``time.monotonic()`` is past the deadline.
         """
 
     def describe(self, problem: AllocationProblem, choice: IntArray) -> str:
@@ -40,7 +41,7 @@ class SharingRule(Solver):
     def solve(
         self, problem: AllocationProblem, *, time_limit_seconds: float | None = None
     ) -> Solution:
-        """Return the rule's choice; the best that is known where the time is up; see the class.
+        """Return the rule's choice; the best known one once the time is up; see the class.
 
         Raises
         ------
@@ -80,7 +81,7 @@ class SharingRule(Solver):
 
 
 def mean_budget_tokens(problem: AllocationProblem, steps: int) -> float:
-    """Return the mean budget of a unit in tokens when ``steps`` option steps are handed out."""
+    """Return the mean budget of a unit in tokens if ``steps`` option steps are handed out."""
     return float(problem.tokens[:, 0].mean()) + steps / problem.n_units * tokens_per_step(problem)
 
 
@@ -90,15 +91,15 @@ def tokens_per_step(problem: AllocationProblem) -> int:
     return int(widest[1] - widest[0]) if problem.n_options > 1 else 1
 
 
-def numbers(given: Sequence[float] | str, *, what: str) -> FloatArray:
-    """Return the numbers that an option of a solver gives.
+def parse_numbers(text: Sequence[float] | str, *, what: str) -> FloatArray:
+    """Return the numbers of a solver's option.
 
     Parameters
     ----------
-    given : sequence of float or str
+    text : sequence of float or str
         Numbers, or a text such as ``"0.5,0.3"``.
     what : str
-        How to call it in an error, such as ``"proportional: weights"``.
+        Name in an error, such as ``"proportional: weights"``.
 
     Returns
     -------
@@ -111,15 +112,15 @@ def numbers(given: Sequence[float] | str, *, what: str) -> FloatArray:
 
     Examples
     --------
-    >>> numbers("0.5, 0.25", what="demo: weights").tolist()
+    >>> parse_numbers("0.5, 0.25", what="demo: weights").tolist()
     [0.5, 0.25]
     """
     try:
-        parts = given.replace(",", " ").split() if isinstance(given, str) else given
+        parts = text.replace(",", " ").split() if isinstance(text, str) else text
         values = np.asarray([float(part) for part in parts], dtype=np.float64)
     except (TypeError, ValueError):
         raise InputError(
-            f"{what} are {str(given)[:80]!r}, expected numbers such as 0.5,0.3"
+            f"{what} are {str(text)[:80]!r}, expected numbers such as 0.5,0.3"
         ) from None
     if values.size == 0 or not np.all(np.isfinite(values)) or float(values.min()) < 0:
         raise InputError(f"{what} must be finite numbers >= 0, at least one")

@@ -1,4 +1,4 @@
-"""The largest gains of concave units: found by one threshold on the gain, never formed."""
+"""Largest gains of concave units, found by one threshold on the gain."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvalloc.accounting import IntArray
 from kvalloc.problem import AllocationProblem, Sense, steps_above
 
 SORTED_CANDIDATES = 4096
-"""Once so few steps are left between two thresholds, they are sorted."""
+"""Number of steps between two thresholds below which they are sorted."""
 
 THRESHOLD_RESOLUTION = 1e-20
 """Gains closer than this are equal: a billion of them do not add up to a rounding error."""
@@ -32,11 +32,11 @@ def largest_gains(
         Concave, with one cost step.
     steps : int
     units : ndarray of int64, (n,)
-        Units among which they are taken.
+        Units to take from.
     limits : ndarray of int64, (n,)
-        Most steps of each.
+        Largest number of steps of each.
     floors : ndarray of int64, (n,), optional
-        Steps that each has in any case, no more than ``steps`` together; none by default.
+        Steps that each gets in any case, no more than ``steps`` in all; none by default.
 
     Returns
     -------
@@ -55,7 +55,7 @@ def largest_gains(
 
 
 def greedy_choice(problem: AllocationProblem, limits: IntArray) -> IntArray:
-    """Take the largest gains of all units within limits, as many as fit or as the target needs."""
+    """Take the largest gains of all units within limits, up to the capacity or the target."""
     if problem.sense is Sense.MAX_VALUE:
         return largest_gains(problem, problem.spendable_steps, problem.units, limits)
     return _fewest_gains(problem, limits)
@@ -64,7 +64,7 @@ def greedy_choice(problem: AllocationProblem, limits: IntArray) -> IntArray:
 def _fewest_gains(problem: AllocationProblem, limits: IntArray) -> IntArray:
     """Take the largest gains of all units until their sum reaches the target, ``(n_units,)``.
 
-    ``limits`` are the most steps of each unit, which reach it.
+    ``limits`` are the largest numbers of steps; they reach it.
     """
 
     def falls_short(choice: IntArray) -> bool:
@@ -86,23 +86,22 @@ def _bracket(
     limits: IntArray,
     floors: IntArray,
 ) -> tuple[IntArray, IntArray]:
-    """Return steps that are surely taken, and those around the threshold by falling gain.
+    """Return steps that are surely taken, and the steps around the threshold by falling gain.
 
     Parameters
     ----------
     problem : AllocationProblem
     accepted : callable
-        Whether a choice is still on the near side of the target; fewer steps are, more are not.
+        Whether a choice is still below the target; fewer steps are, more are not.
     units, limits, floors : ndarray of int64, (n,)
         As in `largest_gains`.
 
     Returns
     -------
     inside : ndarray of int64, (n,)
-        Steps of each unit whose gains are above the threshold.
+        Steps of each unit with gains above the threshold.
     order : ndarray of int64, (n_candidates,)
-        Place in ``units`` of each step that is left to decide, largest gain first, ties by lower
-        place.
+        Index in ``units`` of each undecided step, largest gain first, ties by lower index.
     """
     high = 1.0 + problem.largest_gain
     low = -1.0
@@ -135,9 +134,9 @@ def _bracket(
 def _median_gain(
     problem: AllocationProblem, units: IntArray, inside: IntArray, counts: IntArray
 ) -> float:
-    """Return a gain with at least a quarter of the steps left on either side, equal ones on both.
+    """Return a gain with a quarter or more of the undecided steps on either side, ties on both.
 
-    The median of the units' middle gains, each counted as often as the unit has steps left
+    It is the median of the units' middle gains, each weighted by the unit's undecided steps
     (Frederickson and Johnson, 1982: selection in sorted rows).
     """
     places = np.flatnonzero(counts)

@@ -17,11 +17,11 @@ SAFEGUARDS = ("reference", "floor")
 
 
 class AdaptiveHead(SharingRule):
-    """Every layer gets the same budget; inside a layer the best scores win, head by head.
+    """Every layer gets the same budget, which goes to the best scores of all its heads.
 
-    Of a mean head budget B (evictable entries), the H heads of a layer share H * B: the entries
-    with the largest scores over all heads count for the heads they stand in. A safeguard keeps a
-    head from starving.
+    With a mean head budget B (evictable entries), the H heads of a layer share H * B: each head
+    gets the number of its entries among the layer's largest scores. A safeguard keeps a head from
+    starving.
 
     Parameters
     ----------
@@ -30,7 +30,7 @@ class AdaptiveHead(SharingRule):
     safeguard : {"reference", "floor"}
         ``"reference"``, as the authors' code: ``B_h = (1 - alpha) * count_h + alpha * B``.
         ``"floor"``, as kvpress: each head's best ``floor(alpha * B)`` entries first, then the best
-        of the rest. Both are rounded so that a layer's sum is exact.
+        of all others. Both are rounded so that a layer's sum is exact.
 
     Raises
     ------
@@ -60,7 +60,7 @@ class AdaptiveHead(SharingRule):
         self.safeguard = safeguard
 
     def rule(self, problem: AllocationProblem, deadline: float) -> tuple[Rule, int]:
-        """Return Ada-KV's budgets by the steps that they add up to."""
+        """Return Ada-KV's budgets by their sum in steps."""
         members = [np.flatnonzero(problem.layers == layer) for layer in np.unique(problem.layers)]
         room = np.array([int(problem.last_options[units].sum()) for units in members])
 

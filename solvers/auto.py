@@ -1,4 +1,4 @@
-"""The solver that picks the solver: the cheapest one that is exact for the problem at hand."""
+"""Choice of the solver: the cheapest one that is exact for the problem."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from kvalloc.problem.solver import Solution, Solver, deadline_after
 
 
 class Candidate(NamedTuple):
-    """A built-in solver, when it is worth asking, and why it is the one.
+    """A built-in solver, the condition for it, and the reason.
 
     Attributes
     ----------
     solver : str
         Its name.
     fits : callable
-        Whether the problem is of the kind that it is meant for.
+        Returns whether the problem is of the kind that it is meant for.
     why : str
-        What the problem is like, as the reason.
+        Kind of the problem, as the reason.
     """
 
     solver: str
@@ -33,7 +33,7 @@ class Candidate(NamedTuple):
 
 
 def _is_sum(problem: AllocationProblem, *sides: type[SideConstraint]) -> bool:
-    """Whether the sum counts, with no side constraints but those."""
+    """Return whether the sum counts, with no side constraints but those."""
     plain = problem.aggregate is Aggregate.SUM
     return plain and all(isinstance(c, sides) for c in problem.constraints)
 
@@ -51,17 +51,17 @@ CANDIDATES = (
     Candidate("dp", _is_sum, _TABLE),
     Candidate("ilp", lambda p: True, _PROGRAM),
 )
-"""From cheap to expensive."""
+"""Candidates, the cheapest first."""
 
 
 class Auto(Solver):
     """Reads the problem and takes the cheapest built-in solver that is exact for it.
 
     Worst unit: `max_min`. Concave, one cost step, no side constraint: `greedy`. Concave with nested
-    caps: `flow`. One capacity, and a table of its totals that fits in memory: `dp`. Everything
-    else: `ilp`, which starts from the Lagrangian dual. Each is asked whether it can; what it
-    answers with, optimal or not, is passed on, with the name and the reason in front of its own
-    line. Solvers of other packages are never taken by themselves.
+    caps: `flow`. One capacity, and a table of its totals that fits in memory: `dp`. Otherwise:
+    `ilp`, which starts from the Lagrangian dual. Each is asked whether it can; its answer, optimal
+    or not, is passed on, with the name and the reason before its own line. Solvers of other
+    packages are never picked.
 
     References
     ----------
@@ -75,7 +75,7 @@ class Auto(Solver):
     aggregates: ClassVar[frozenset[Aggregate]] = frozenset(Aggregate)
 
     def can_solve(self, problem: AllocationProblem) -> bool | str:
-        """Whether there is a solver for it: `ilp` takes every kind of problem that it declares."""
+        """Return whether a solver takes it; `ilp` takes all kinds of problems that it declares."""
         if any(True for _ in self._able(problem)):
             return True
         return super().can_solve(problem)
@@ -83,7 +83,7 @@ class Auto(Solver):
     def solve(
         self, problem: AllocationProblem, *, time_limit_seconds: float | None = None
     ) -> Solution:
-        """Return the answer of the solver that was picked; of the next one where that gives up.
+        """Return the answer of the picked solver; of the next one if that gives up.
 
         Raises
         ------

@@ -24,16 +24,16 @@ class DP(Solver):
     """Exact multiple-choice knapsack by dynamic programming, one stage a unit.
 
     A state is the cost of the units so far, in grains: pages, or the greatest common divisor of all
-    differences of costs. Its label is their least loss against their best responses at the best
+    differences of costs. Its label is their smallest loss against their best responses at the best
     price of a byte, which orders choices of one cost exactly as their value does. The stage of unit
     u is
 
         f_u(s) = min over options k of  f_{u-1}(s - c_uk) + loss_uk,
 
     for all states at once; the option of each state is stored, and the choice read back from the
-    best last state. The distance of a choice from the dual bound is its loss, and the price of the
-    bytes that it leaves unspent. A state beyond the distance of the choice already known cannot
-    lead to a better one and is dropped, which usually leaves a narrow band of states.
+    best last state. The distance of a choice from the dual bound is its loss, plus the price of its
+    unspent bytes. A state beyond the distance of the known choice cannot lead to a better one and
+    is dropped, which usually leaves a narrow band of states.
 
     To minimise cost for a target the same table is read at the cheapest state that meets it.
 
@@ -110,7 +110,7 @@ def _option_type(n_options: int) -> np.dtype[Any]:
 def _search(
     prices: Prices, known: IntArray, room: float, deadline: float
 ) -> tuple[IntArray | None, int]:
-    """Return the best choice, None when time ran out, and the number of states visited.
+    """Return the best choice, None if time ran out, and the number of states visited.
 
     States that lose more than the room are dropped.
     """
@@ -150,7 +150,7 @@ def _advance(
     Parameters
     ----------
     labels : ndarray of float64, (n_states,)
-        Least loss of each state; inf where there is none.
+        Smallest loss of each state; inf for none.
     steps : ndarray of int64, (n_columns,)
         Grains of each option above the floor.
     loss : ndarray of float64, (n_columns,)
@@ -161,7 +161,7 @@ def _advance(
     -------
     labels : ndarray of float64
     options : ndarray of unsigned int
-        Column taken to reach each state.
+        Column that leads to each state.
     """
     shifts = (steps[columns] - steps[columns[0]]).tolist()
     size = labels.size + shifts[-1]

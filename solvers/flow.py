@@ -21,27 +21,27 @@ from kvalloc.problem.arrays import MODEL, cap_tree
 from kvalloc.solvers._thresholds import greedy_choice, largest_gains
 
 SHOWN_CAPS = 5
-"""Pairs of caps, one in the other, that the line about a choice names."""
+"""Pairs of nested caps that the line about a choice names."""
 
 
 class Flow(Solver):
     """Most value under caps that nest, or the fewest bytes for a target under them; exact.
 
-    Whole steps flow from the model through every cap (a device, a rank, a layer) to the units. Each
-    step of a unit is an arc that carries one and earns its gain. That is a minimum-cost flow on a
-    tree, which has an integral optimum. Concave gains make the arcs of a unit fill in order.
+    Steps flow from the model through every cap (a device, a rank, a layer) to the units. Each step
+    of a unit is an arc that carries one and earns its gain. That is a minimum-cost flow on a tree,
+    which has an integral optimum. Concave gains make the arcs of a unit fill in order.
 
-    The sets of steps that nested caps allow form a polymatroid, so taking the largest gains first
-    and passing over steps of full groups is optimal. The steps that greedy takes in a group are the
-    first ones that it would take there if the group were alone. So every cap, the innermost
-    first, turns into upper limits of its units, each found by one threshold.
+    The sets of steps that nested caps allow form a polymatroid, so greedy is optimal: the largest
+    gains first, without steps of full groups. Greedy takes in a group the first steps that it would
+    take there if the group were alone. So every cap, the innermost first, becomes upper limits of
+    its units, each found by one threshold.
 
-    The bound is that of prices: one for the capacity and one for each full cap.
+    The bound has prices: one for the capacity and one for each full cap.
 
     References
     ----------
-    Federgruen, Groenevelt: The greedy procedure for resource allocation problems (1986).
-    Ahuja, Magnanti, Orlin: Network Flows (1993), section 14 (convex cost flows).
+    Federgruen, Groenevelt: The greedy procedure for resource allocation problems (1986). Ahuja,
+    Magnanti, Orlin: Network Flows (1993), section 14 (convex cost flows).
     """
 
     name: ClassVar[str] = "flow"
@@ -63,7 +63,7 @@ class Flow(Solver):
     def solve(
         self, problem: AllocationProblem, *, time_limit_seconds: float | None = None
     ) -> Solution:
-        """Return the optimum, which takes no search.
+        """Return the optimum, without a search.
 
         Raises
         ------
@@ -100,8 +100,8 @@ class Flow(Solver):
 def tree_prices(problem: AllocationProblem, choice: IntArray) -> tuple[float, ...]:
     """Return the price of a byte of the capacity, then of each cap, that prove a choice.
 
-    The price of a byte is the least gain taken, of all units and of those under each full cap. The
-    part above what the next larger cap asks is the price of the cap itself.
+    The price of a byte is the smallest gain taken, over all units and within each full cap. The
+    excess over the price of the next larger cap is the price of the cap.
     """
     caps = problem.caps
     full = problem.cost(choice) + problem.lattice_bytes > problem.spendable_bytes
@@ -118,7 +118,7 @@ def tree_prices(problem: AllocationProblem, choice: IntArray) -> tuple[float, ..
 
 
 def _price(problem: AllocationProblem, units: IntArray, choice: IntArray) -> float:
-    """Return the least gain of a byte taken at a choice, else the largest one left."""
+    """Return the smallest gain of a byte taken at a choice, else the largest untaken one."""
     taken = choice > 0
     before = choice - taken
     after = choice if taken.any() else np.minimum(choice + 1, problem.last_options[units])

@@ -11,11 +11,10 @@ from kvalloc.solvers._thresholds import greedy_choice
 class Greedy(Solver):
     """Give each next step to the unit that gains most from it, until the target is met.
 
-    With concave values and one cost step for all, the steps that greedy takes are the M largest
-    gains of all units, so taking them one by one (a heap) and finding the M-th largest gain (a
-    partition) end at the same budgets. The gains of a unit fall along its curve, so even the
-    partition is not needed: the threshold is found by bisection over the gains that are left, with
-    a binary search in every curve at once, and the gains are never formed.
+    With concave values and one cost step for all, greedy's steps are the M largest gains of all
+    units. A heap and the M-th largest gain (a partition) give the same budgets. The gains of a unit
+    fall along its curve, so even the partition is not needed. The threshold is found by bisection
+    over the gains, with a binary search in every curve at once, and without computing all gains.
 
     Exactly optimal for XKV's Eq. 17 (most value within a capacity) and Eq. 18 (fewest bytes for a
     target value), floors included: they are the first option of every unit. Ties go to the lower

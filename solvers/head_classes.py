@@ -10,30 +10,30 @@ import numpy as np
 from kvalloc.accounting import IntArray
 from kvalloc.errors import InputError
 from kvalloc.problem import AllocationProblem, Sense
-from kvalloc.solvers._rules import Rule, SharingRule, numbers
+from kvalloc.solvers._rules import Rule, SharingRule, parse_numbers
 
 
 class HeadClasses(SharingRule):
     """Two classes of heads: retrieval heads keep everything, streaming heads sinks and recent.
 
-    The heads that lose most value as streaming heads become retrieval heads, as many as fit in
-    the capacity, or the fewest that the target needs. Where the second class costs every head the
-    same this sort is the best choice of two classes; otherwise heads are sorted by the value
-    they lose per byte, and one that does not fit any more is passed over.
+    The heads with the largest losses as streaming heads become retrieval heads, up to the capacity,
+    or until the target is met. If the second class costs every head the same, this sort is the best
+    choice of two classes. Otherwise heads are sorted by their loss per byte, and one that does not
+    fit is passed over.
 
-    What the curves do not say: they hold what a head's best n entries are worth, an upper limit
-    on what its sinks and n most recent are. Which head retrieves is DuoAttention's trained gate
-    or RazorAttention's echo and induction scores; pass those as ``importance`` to have them.
+    The curves hold the value of a head's best n entries, an upper limit on the value of its sinks
+    and n most recent. DuoAttention finds retrieval heads by a trained gate, RazorAttention by echo
+    and induction scores; pass those as ``importance``.
 
     Parameters
     ----------
     recent_tokens : int
         Most recent tokens that a streaming head keeps: 128 or 256 in the papers' settings.
     sink_tokens : int
-        First tokens that it keeps beside them. Its budget is the smallest one that holds both,
-        and never less than the problem's smallest.
+        First tokens that it also keeps. Its budget is the smallest one that holds both, and never
+        less than the problem's smallest.
     importance : sequence of float or str, optional
-        One number per head, layer by layer, in place of the value a head loses; a text such as
+        One number per head, layer by layer, in place of the head's loss; a text such as
         ``"0.5,0.2,0.3"`` on the command line.
 
     Raises
@@ -67,7 +67,9 @@ class HeadClasses(SharingRule):
         self.recent_tokens = recent_tokens
         self.sink_tokens = sink_tokens
         self.importance = (
-            None if importance is None else numbers(importance, what="head_classes: importance")
+            None
+            if importance is None
+            else parse_numbers(importance, what="head_classes: importance")
         )
 
     def refusal(self, problem: AllocationProblem) -> str:
@@ -77,8 +79,8 @@ class HeadClasses(SharingRule):
                 f"head_classes got {self.importance.size} numbers as importance, expected "
                 f"{problem.n_units}, one per head; give as many, or use greedy, which needs none"
             )
-        least = problem.cost(self._streaming(problem))
-        if problem.capacity_bytes is not None and least > problem.capacity_bytes:
+        lowest_cost = problem.cost(self._streaming(problem))
+        if problem.capacity_bytes is not None and lowest_cost > problem.capacity_bytes:
             return (
                 f"head_classes keeps {self._streaming_tokens} tokens in every head, more than "
                 "fits; lower recent_tokens, or use greedy"

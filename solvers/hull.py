@@ -13,17 +13,17 @@ from kvalloc.solvers.lagrangian import Lagrangian
 class Hull(Lagrangian):
     """Upper convex hull of each unit's curve, then the steepest hull segment first.
 
-    Segments are taken whole, by falling gain per byte over all units, while the capacity lasts or
-    until the target is met. The first one that does not fit is left out and later ones that do
-    fit are still taken; for a target, segments that are not needed are given back. Taking the
-    first one in part would solve the linear relaxation exactly. Its optimum equals the
-    Lagrangian dual, and is the bound. Optimal is claimed only when the bound meets the objective.
+    Full segments are taken by falling gain per byte over all units, while the capacity lasts or
+    until the target is met. A segment that does not fit is left out, and later ones that fit are
+    taken; for a target, superfluous segments are given back. Taking a part of the first one left
+    out would solve the linear relaxation exactly. Its optimum equals the Lagrangian dual, and is
+    the bound. Optimal is claimed only if the bound meets the objective.
 
     References
     ----------
-    LU-KV: convex hull of offline utility curves and marginal greedy (the nearest prior art).
-    Dyer: An O(n) algorithm for the multiple-choice knapsack linear program (1984); Zemel (1984);
-    Sinha, Zoltners: The multiple-choice knapsack problem (1979).
+    LU-KV: convex hull of offline utility curves and marginal greedy (the nearest prior art). Dyer:
+    An O(n) algorithm for the multiple-choice knapsack linear program (1984); Zemel (1984); Sinha,
+    Zoltners: The multiple-choice knapsack problem (1979).
     """
 
     name: ClassVar[str] = "hull"

@@ -1,4 +1,4 @@
-"""The general exact solver: an integer program, shrunk by duality before a back end sees it."""
+"""The general exact solver: an integer program, shrunk by duality before its back end."""
 
 from __future__ import annotations
 
@@ -21,14 +21,12 @@ class ILP(ByParts):
     Each option is a 0/1 variable, each unit takes one option, and the capacity (or the target) and
     each cap are a row. If few different budgets are allowed, each budget has one more variable.
 
-    The Lagrangian dual says how much each option loses at the best prices, and a choice repaired
-    from it which options could be part of something better (a core). Those are few or none, so the
+    The Lagrangian dual gives the loss of each option at the best prices, and a repaired choice
+    shows which options could be part of a better one (a core). These are few or none, so the
     program over them is small and its optimum is the optimum of all. If few different budgets are
-    allowed, a dynamic program over them bounds every set of budgets, and only the sets that could
-    be best are solved.
-    Curves need not be concave and costs need not be equal. Values are mapped to whole numbers,
-    rounded down by at most one part in 2^50 of their range, and the rounding is added to the
-    bound.
+    allowed, a dynamic program bounds every set of budgets, and only the sets that could be best are
+    solved. Curves need not be concave and costs need not be equal. Values become whole numbers,
+    rounded down by at most one part in 2^50 of their range, and the rounding is added to the bound.
 
     Parameters
     ----------
@@ -81,7 +79,7 @@ class ILP(ByParts):
         Raises
         ------
         InfeasibleError
-            If nothing satisfies the side constraints together.
+            If no choice satisfies all side constraints.
         SolverError
             If the back end fails, or time runs out before any choice is found.
         """
@@ -113,7 +111,7 @@ class ILP(ByParts):
 def _infeasible(problem: AllocationProblem) -> InfeasibleError:
     """Return the error that names the goal and the limits that cannot be met together.
 
-    `kvalloc.allocation.infeasibility` finds out which part of it.
+    `kvalloc.allocation.infeasibility` finds the limit to change.
     """
     goal = (
         f"a capacity of {problem.capacity_bytes:,} bytes"

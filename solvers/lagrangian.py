@@ -1,4 +1,4 @@
-"""Lagrangian relaxation with repair: near-optimal, with a bound to show for it."""
+"""Lagrangian relaxation with repair: near-optimal, with a bound."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from kvalloc.solvers._prices import Prices, best_known, best_prices, rule_choice
 class Lagrangian(ByParts):
     """Multiple-choice knapsack by its Lagrangian dual, then repair.
 
-    With a price on every byte each unit chooses on its own, ``argmax_k v_uk - price * c_uk``; the
-    sum bounds the optimum. The best price is found by a secant search over the breakpoints of the
-    dual function. The choice on the feasible side of it is then repaired: the rest of the capacity
-    is spent, or bytes that the target does not need are given back. That takes the best change of
-    one unit, then the best exchange between two, until none improves. Only options that the bound
-    leaves open are looked at.
+    With a price on every byte each unit chooses alone, ``argmax_k v_uk - price * c_uk``; the sum
+    bounds the optimum. The best price is found by a secant search over the breakpoints of the dual
+    function. The choice on the feasible side of it is then repaired: unspent capacity is used, or
+    bytes that the target does not need are given back. That takes the best change of one unit, then
+    the best exchange between two, until none improves. Only options that the bound leaves open are
+    tried.
 
-    Values may be of any shape and costs unequal. Caps on groups of units each get a price of their
-    own, from the dual of the linear relaxation. Optimal is claimed only when the bound meets the
+    Values may be of any shape and costs unequal. Caps on groups of units each get their own price,
+    from the dual of the linear relaxation. Optimal is claimed only if the bound meets the
     objective.
 
     References

@@ -1,4 +1,4 @@
-"""PrefixKV: one level of retention for all, the highest that the bytes allow."""
+"""PrefixKV: one level of retention for all, the highest within the bytes."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class MaxMin(ByParts):
     """Every unit keeps its fewest entries that reach one common level p.
 
     ``n_l = min{n : R_l(n) >= p}``, with p found by bisection: the highest that fits in the
-    capacity, or the lowest that meets the target. A unit that cannot reach p keeps its best
-    option. Bytes that are left go, one better option at a time, to the lowest unit that can use
-    them (the lower index among equals); entries that are worth nothing stay unspent.
+    capacity, or the lowest that meets the target. A unit that cannot reach p keeps its best option.
+    Unspent bytes go, one better option at a time, to the lowest unit that can use them (the lower
+    index among equals). Entries without value stay unspent.
 
-    If the problem asks for the worst unit this is exact: a choice with a worst unit of level p
-    gives every unit at least ``n_l``, so nothing cheaper reaches p. It stays exact with side
-    capacities, which are checked on the cheapest choice of a level. If the problem asks for the sum
-    it is the published rule and proves nothing: R is then each unit's value as a share of its best
-    (or, if values are below zero, its place between worst and best). Weights do not count.
+    For the worst unit this is exact: a choice with a worst unit of level p gives every unit at
+    least ``n_l``, so nothing cheaper reaches p. It stays exact with side capacities, which are
+    checked on the cheapest choice of a level. For the sum it is the published rule without a proof.
+    R is then each unit's value as a share of its best (or, if values are below zero, its place
+    between worst and best). Weights do not count.
 
     References
     ----------
@@ -93,13 +93,13 @@ def _shares(problem: AllocationProblem) -> FloatArray:
 
 
 class _WaterFilling:
-    """The highest common level of all units within limits, then what single ones can still rise.
+    """Highest common level of all units within limits, raised for single units while bytes last.
 
     Parameters
     ----------
     problem : AllocationProblem
     levels : ndarray of float64, (n_units, n_options)
-        Level that each option reaches; -inf in the padding.
+        Level of each option; -inf in the padding.
     deadline : float
         ``time.monotonic()`` after which no unit rises above the common level.
     """
@@ -120,9 +120,9 @@ class _WaterFilling:
         return first_where(reaches, np.zeros_like(last), last)
 
     def fill(self, is_enough: Callable[[IntArray], bool] = lambda picked: False) -> IntArray:
-        """Return the pick of the highest level that fits, its units raised until none can rise.
+        """Return the pick of the highest level that fits, with units raised until none can rise.
 
-        It stops as soon as a pick is enough.
+        It stops once a pick is enough.
         """
         picked = np.zeros(self.problem.n_units, dtype=np.int64)
         active = np.ones(self.problem.n_units, dtype=np.bool_)
@@ -134,7 +134,7 @@ class _WaterFilling:
         return picked
 
     def lowest_for(self, level: float) -> IntArray:
-        """Return the cheapest pick at a level, or the highest that fits where it does not."""
+        """Return the cheapest pick at a level, or the highest that fits if the level does not."""
         picked = self.at(level)
         return picked if self.problem.fits(picked) else self.fill()
 
@@ -143,8 +143,8 @@ class _WaterFilling:
     ) -> IntArray:
         """Return the active units at the highest level that fits and is not enough yet.
 
-        Picks grow with the level. The interval between an accepted level and the highest one that
-        is left is halved; both ends move on to the next level that changes a pick.
+        Picks grow with the level. The interval between an accepted level and the highest possible
+        one is halved; both ends move to the next level that changes a pick.
         """
         low, high = float(self.levels[:, 0].min()), float(self.top.max())
         level, best = high, start.copy()

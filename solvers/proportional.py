@@ -14,7 +14,13 @@ from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.accounting.rounding import apportion
 from kvalloc.errors import InputError, SolverError, option
 from kvalloc.problem import Aggregate, AllocationProblem, GroupCap, SideConstraint
-from kvalloc.solvers._rules import Rule, SharingRule, mean_budget_tokens, numbers, tokens_per_step
+from kvalloc.solvers._rules import (
+    Rule,
+    SharingRule,
+    mean_budget_tokens,
+    parse_numbers,
+    tokens_per_step,
+)
 
 RULES = ("entropy", "normalized_entropy", "threshold", "given", "two_groups")
 
@@ -22,10 +28,10 @@ RULES = ("entropy", "normalized_entropy", "threshold", "given", "two_groups")
 class Proportional(SharingRule):
     r"""Each unit's share of the budget is its share of all weights.
 
-    Of a mean m of entries per unit above the smallest options, unit u gets
-    ``m * (1 - 1/beta) + m/beta * w_u / mean(w)``, ``w_u`` being its weight to some power; then
-    limits, then the one rounding rule, so that the sum is the budget exactly. A published rule is
-    a choice of the weight and of the limits:
+    With a mean of m entries per unit above the smallest options, unit u gets ``m * (1 - 1/beta) +
+    m/beta * w_u / mean(w)``. Here ``w_u`` is its weight to some power. Limits follow, then the one
+    rounding rule, so that the sum is the budget exactly. A published rule is a choice of the weight
+    and of the limits.
 
     ========================== =====================================================
     rule                       options
@@ -38,53 +44,52 @@ class Proportional(SharingRule):
     SqueezeAttention           ``weight="two_groups", weights=similarity, small_share=p``
     ========================== =====================================================
 
-    What the curves do not say: CAKE multiplies the entropy by a temporal variance to the power
-    1/tau2, which needs the attention rows themselves and is left out; pass the product as
-    ``weights`` to have it. CAKE and LAVa sum the entropy over all heads; a unit of a whole layer
-    has one curve here, the sum over its heads of their n best, and the entropy is that curve's.
-    ZigZagKV averages the counts of a layer's heads, in the same way not visible in a layer's
-    curve. SqueezeAttention finds its groups by k-means; in one dimension the best split into two
-    is found exactly.
+    CAKE multiplies the entropy by a temporal variance to the power 1/tau2. That needs attention
+    rows, not curves, and is left out; pass the product as ``weights`` to have it. CAKE and LAVa sum
+    the entropy over all heads. A unit of a layer has one curve here, the sum over its heads of
+    their n best, and its entropy is used. ZigZagKV averages the counts of a layer's heads, which a
+    layer's curve does not show either. SqueezeAttention finds its groups by k-means; in one
+    dimension the best split into two is found exactly.
 
     Parameters
     ----------
     weight : {"entropy", "normalized_entropy", "threshold", "given", "two_groups"}, optional
-        Where the weights come from; ``"given"`` when ``weights`` are, else ``"entropy"``.
+        Source of the weights; ``"given"`` with ``weights``, else ``"entropy"``.
 
         ``"entropy"``: ``-sum(p log p)`` of the gains of a unit's entries. All entries of a page
-        are taken to gain the same. ``"normalized_entropy"``: divided by the log of their number.
+        count with the same gain. ``"normalized_entropy"``: divided by the log of their number.
         ``"threshold"``: entries that the unit needs to retain ``threshold`` of its best value.
-        ``"given"``: ``weights`` as they are. ``"two_groups"``: ``weights`` are similarities; the
-        group of the more similar (less important) units gets ``small_share`` of the mean budget
-        each, the others share the rest evenly.
+        ``"given"``: ``weights`` as they are. ``"two_groups"``: ``weights`` are similarities; each
+        unit of the more similar (less important) group gets ``small_share`` of the mean budget, and
+        the others share the remaining budget evenly.
     weights : sequence of float or str, optional
         One number for each unit, or for each layer (its heads get the same); a text such as
         ``"0.5,0.2,0.3"`` on the command line.
     power : float
         Exponent of the weights, at least 0.
     beta : float
-        Share 1/beta of the budget is given out by weight, the rest evenly; at least 1.
+        The share 1/beta of the budget is handed out by weight, and all else evenly; at least 1.
     threshold : float
-        Retention that ``"threshold"`` counts entries for, 0..1.
+        Retention of the entries that ``"threshold"`` counts, 0..1.
     small_share : float
         Share of the mean budget of the less important group of ``"two_groups"``, 0..1.
     floor_tokens : int
-        Least budget of a unit, tokens; given out before anything else.
+        Smallest budget of a unit, tokens; handed out first.
     max_multiple : float
         Largest budget of a unit, in multiples of the mean budget; no limit by default.
 
     Raises
     ------
     InputError
-        If an option is out of range, or weights are missing or not wanted.
+        If an option is out of range, or weights are missing or superfluous.
 
     References
     ----------
-    CAKE: Cascading and Adaptive KV Cache Eviction with Layer Preferences. LAVa: Layer-wise KV
-    Cache Eviction with Dynamic Budget Allocation. ZigZagKV: Dynamic KV Cache Compression for
-    Long-context Modeling based on Layer Uncertainty. CompressKV: Semantic Retrieval Heads Know
-    What Tokens are Not Important Before Generation. HeadKV: Not All Heads Matter.
-    SqueezeAttention: 2D Management of KV-Cache in LLM Inference via Layer-wise Optimal Budget.
+    CAKE: Cascading and Adaptive KV Cache Eviction with Layer Preferences. LAVa: Layer-wise KV Cache
+    Eviction with Dynamic Budget Allocation. ZigZagKV: Dynamic KV Cache Compression for Long-context
+    Modeling based on Layer Uncertainty. CompressKV: Semantic Retrieval Heads Know What Tokens are
+    Not Important Before Generation. HeadKV: Not All Heads Matter. SqueezeAttention: 2D Management
+    of KV-Cache in LLM Inference via Layer-wise Optimal Budget.
     """
 
     name: ClassVar[str] = "proportional"
@@ -106,7 +111,9 @@ class Proportional(SharingRule):
         floor_tokens: int = 0,
         max_multiple: float = math.inf,
     ) -> None:
-        self.weights = None if weights is None else numbers(weights, what="proportional: weights")
+        self.weights = (
+            None if weights is None else parse_numbers(weights, what="proportional: weights")
+        )
         self.weight = weight or ("entropy" if weights is None else "given")
         if self.weight not in RULES:
             raise InputError(
@@ -147,7 +154,7 @@ class Proportional(SharingRule):
         return ""
 
     def rule(self, problem: AllocationProblem, deadline: float) -> tuple[Rule, int]:
-        """Return the budgets by weight, by the steps that they add up to."""
+        """Return the budgets by weight, by their sum in steps."""
         shares = self._shares(problem, deadline)
         return partial(self._share_steps, problem, shares), problem.spendable_steps
 
@@ -176,7 +183,7 @@ class Proportional(SharingRule):
         return raw / mean if mean > 0 else np.ones(problem.n_units)
 
     def _share_steps(self, problem: AllocationProblem, shares: FloatArray, steps: int) -> IntArray:
-        """Share ``steps`` steps out among the units; limits that cannot hold are left out."""
+        """Share ``steps`` steps out among the units; impossible limits are left out."""
         size = tokens_per_step(problem)
         first, last = problem.tokens[:, 0], problem.last_options
         low = np.clip(-(-(self.floor_tokens - first) // size), 0, last)
@@ -190,8 +197,8 @@ class Proportional(SharingRule):
             if int(high.sum()) < steps:
                 high = last
         mean = (steps - int(low.sum())) / problem.n_units
-        wanted = low + mean * (1 - 1 / self.beta) + mean / self.beta * shares
-        return apportion(wanted, steps, minimum=low, maximum=high)
+        targets = low + mean * (1 - 1 / self.beta) + mean / self.beta * shares
+        return apportion(targets, steps, minimum=low, maximum=high)
 
 
 def _entropy(problem: AllocationProblem, unit: int, *, normalized: bool) -> float:
@@ -220,8 +227,8 @@ def _tokens_needed(problem: AllocationProblem, threshold: float) -> FloatArray:
     needed = np.ones(problem.n_units)
     for unit, count in enumerate(problem.option_counts.tolist()):
         row = problem.values[unit, :count]
-        least = min(0.0, float(row.min()))
-        reaches = row - least >= threshold * (float(row.max()) - least) - 1e-12
+        lowest = min(0.0, float(row.min()))
+        reaches = row - lowest >= threshold * (float(row.max()) - lowest) - 1e-12
         first = int(np.argmax(reaches))
         needed[unit] = max(1, int(problem.tokens[unit, first] - problem.tokens[unit, 0]))
     return needed
@@ -230,8 +237,8 @@ def _tokens_needed(problem: AllocationProblem, threshold: float) -> FloatArray:
 def _two_groups(similarity: FloatArray, small_share: float) -> FloatArray:
     """Return weights of two groups of units: ``small_share`` for the more similar ones.
 
-    The split is the one with the least squared distance to the group means (k-means with k = 2,
-    which in one dimension is a cut of the sorted numbers).
+    The split has the smallest squared distance to the group means (k-means with k = 2, which in one
+    dimension is a cut of the sorted numbers).
     """
     ordered = np.sort(similarity)
     if ordered[0] == ordered[-1]:

@@ -14,13 +14,13 @@ from kvalloc.solvers._rules import Rule, SharingRule, mean_budget_tokens, tokens
 
 
 class Pyramid(SharingRule):
-    """Lower layers keep more, in an arithmetic series, whatever the scores say.
+    """Lower layers keep more, in an arithmetic series, for any scores.
 
-    Of a mean budget B with w protected tokens (sinks and window; the window in the paper),
-    ``c = B - w`` entries are shared out: the last layer gets ``c / beta``, the first
-    ``2c - c / beta``, the rest lie on the line between, and w is added to each. The one rounding
-    rule keeps the sum at the budget; the reference code overspends, at B 128, w 8 and 32 layers by
-    4.6% of the entries shared out.
+    With a mean budget B and w protected tokens (sinks and window; the window in the paper), ``c = B
+    - w`` entries are shared out. The last layer gets ``c / beta``, the first ``2c - c / beta``, the
+    others lie on the line between, and w is added to each. The one rounding rule keeps the sum at
+    the budget; the reference code overspends, at B 128, w 8 and 32 layers by 4.6% of the shared
+    entries.
 
     Parameters
     ----------
@@ -47,7 +47,7 @@ class Pyramid(SharingRule):
         self.beta = beta
 
     def rule(self, problem: AllocationProblem, deadline: float) -> tuple[Rule, int]:
-        """Return the pyramids by the steps that they add up to."""
+        """Return the pyramids by their sums in steps."""
         _, unit_layer = np.unique(problem.layers, return_inverse=True)
 
         def pyramid(steps: int) -> IntArray:
@@ -81,7 +81,7 @@ def pyramid_line(
     n_layers : int
         L.
     context_tokens : int
-        q, the most a layer can keep.
+        q, the largest budget of a layer.
     protected_tokens : int
         w, part of every budget.
     beta : float

@@ -1,4 +1,4 @@
-"""The same budget everywhere: what SnapKV, H2O and StreamingLLM do."""
+"""Equal budgets everywhere, as in SnapKV, H2O and StreamingLLM."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from kvalloc.solvers._rules import Rule, SharingRule
 class Uniform(SharingRule):
     """Every unit keeps the same number of entries.
 
-    The largest that fits, within caps too, or the smallest that meets the target. Entries that do
-    not divide evenly stay unspent.
+    It is the largest that fits, within caps too, or the smallest that meets the target. Entries
+    that do not divide evenly stay unspent.
 
     References
     ----------

@@ -1,4 +1,4 @@
-"""Bytes of entries at any width, what they cost, the one rounding rule, and the types of arrays."""
+"""Accounting: bytes of entries at any width, their costs, the rounding rule, types of arrays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes of entries at 16 bits and fewer, and what an option and a whole cache cost."""
+"""Costs: bytes of entries at 16 bits and fewer, of options and of whole caches."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from kvalloc.shape import ModelShape
 
 @dataclass(frozen=True)
 class Width:
-    """How entries at some bits are stored.
+    """Storage of entries at some bits.
 
     Attributes
     ----------
     keys, values : int
         Bits of each number.
     turned : bool
-        Whether values are turned by a Hadamard matrix before they are rounded, where heads have a
+        Whether values are turned by a Hadamard matrix before they are rounded, if a head has a
         power of two numbers; see `turns`.
     only_turned : bool
-        Whether heads of another size cannot be stored at it, which no rounding depends on.
+        Whether it cannot store heads of other sizes.
     """
 
     keys: int
@@ -44,8 +44,8 @@ WIDTHS = {
     3: Width(4, 3, turned=True, only_turned=True),
     2: Width(3, 2, turned=True, only_turned=True),
 }
-"""By the bits' name; 16 is half precision, also where the model computes in float32. At 5, 3 and 2
-bits keys have one bit more than values: their rounding is what loses most (docs/running.md)."""
+"""By the bits' name; 16 is half precision, also if the model computes in float32. At 5, 3 and 2
+bits keys have one bit more than values: their rounding loses most (docs/running.md)."""
 
 MIXES = {
     853: {8: 1, 5: 3, 3: 6},
@@ -54,22 +54,24 @@ MIXES = {
     532: {5: 3, 3: 4, 2: 3},
     52: {5: 4, 2: 6},
 }
-"""Widths of one KV head's entries, and how many of ten have each: the best ones have the widest.
+"""Widths of one KV head's entries, and entries of ten at each: the best ones have the widest.
 
 By reverse water-filling an entry deserves ``a log2(score / threshold)`` bits. Scores fall off like
-a power of the rank, so that the shares of the widths are the same for any number of entries."""
+a power of the rank, so the shares of the widths hold for any number of entries.
+"""
 
 BIT_WIDTHS = (*WIDTHS, *MIXES)
 
 MIXED_FROM = 12
-"""So many of a head's best entries have the widest of a mix, before its shares count: as many as
-the default's sinks and window."""
+"""Number of a head's best entries at the widest width of a mix, before its shares count: the
+default's sinks and window."""
 
 PLANES = {8: (8,), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,), 1: (1,)}
-"""Planes of a row of codes of so many bits: the lowest bits of all codes, then the others.
+"""Planes of a row of codes by their number of bits: the lowest bits of all codes, then the others.
 
-A byte holds a plane's bits of 8 / width neighbours, so that all are read without a look at where
-a code begins. A plane ends on a whole byte."""
+A byte holds a plane's bits of 8 / width neighbours, so all are read at fixed places. A plane ends
+on a whole byte.
+"""
 
 KEY_BLOCK_TOKENS = 64
 """Tokens of one key channel that share a scale and a minimum."""
@@ -78,13 +80,13 @@ VALUE_BLOCK_CHANNELS = 64
 """Channels of one value vector that share a scale and a minimum."""
 
 SCALE_BYTES = 2
-"""A scale or a minimum, float16 or bfloat16."""
+"""Bytes of a scale or a minimum, float16 or bfloat16."""
 
 POSITION_BYTES = 2
-"""Of an entry's place in the prompt, the lowest 16 bits."""
+"""Bytes of an entry's position: its lowest 16 bits."""
 
 MOST_BYTES = 2**60
-"""Sums of costs are int64, and solvers scale them: above this they could overflow."""
+"""Largest sum of costs: costs are int64, and solvers scale them without overflow below this."""
 
 
 def checked_bits(bits: Iterable[int]) -> tuple[int, ...]:
@@ -107,19 +109,19 @@ def checked_bits(bits: Iterable[int]) -> tuple[int, ...]:
 def stored_bytes(tokens: npt.ArrayLike, bits: npt.ArrayLike, shape: ModelShape) -> IntArray:
     """Return the bytes of K and V that one KV head stores of one row.
 
-    At 16 bits an entry takes ``shape.bytes_per_entry``. At fewer bits, with the head's kept
-    entries in the order of their positions:
+    At 16 bits an entry takes ``shape.bytes_per_entry``. At fewer bits, with the head's kept entries
+    in the order of their positions:
 
-    - keys are quantised per channel in blocks of 64 tokens: of each channel and block a float16
-      scale and a float16 minimum. The last block may hold fewer tokens and has scales all the
-      same: ``ceil(n / 64) * key_dim * 4`` bytes;
-    - values are quantised per token in blocks of 64 channels: of each token and block a scale and
-      a minimum, ``n * ceil(value_dim / 64) * 4`` bytes, or half of it where `turns` says so: codes
-      of turned values are around 0 and have no minimum;
-    - the numbers themselves are packed row by row, a row of one token's key (value) vector in
-      `PLANES` that end on a whole byte: ``ceil(dim * w / 8)`` bytes for each w of the planes.
+    - keys are quantised per channel in blocks of 64 tokens: each channel and block has a float16
+      scale and a float16 minimum. The last block may hold fewer tokens, with the same scales:
+      ``ceil(n / 64) * key_dim * 4`` bytes;
+    - values are quantised per token in blocks of 64 channels: each token and block has a scale and
+      a minimum, ``n * ceil(value_dim / 64) * 4`` bytes. If `turns` holds, codes are around 0 and
+      need no minimum, which takes half;
+    - the numbers are packed row by row, a row of one token's key or value in `PLANES` that end on a
+      whole byte. It takes ``ceil(dim * w / 8)`` bytes for each w of the planes.
 
-    Per channel for keys and per token for values is what KIVI found to hold at few bits.
+    KIVI found this grouping, per channel for keys and per token for values, to hold at few bits.
 
     Parameters
     ----------
@@ -165,7 +167,7 @@ def stored_bytes(tokens: npt.ArrayLike, bits: npt.ArrayLike, shape: ModelShape) 
 def tier_counts(tokens: npt.ArrayLike, bits: int) -> dict[int, IntArray]:
     """Return how many of a KV head's entries are stored at each width, the widest first.
 
-    None falls if there are more entries, so that bytes always rise.
+    No count falls with more entries, so bytes always rise.
 
     Parameters
     ----------
@@ -201,17 +203,17 @@ def counts_of(
     bits : ndarray of int64
         Of `BIT_WIDTHS`, a mix too; broadcast against ``lengths``.
     before : ndarray of int64, as ``lengths``, optional
-        How many stand there already, behind which these come.
+        Entries stored before these, which come after them.
 
     Returns
     -------
     dict of int to ndarray of int64, as ``lengths``
         The widest first.
     """
-    own, result = np.broadcast_to(bits, lengths.shape), dict[int, IntArray]()
+    by_segment, result = np.broadcast_to(bits, lengths.shape), dict[int, IntArray]()
     first = np.zeros_like(lengths) if before is None else before
-    for one in np.unique(own).tolist():
-        begin, end = (np.where(own == one, n, 0) for n in (first, first + lengths))
+    for one in np.unique(by_segment).tolist():
+        begin, end = (np.where(by_segment == one, n, 0) for n in (first, first + lengths))
         starts, ends = tier_counts(begin, one), tier_counts(end, one)
         for width in ends:
             more = ends[width] - starts[width]
@@ -224,7 +226,7 @@ def _turns_of(bits: int) -> tuple[tuple[int, ...], IntArray]:
     """Return a mix's widths, and how many of the first 0 to 10 entries have each."""
     widths, shares = tuple(MIXES[bits]), np.array([*MIXES[bits].values()])
     prefixes = np.zeros((11, len(shares)), dtype=np.int64)
-    for n in range(1, 11):  # in turns: the width that is the farthest behind its share
+    for n in range(1, 11):  # each entry gets the width farthest below its share
         prefixes[n] = prefixes[n - 1]
         prefixes[n, int(np.argmax(shares * n - 10 * prefixes[n - 1]))] += 1
     return widths, prefixes
@@ -239,25 +241,16 @@ def _packed_rows(key_dim: int, value_dim: int) -> IntArray:
 
 
 def head_bytes(tokens: npt.ArrayLike, bits: npt.ArrayLike, shape: ModelShape) -> IntArray:
-    """Return the bytes of all that one KV head of a reduced cache stores of one row.
+    """Return the bytes that one KV head of a reduced cache stores of one row.
 
-    Counted are K and V (`stored_bytes`) and the position of each entry.
-
-    Parameters
-    ----------
-    tokens, bits, shape
-        As of `stored_bytes`.
-
-    Returns
-    -------
-    ndarray of int64
+    They are K and V (`stored_bytes`) and the position of each entry.
     """
     positions = POSITION_BYTES * np.asarray(tokens, dtype=np.int64)
     return stored_bytes(tokens, bits, shape) + positions
 
 
 def bytes_in_share(share: float, whole: int) -> int:
-    """Return the bytes of a share, rounded down; a millionth is taken for a rounding error."""
+    """Return the bytes of a share, rounded down; a millionth counts as a rounding error."""
     return int(share * whole + 1e-6)
 
 
@@ -267,13 +260,12 @@ def entries_in_share(
     bits: npt.ArrayLike,
     shape: ModelShape,
     *,
-    least: int,
+    minimum: int,
 ) -> int:
     """Return the largest number of entries in each KV head within a share of a 16-bit cache.
 
-    What is kept counts as `head_bytes` says; the whole cache stores no positions.
-    A prompt of which the share does not even hold sinks and window is too short for it, and is
-    kept whole.
+    Kept entries count as in `head_bytes`; the full cache stores no positions. If the share does not
+    hold sinks and window, the prompt is too short for it and is kept whole.
 
     Parameters
     ----------
@@ -284,16 +276,16 @@ def entries_in_share(
     bits : array_like of int
         Width of each KV head.
     shape : ModelShape
-    least : int
+    minimum : int
         Sinks and window, which are always kept.
 
     Examples
     --------
     >>> shape = ModelShape(model_id="m", n_layers=1, n_query_heads=1, n_kv_heads=1, head_dim=64,
     ...                    dtype_bytes=4, layer_types=("full",))
-    >>> [entries_in_share(0.2, 1000, width, shape, least=12) for width in (16, 8, 4)]
+    >>> [entries_in_share(0.2, 1000, width, shape, minimum=12) for width in (16, 8, 4)]
     [198, 370, 707]
-    >>> entries_in_share(0.2, 30, 16, shape, least=12)
+    >>> entries_in_share(0.2, 30, 16, shape, minimum=12)
     30
     """
     if share == 1:
@@ -301,46 +293,46 @@ def entries_in_share(
     widths, heads = np.unique(np.asarray(bits), return_counts=True)
     counts = np.arange(tokens + 1)[:, None]
     needed = (head_bytes(counts, widths, shape) * heads).sum(axis=1)
-    most = bytes_in_share(share, tokens * shape.bytes_per_entry * int(heads.sum()))
-    entries = int(np.searchsorted(needed, most, side="right")) - 1
-    return tokens if entries < min(least, tokens) else entries
+    capacity_bytes = bytes_in_share(share, tokens * shape.bytes_per_entry * int(heads.sum()))
+    entries = int(np.searchsorted(needed, capacity_bytes, side="right")) - 1
+    return tokens if entries < min(minimum, tokens) else entries
 
 
 def within_bytes(
     budgets: IntArray,
-    most: int,
+    capacity_bytes: int,
     bits: npt.ArrayLike,
     shape: ModelShape,
     *,
-    least: int,
+    minimum: int,
 ) -> IntArray:
-    """Return budgets of KV heads, all made smaller by one factor until they fit in so many bytes.
+    """Return budgets of KV heads, made smaller by one factor until they fit in the capacity.
 
     Parameters
     ----------
     budgets : ndarray of int64, (n_layers, n_kv_heads)
-    most : int
-        Bytes that they may take, as `head_bytes` counts.
+    capacity_bytes : int
+        Largest sum of their `head_bytes`.
     bits : array_like of int
         Width of each KV head; broadcast against ``budgets``.
     shape : ModelShape
-    least : int
-        Sinks and window, which no head goes below, whatever they take.
+    minimum : int
+        Sinks and window, the smallest budget of a head even beyond the capacity.
 
     Examples
     --------
     >>> shape = ModelShape(model_id="m", n_layers=1, n_query_heads=2, n_kv_heads=2, head_dim=64,
     ...                    dtype_bytes=2, layer_types=("full",))
-    >>> within_bytes(np.array([[100, 300]]), 52_000, 16, shape, least=12).tolist()
+    >>> within_bytes(np.array([[100, 300]]), 52_000, 16, shape, minimum=12).tolist()
     [[50, 151]]
     """
-    floor = np.minimum(budgets, least)
+    floor = np.minimum(budgets, minimum)
 
     def scaled(part: int) -> IntArray:
         return np.maximum(budgets * part // whole, floor)
 
     def fits(part: int) -> bool:
-        return int(head_bytes(scaled(part), bits, shape).sum()) <= most
+        return int(head_bytes(scaled(part), bits, shape).sum()) <= capacity_bytes
 
     whole = max(int(budgets.max(initial=1)), 1)
     part = bisect.bisect_left(range(whole), True, key=lambda part: not fits(part + 1))
@@ -348,20 +340,20 @@ def within_bytes(
 
 
 def filling_bytes(
-    budgets: IntArray, most: int, bits: npt.ArrayLike, shape: ModelShape, *, tokens: int
+    budgets: IntArray, capacity_bytes: int, bits: npt.ArrayLike, shape: ModelShape, *, tokens: int
 ) -> IntArray:
-    """Return budgets of KV heads, all made larger by one factor while they fit in so many bytes.
+    """Return budgets of KV heads, made larger by one factor while they fit in the capacity.
 
     Parameters
     ----------
     budgets : ndarray of int64, (n_layers, n_kv_heads)
-    most : int
-        Bytes that they may take, as `head_bytes` counts.
+    capacity_bytes : int
+        Largest sum of their `head_bytes`.
     bits : array_like of int
         Width of each KV head; broadcast against ``budgets``.
     shape : ModelShape
     tokens : int
-        There are no more entries than these.
+        Largest budget of a head.
 
     Examples
     --------
@@ -375,7 +367,7 @@ def filling_bytes(
         return np.asarray(np.minimum(budgets + budgets * part // 1024, tokens))
 
     def fits(part: int) -> bool:
-        return int(head_bytes(larger(part), bits, shape).sum()) <= most
+        return int(head_bytes(larger(part), bits, shape).sum()) <= capacity_bytes
 
     return larger(bisect.bisect_left(range(1024), True, key=lambda part: not fits(part + 1)))
 
@@ -389,8 +381,8 @@ def packed_row_bytes(bits: int, key_dim: int, value_dim: int) -> tuple[int, int]
 
 def entry_bytes(bits: int, shape: ModelShape) -> int:
     """Return about the bytes of one more entry of a KV head."""
-    few, many = map(int, stored_bytes([1024, 2048], bits, shape))
-    return max((many - few) // 1024, 1)
+    few, more = map(int, stored_bytes([1024, 2048], bits, shape))
+    return max((more - few) // 1024, 1)
 
 
 def code_bytes(bits: int, head_dim: int) -> int:
@@ -404,7 +396,7 @@ def turns(bits: int, head_dim: int) -> bool:
 
 
 def bits_fault(bits: int, head_dim: int) -> str | None:
-    """Return why heads of that size cannot be stored at a width; None if they can."""
+    """Return why heads of that size cannot be stored at a width, or None."""
     widths = MIXES.get(bits, (bits,))
     if turns(min(widths), head_dim) or not any(WIDTHS[width].only_turned for width in widths):
         return None
@@ -417,7 +409,7 @@ def bits_fault(bits: int, head_dim: int) -> str | None:
 def constant_entries(shape: ModelShape, tokens: int) -> IntArray:
     """Return the entries that KV heads store in layers without budgets, (n_layers, n_kv_heads).
 
-    They are 0 in layers with budgets, and where nothing or only a state is stored.
+    They are 0 in layers with budgets, and in layers without entries.
     """
     counts = np.array([layer.stored_tokens(tokens) for layer in shape.by_layer], dtype=np.int64)
     return np.tile(counts[:, None], (1, shape.n_kv_heads))
@@ -426,7 +418,7 @@ def constant_entries(shape: ModelShape, tokens: int) -> IntArray:
 def constant_bytes(shape: ModelShape, tokens: int, page_tokens: int = 1) -> IntArray:
     """Return the bytes of one row that no budget changes, (n_layers,).
 
-    These are entries of layers without budgets, as transformers stores them but in whole pages, and
+    They are entries of layers without budgets, as transformers stores them but in whole pages, and
     all states.
     """
     result = np.array([layer.state_bytes for layer in shape.by_layer], dtype=np.int64)
@@ -437,40 +429,38 @@ def constant_bytes(shape: ModelShape, tokens: int, page_tokens: int = 1) -> IntA
 
 
 def full_bytes(shape: ModelShape, tokens: int, rows: int = 1) -> int:
-    """Return the bytes of a cache that keeps rows of so many tokens whole.
+    """Return the bytes of a cache that keeps rows of ``tokens`` tokens whole.
 
-    Layers with budgets are at 16 bits a number, whatever the model's type; others are as
-    transformers stores them.
+    Layers with budgets count at 16 bits a number, for any type of the model; others as transformers
+    stores them.
     """
     full = len(shape.full_layers) * tokens * shape.n_kv_heads * shape.bytes_per_entry
     return (full + int(constant_bytes(shape, tokens).sum())) * rows
 
 
 def plain_bytes(shape: ModelShape, tokens: int, rows: int = 1) -> int:
-    """Return the bytes that the plain model stores for the same, in its own type."""
+    """Return the bytes that the plain model stores, in its own type."""
     full = len(shape.full_layers) * tokens * shape.n_kv_heads * shape.plain_bytes_per_entry
     return (full + int(constant_bytes(shape, tokens).sum())) * rows
 
 
 def reading_bytes(shape: ModelShape, tokens: int, rows: int = 1) -> int:
-    """Return the bytes of what is held in full while a prompt is read with eviction.
+    """Return the bytes stored in full while a prompt is read with eviction.
 
-    A layer is reduced as soon as it was read. Until then keys and values are as the model made
-    them.
+    A layer is reduced once it was read. Until then keys and values have the model's type.
 
     Parameters
     ----------
-    shape : ModelShape
     tokens : int
         Length of the prompt, padding included.
     rows : int
-        Prompts that are read together.
+        Prompts that are read at once.
     """
     return shape.n_kv_heads * tokens * rows * shape.plain_bytes_per_entry
 
 
 def check_size(shape: ModelShape, context_tokens: int, page_tokens: int, batch: int) -> None:
-    """Refuse a cache that has more bytes than can be counted.
+    """Refuse a cache with more bytes than can be counted.
 
     Raises
     ------
@@ -486,7 +476,7 @@ def check_size(shape: ModelShape, context_tokens: int, page_tokens: int, batch: 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheCosts:
-    """What a whole cache costs, for targets that are a size.
+    """Costs of a whole cache, for targets that are a size.
 
     Attributes
     ----------
@@ -497,16 +487,16 @@ class CacheCosts:
         Prompts.
     page_tokens : int
     columns : int or None
-        Length of the longest prompt of the batch; None where all are `context_tokens` long.
+        Length of the longest prompt of the batch; None if all are `context_tokens` long.
     heads : int
-        KV heads of all full-attention layers and rows; this and what follows is computed.
+        KV heads of all full-attention layers and rows; this and all following fields are computed.
     full : int
-        What shares are of: the cost of a cache at 16 bits a number that is not reduced, its
-        full-attention layers alone. It stores no positions and no pages.
+        Cost that shares are of: the full-attention layers of a 16-bit cache that is not reduced. It
+        stores no positions and no pages.
     everything : int
-        Cost of keeping all entries of those layers in a reduced cache at 16 bits.
+        Cost of all entries in a reduced cache at 16 bits, without constant layers.
     constant : ndarray of int64, (n_layers,)
-        Bytes that no budget changes, in whole pages where they are entries.
+        Bytes that no budget changes, entries in whole pages.
 
     Raises
     ------
@@ -539,7 +529,7 @@ class CacheCosts:
         )
 
     def of_head(self, tokens: npt.ArrayLike, bits: npt.ArrayLike, page_tokens: int = 1) -> IntArray:
-        """Return the bytes of budgets of one KV head, one row: all that is stored, in whole pages.
+        """Return the bytes of budgets of one KV head of one row, in whole pages.
 
         Parameters
         ----------
@@ -557,13 +547,13 @@ class CacheCosts:
 
     @property
     def reading_bytes(self) -> int:
-        """Return the bytes that the cache takes beside what is kept while the prompts are read."""
+        """Return the bytes stored beside the kept entries while the prompts are read."""
         columns = self.columns or self.context_tokens
         return reading_bytes(self.shape, columns, self.batch)
 
     @property
     def plain_bytes(self) -> int:
-        """Return the bytes of a plain cache, as the model makes it."""
+        """Return the bytes of a plain cache, in the model's type."""
         return len(self.shape.full_layers) * self.reading_bytes + self.constant_bytes
 
     @property
@@ -576,9 +566,9 @@ class CacheCosts:
         return self.heads * int(self.of_head(tokens, 16))
 
     def fewest_tokens(self, cost: int) -> int:
-        """Return the smallest budget that costs at least this, given to every KV head.
+        """Return the smallest budget that costs at least this, equal in every KV head.
 
-        It is the whole context where pages that are not full take more.
+        It is the whole context if partly filled pages would take more.
         """
-        every = self.of_head(np.arange(self.context_tokens), 16)
-        return int(np.searchsorted(every * self.heads, cost))
+        costs = self.of_head(np.arange(self.context_tokens), 16)
+        return int(np.searchsorted(costs * self.heads, cost))

@@ -1,4 +1,4 @@
-"""Formats in which other engines store K and V, and the engines: bits, blocks, allowed choices."""
+"""Engine formats: how other engines store K and V, and which formats an engine offers."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from kvalloc.errors import InputError, no_such
 from kvalloc.shape import WINDOWED, LayerShape, ModelShape
 
 WHOLE = "f16"
-"""The format of what is not rounded to fewer bits."""
+"""The format of numbers that are not rounded to fewer bits."""
 
 Grain = Literal["model", "ends", "skip", "layer"]
 
 
 @dataclass(frozen=True)
 class EngineFormat:
-    """How an engine stores the numbers of keys or values.
+    """Storage of keys or values in an engine.
 
     Attributes
     ----------
     name : str
-        As the engine calls it, or engine, bits and block.
+        Name in the engine, or engine, bits and block.
     grid : str
-        How the numbers of a block are rounded; see `kvalloc.measure.engine_formats`.
+        Rounding of the numbers of a block; see `kvalloc.measure.engine_formats`.
     code_bits : int
         Bits of each number.
     side_bits : int
         Bits of a block's scale, and of its minimum or zero point.
     block : int
-        Numbers that share them; 0 for all of a head, or of a tensor if `side_bits` is 0.
+        Numbers of a block; 0 for all of a head, or of a tensor if `side_bits` is 0.
     by_channel : bool
-        Whether a block holds one channel of that many tokens, instead of channels of one token.
+        Whether a block holds tokens of one channel, instead of channels of one token.
     ggml : bool
-        Whether keys lie in GGUF's order of channels, and heads of a multiple of 64 numbers are
-        turned by a Hadamard matrix first.
+        Whether keys have GGUF's order of channels, and heads of a multiple of 64 numbers are turned
+        by a Hadamard matrix first.
     """
 
     name: str
@@ -58,7 +58,7 @@ class EngineFormat:
         return self.code_bits + self.side_bits / (self.block or dim)
 
     def holds(self, dim: int) -> bool:
-        """Return whether heads of that size can be stored: whole blocks of channels alone."""
+        """Return whether a head of that size has whole blocks of channels."""
         return self.by_channel or not self.block or dim % self.block == 0
 
     def bytes(self, dim: int, n_tokens: int) -> int:
@@ -100,17 +100,17 @@ whole zero point.
 
 @dataclass(frozen=True)
 class Engine:
-    """What an engine can be told to store.
+    """An engine and the formats that it offers.
 
     Attributes
     ----------
     name : str
     grain : str
-        What one choice covers. *model*: all layers. *ends*: the first and the last N layers have
-        one pair, all others another. *skip*: some layers stay at 16 bits, all others have one pair.
+        Layers of one choice. *model*: all layers. *ends*: the first and the last N layers have one
+        pair, all others another. *skip*: some layers stay at 16 bits, all others have one pair.
         *layer*: each layer has its own.
     pairs : tuple of (str, str)
-        Formats that keys and values of a layer can have together, the highest bits first.
+        Formats that keys and values of a layer can combine, the highest bits first.
     rounds_windows : bool
         Whether layers with a window can have other formats than ``f16``.
     """
@@ -163,12 +163,12 @@ ENGINES: dict[str, Engine] = {
 
 
 def formats_of(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the formats of engines, and formats named by themselves, once each, without ``f16``.
+    """Return the formats of engines, and formats by name, once each, without ``f16``.
 
     Parameters
     ----------
     names : iterable of str
-        Of `ENGINES` or `FORMATS`.
+        Names in `ENGINES` or `FORMATS`.
 
     Raises
     ------
@@ -205,10 +205,10 @@ def check_holds(names: Sequence[str], shape: ModelShape) -> None:
     able = formats_for(shape)
     if odd := [name for name in names if name not in able]:
         sizes = " and ".join(map(str, sorted({*shape.dims})))
-        others = ", ".join(name for name in names if name in able) or WHOLE
+        alternatives = ", ".join(name for name in names if name in able) or WHOLE
         raise InputError(
             f"{odd[0]} stores blocks of {FORMATS[odd[0]].block} numbers, and heads of "
-            f"{shape.model_id} have {sizes}; take {others}"
+            f"{shape.model_id} have {sizes}; take {alternatives}"
         )
 
 
@@ -221,7 +221,7 @@ def bytes_of(shape: ModelShape, pairs: Sequence[tuple[str, str]], n_tokens: int)
     pairs : sequence of (str, str), (n_layers,)
         Formats of each layer's keys and values.
     n_tokens : int
-        Of a windowed layer no more count than its window.
+        A windowed layer counts no more than its window.
 
     Examples
     --------

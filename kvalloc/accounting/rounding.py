@@ -1,4 +1,4 @@
-"""The rounding rules: largest remainder within limits, and up to the grain of the costs."""
+"""Rounding rules: largest remainder within limits, and up to the grain of the costs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvalloc.errors import InputError
 
 
 def apportion(
-    wanted: npt.ArrayLike,
+    shares: npt.ArrayLike,
     total: int,
     *,
     minimum: npt.ArrayLike = 0,
@@ -20,16 +20,16 @@ def apportion(
 ) -> IntArray:
     """Round numbers so that they add up to the total exactly.
 
-    The wanted numbers are first moved up or down together (clipped at their limits) until they
-    sum to the total, then rounded down, and the units left over go to the largest remainders; ties
-    go to the lower index.
+    The shares are first moved up or down by one amount (clipped at their limits) until they sum to
+    the total, then rounded down. The missing units go to the largest remainders, ties to the lower
+    index.
 
     Parameters
     ----------
-    wanted : array_like of float, (n,)
+    shares : array_like of float, (n,)
         Real-valued shares, any unit.
     total : int
-        What the result adds up to.
+        Sum of the result.
     minimum, maximum : array_like of int, scalar or (n,)
         Limits of each result.
 
@@ -40,7 +40,7 @@ def apportion(
     Raises
     ------
     InputError
-        If the limits cross or cannot hold the total, or a wanted number is not finite.
+        If the limits cross or cannot hold the total, or a share is not finite.
 
     Examples
     --------
@@ -49,7 +49,7 @@ def apportion(
     >>> apportion([10.0, 1.0, 1.0], 9, maximum=5).tolist()
     [5, 2, 2]
     """
-    shares = np.asarray(wanted, dtype=np.float64)
+    shares = np.asarray(shares, dtype=np.float64)
     low = np.broadcast_to(np.asarray(minimum, dtype=np.int64), shares.shape)
     ceiling = np.maximum(total, low) if maximum is None else np.asarray(maximum, dtype=np.int64)
     high = np.broadcast_to(ceiling, shares.shape)
@@ -74,20 +74,13 @@ def apportion(
 def round_up_to_grain(above: float, grain: int) -> int:
     """Round a cost up to a whole number of grains, 0 or more.
 
-    Every cost of a problem is its smallest cost plus a whole number of grains. A millionth of a
-    grain is taken for a rounding error of ``above``.
+    Each cost of a problem is its smallest cost plus a whole number of grains. A millionth of a
+    grain counts as a rounding error of ``above``.
 
     Parameters
     ----------
     above : float
         Bytes above the smallest cost, such as the bound of a relaxation.
-    grain : int
-        Bytes.
-
-    Returns
-    -------
-    int
-        Bytes.
 
     Examples
     --------

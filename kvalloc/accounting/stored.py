@@ -9,12 +9,7 @@ from kvalloc.shape import HALF_BYTES
 
 
 def storages(tensors: Iterable[Any]) -> list[tuple[Any, int, Any]]:
-    """Return every storage of tensors once, the bytes that they show of it, and one of them.
-
-    Parameters
-    ----------
-    tensors : iterable of Tensor
-    """
+    """Return each storage of tensors once, the bytes that they show of it, and one of them."""
     stored: dict[tuple[str, int], tuple[Any, int, Any]] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -25,7 +20,7 @@ def storages(tensors: Iterable[Any]) -> list[tuple[Any, int, Any]]:
 
 
 def layer_tensors(layer: Any) -> list[Any]:
-    """Return all tensors of a layer of any kind; a reduced one may store entries elsewhere, too."""
+    """Return all tensors of a layer of any kind; a reduced one may store entries elsewhere too."""
     if hasattr(layer, "stored_tensors"):
         return list(layer.stored_tensors())
     tensors = (getattr(layer, name, None) for name in ("keys", "values"))
@@ -33,15 +28,11 @@ def layer_tensors(layer: Any) -> list[Any]:
 
 
 def bytes_at_16_bits(layers: Iterable[Any]) -> int:
-    """Return the bytes that later tokens need, numbers that are not rounded at 16 bits.
+    """Return the bytes of entries for later tokens, with unrounded numbers at 16 bits.
 
-    Shares of a full cache at 16 bits compare methods whatever type the model computes in. Packed
-    numbers with their scales, and positions of kept entries count as they are. Layers with
-    a sliding window do not count: no method keeps more or less of them.
-
-    Parameters
-    ----------
-    layers : iterable of transformers' layers
+    Shares of a full cache at 16 bits compare methods on models of any type. Packed numbers with
+    their scales, and positions of kept entries, count as stored. Layers with a sliding window do
+    not count: no method changes them.
     """
     total = 0
     for layer in layers:

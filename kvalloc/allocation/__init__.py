@@ -1,1 +1,1 @@
-"""From a request to a problem, to a solved and verified budget profile."""
+"""Allocation: from a request to a problem, to a solved and verified budget profile."""

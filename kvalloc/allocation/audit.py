@@ -1,4 +1,4 @@
-"""The audit of a budget profile: everything it states, computed again from its score profile."""
+"""Audit of a budget profile: every statement is recomputed from its score profile."""
 
 from __future__ import annotations
 
@@ -21,30 +21,18 @@ from kvalloc.shape import ModelShape
 from kvalloc.units import gap_text
 
 TOLERANCE = 1e-9
-"""Recomputed and stated numbers this close, relative to the larger of 1 and them, agree."""
+"""Relative difference, to the larger of 1 and the numbers, up to which numbers agree."""
 
 BOUND, SCORES = "bound", "score profile digest"
 
 
 @dataclass(frozen=True)
 class Check:
-    """One statement of a budget profile and whether it is true.
-
-    Attributes
-    ----------
-    name : str
-        Name of the statement.
-    stated, found : str
-        The profile's statement, and the recomputed one.
-    passed : bool
-        Whether nothing shows that it is false.
-    proven : bool
-        Whether it was shown to be true; a solver's word alone is not enough.
-    """
+    """One statement of a budget profile and whether it is true."""
 
     name: str
     stated: str
-    found: str
+    recomputed: str
     passed: bool
     proven: bool = True
 
@@ -62,22 +50,22 @@ def verify(profile: BudgetProfile | str | Path, scores: ScoreProfile | str | Pat
     profile : BudgetProfile, str or Path
         The decision, its file, or the name of a shipped one.
     scores : ScoreProfile, str or Path
-        The measurement it names, or its file.
+        The score profile that it names, or its file.
 
     Returns
     -------
     list of Check
         Sizes, digests, every budget being an option of the problem, target or capacity, cost,
         objective, retention, predicted loss, the bound recomputed by duality and the price. A
-        bound beyond the dual one is not proven again: it stands on the word of its solver. A
-        measured loss is only compared with its target.
+        solver's bound beyond the dual one is not proven again. A measured loss is only compared
+        with its target.
 
     Raises
     ------
     ModelMismatchError
         If the scores are of another model.
     InputError
-        If the profile does not state its request, so that nothing can be recomputed.
+        If the profile does not state its request.
     """
     name = "the budget profile" if isinstance(profile, BudgetProfile) else profile
     profile, scores = load_profile(profile), load_scores(scores)
@@ -99,8 +87,10 @@ def verify(profile: BudgetProfile | str | Path, scores: ScoreProfile | str | Pat
         checks.append(Check(*constraint.stated(), fault or "it holds", fault is None))
     checks += _prediction_checks(profile, posed)
     if problem.target is None:
-        cost, most = problem.cost(choice), problem.capacity_bytes or 0
-        checks.append(Check("within capacity", f"{most:,} bytes", f"{cost:,} bytes", cost <= most))
+        cost, capacity = problem.cost(choice), problem.capacity_bytes or 0
+        checks.append(
+            Check("within capacity", f"{capacity:,} bytes", f"{cost:,} bytes", cost <= capacity)
+        )
     else:
         met = problem.meets_target(value)
         checks.append(Check("target met", written(problem.target), written(value), met))
@@ -114,7 +104,6 @@ def verify(profile: BudgetProfile | str | Path, scores: ScoreProfile | str | Pat
 
 
 def _prediction_checks(profile: BudgetProfile, posed: PosedRequest) -> list[Check]:
-    """Check retention and loss, computed again from the score profile."""
     budgets, bits = profile.budgets, profile.bits
     loss = posed.predicted_loss(budgets, bits)
     error = None if loss is None else posed.model_error(bits, profile.share)
@@ -130,7 +119,7 @@ def _prediction_checks(profile: BudgetProfile, posed: PosedRequest) -> list[Chec
 
 
 def choice_of(profile: BudgetProfile, problem: AllocationProblem) -> tuple[IntArray, BoolArray]:
-    """Return the options that a profile's budgets are, or the nearest smaller ones.
+    """Return the options of a profile's budgets, or the nearest smaller ones.
 
     Returns
     -------
@@ -171,7 +160,7 @@ def _bytes_text(value: float) -> str:
 
 
 def _value_text(request: Request) -> Callable[[float], str]:
-    """Return the function that writes a value of the problem with every digit."""
+    """Return a function that writes a value of the problem with all digits."""
     if request.objective != "loss":
         return repr
     return lambda value: f"{0.0 - value!r} nats per token"  # a loss is a value of 0 or below

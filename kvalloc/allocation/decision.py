@@ -1,4 +1,4 @@
-"""From a score profile and a target to a budget profile: solve, verify, and foresee its loss."""
+"""Decision: from a score profile and a target to a solved and verified budget profile."""
 
 from __future__ import annotations
 
@@ -58,19 +58,18 @@ def solve(
         Measured retention curves, or their file.
     solver : str or Solver
         Registered name, also with options such as ``"ilp:gap=0.001"``, or a solver object.
-        ``"auto"`` takes the cheapest one that is exact.
+        ``"auto"`` takes the cheapest exact solver.
     time_limit : float, optional
         Seconds after which a solver stops with its best choice and its bound; 60 by default.
     average : {"curves", "allocations"}
-        Solve once on the mean curves (the sample-average problem), or solve each sample and
-        average the budgets (XKV, Sec. IV-C).
+        Solve once on the mean curves (the sample-average problem), or solve each sample and average
+        the budgets (XKV, Sec. IV-C).
     request : Request, optional
-        The parsed request; then no keyword of it is given.
+        The parsed request, instead of keywords.
     notify : callable
         Called with one line on the objective, if the request names none.
     **keywords
-        One target, its context and its limits: see
-        `kvalloc.allocation.request.RequestOptions`.
+        One target, its context and its limits: see `kvalloc.allocation.request.RequestOptions`.
 
     Returns
     -------
@@ -116,7 +115,7 @@ def decide(
     average: Average = "curves",
     priced: bool = True,
 ) -> BudgetProfile:
-    """Solve a posed request, without a search for advice if it is infeasible.
+    """Solve a posed request, without advice if it is infeasible.
 
     Parameters
     ----------
@@ -125,11 +124,7 @@ def decide(
     time_limit, average
         As in `solve`.
     priced : bool
-        Whether shadow prices and limits are stated, too.
-
-    Returns
-    -------
-    BudgetProfile
+        Whether shadow prices and limits are stated too.
 
     Raises
     ------
@@ -182,18 +177,7 @@ def decide(
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """The result of one of several solvers.
-
-    Attributes
-    ----------
-    solver : str
-    profile : BudgetProfile or None
-        Its decision.
-    reason : str
-        Why there is none; empty where there is one.
-    seconds : float
-        Wall time of the solver.
-    """
+    """The result of one of several solvers."""
 
     solver: str
     profile: BudgetProfile | None
@@ -202,7 +186,7 @@ class Attempt:
 
     @property
     def rank(self) -> tuple[float, ...]:
-        """Sort key: the best objective first, then proven and quick ones."""
+        """Return a sort key: the best objective first, then proven and quick solvers."""
         if self.profile is None:
             return (math.inf,)
         better = -1.0 if self.profile.sense == "max_value" else 1.0
@@ -228,11 +212,11 @@ def compare(
     ----------
     scores : ScoreProfile, str or Path
     solvers : sequence of str, optional
-        Names as in `solve`, also ``"module:Class"``; all that are registered by default.
+        Names as in `solve`, also ``"module:Class"``; by default all registered solvers.
     time_limit, average, request, notify : optional
-        As in `solve`; the time limit for each.
+        As in `solve`; the time limit holds for each solver.
     watch : callable
-        Gives what is open while the solver of this name is at work, such as a progress bar.
+        Returns a context for a solver's name, such as a progress bar, which is open while it runs.
     **keywords
         As in `solve`.
 
@@ -248,7 +232,7 @@ def compare(
     InfeasibleError
         If no solver can meet the target; says which one can be met.
     SolverError
-        If there is none, or none of them can, though another one might.
+        If no solver can solve the problem.
 
     Examples
     --------
@@ -296,17 +280,14 @@ def outcome(posed: PosedRequest, choice: IntArray, value: float) -> dict[str, An
 
     Parameters
     ----------
-    posed : PosedRequest
-    choice : ndarray of int64, (n_units,)
-        Option of each unit of its problem.
     value : float
-        Of the choice in the problem.
+        Value of the choice in the problem.
 
     Returns
     -------
     dict
-        Fields of a `BudgetProfile`: budgets and bits, retention and predicted loss, and the error
-        of the latter.
+        Fields of a `BudgetProfile`: budgets and bits, retention, predicted loss and its model
+        error.
     """
     problem, scores, bits = posed.problem, posed.scores, None
     shape, full = scores.shape, list(scores.shape.full_layers)
@@ -388,18 +369,8 @@ def _average_allocations(
 def loss_outlook(profile: BudgetProfile) -> str:
     """Return one line on the loss of budgets that were decided by retention.
 
-    The fitted file of the model predicts it: the sum of single losses at these budgets, times the
-    model error. Beside it stands the least that is predicted for the same bytes.
-
-    Parameters
-    ----------
-    profile : BudgetProfile
-
-    Returns
-    -------
-    str
-        Without a fitted file, the command that finds it out; empty if the profile states a loss or
-        was not decided by retention.
+    The model's fitted file predicts it: the sum of single losses, times the model error. The
+    smallest predicted loss in the same bytes follows.
     """
     if profile.retention is None or profile.predicted_loss is not None:
         return ""

@@ -1,7 +1,7 @@
-"""Which engine format each layer's keys and values get, as far as an engine can be told.
+"""Choice of the engine format of each layer's keys and values, within the options of an engine.
 
-What an engine takes is one multiple-choice problem, or several: the best answer counts. An option
-of a unit is a *setting*: the formats that it gives to keys and values of some layers.
+An engine's options are one multiple-choice problem, or several with the best answer taken. An
+option of a unit is a *setting*: the formats of keys and values of some layers.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from kvalloc.shape import WINDOWED
 from kvalloc.units import bytes_text, parse_fraction, size
 
 SIXTEEN, LEFT = -1, -2
-"""In a setting, beside indices of formats: 16 bits; another unit says it."""
+"""Two more values in a setting: 16 bits, and a format that another unit decides."""
 
 ROWS = 8
-"""Most settings of a frontier."""
+"""Largest number of settings of a frontier."""
 
 _PARTS = 2**52
-"""Steps to the largest sum of losses, among which that of a target is searched."""
+"""Number of steps to the largest sum of losses, among which a target's sum is searched."""
 
 TARGETS = ("memory", "budget", "bits", "target_loss")
 """Keywords of targets that an engine's formats can meet."""
@@ -47,7 +47,7 @@ Units = list[IntArray]
 
 
 def _by_layer(pairs: IntArray, n_layers: int) -> Units:
-    """Return a unit a layer: any pair."""
+    """Return a unit for each layer, with all pairs."""
     layers = np.arange(n_layers)
     settings = np.full((layers.size, len(pairs), layers.size, 2), LEFT)
     settings[layers, :, layers] = pairs
@@ -57,16 +57,9 @@ def _by_layer(pairs: IntArray, n_layers: int) -> Units:
 def _units_of(grain: Grain, pairs: IntArray, tables: FloatArray) -> list[Units]:
     """Return the units of the problems of an engine.
 
-    Of one that takes one pair: a problem with one unit. Of one that skips layers: a problem for
-    each pair, with a unit a layer, which has this pair or 16 bits. Of one that takes pairs by
-    layer: a problem with a unit a layer. See `_with_ends` for the ends.
-
-    Parameters
-    ----------
-    grain : str
-    pairs : ndarray of int64, (n_pairs, 2)
-    tables : ndarray
-        See `PosedEngine.tables`.
+    An engine with one pair: a problem with one unit. An engine that skips layers: a problem for
+    each pair, with a unit for each layer, at this pair or 16 bits. An engine with pairs by layer: a
+    problem with a unit for each layer. See `_with_ends` for the ends.
     """
     n_layers, whole = tables.shape[1], np.full(2, SIXTEEN)
     match grain:
@@ -83,7 +76,7 @@ def _units_of(grain: Grain, pairs: IntArray, tables: FloatArray) -> list[Units]:
 def _with_ends(pairs: IntArray, tables: FloatArray) -> list[Units]:
     """Return problems of two units, keys and values: formats of first, middle and last layers.
 
-    Keys and values choose apart, so that each problem has formats which all go together.
+    Each problem has formats of keys that go together with all its formats of values.
     """
     allowed = {
         key: frozenset(pairs[pairs[:, 0] == key, 1].tolist()) for key in pairs[:, 0].tolist()
@@ -103,7 +96,7 @@ def _with_ends(pairs: IntArray, tables: FloatArray) -> list[Units]:
 def _ends_of(part: int, formats: Sequence[int], tables: FloatArray) -> IntArray:
     """Return the settings of keys (0) or values (1) that are worth their bytes.
 
-    Of all splits into first, middle and last layers, and all formats of these.
+    A setting splits the layers into first, middle and last ones, with a format for each part.
     """
     n_layers, codes = tables.shape[1], np.array(formats)
     before = np.zeros((2, n_layers + 1, codes.size))  # loss and bytes of the layers before one
@@ -126,15 +119,12 @@ def _ends_of(part: int, formats: Sequence[int], tables: FloatArray) -> IntArray:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PosedEngine:
-    """What an engine can be told of a model at a context, as problems.
+    """Problems of an engine's options, for a model at a context.
 
     Attributes
     ----------
-    losses : FormatLosses
-    engine : Engine
     context_tokens, batch : int
         Tokens of a row, and rows.
-    solver : Solver
     time_limit : float or None
         Of the solver, seconds.
     """
@@ -165,7 +155,7 @@ class PosedEngine:
     def totals(self, settings: IntArray) -> FloatArray:
         """Return loss and bytes of settings ``(n_settings, n_layers, 2)``, ``(2, n_settings)``.
 
-        The loss is the sum of those of single layers; of whole settings it is what is predicted.
+        The loss is the sum of single layers' losses; for whole settings it is the predicted loss.
         """
         rows, parts = np.ogrid[: settings.shape[1], :2]
         sums = np.asarray(self.tables[:, rows, parts, settings].sum(axis=(-1, -2)))
@@ -193,7 +183,7 @@ class PosedEngine:
         return [*map(self._problem, _units_of(engine.grain, np.array(pairs), self.tables))]
 
     def _problem(self, units: Units) -> tuple[AllocationProblem, Units]:
-        """Return a problem of the settings that are worth their bytes, and these."""
+        """Return a problem of the settings that are worth their bytes, and these settings."""
         windowed = np.isin(self.losses.shape.layer_types, WINDOWED) & (
             not self.engine.rounds_windows
         )
@@ -224,7 +214,7 @@ class PosedEngine:
     def best(
         self, *, room: int | None = None, max_sum: float = 0.0
     ) -> tuple[IntArray, CheckedSolution]:
-        """Return the least sum of losses in some bytes of K and V, or the fewest bytes for a sum.
+        """Return the smallest sum of losses in some bytes, or the fewest bytes for a sum.
 
         Returns
         -------
@@ -234,8 +224,8 @@ class PosedEngine:
 
         Raises
         ------
-        InfeasibleError
-            If none of the problems can meet it.
+        If no problem can meet it.
+            If no problem can meet it.
         """
         answers = []
         for problem, units in self.problems:
@@ -254,7 +244,7 @@ class PosedEngine:
         return setting, replace(solved, bound=proof.bound, bound_source=proof.bound_source)
 
     def largest_sum(self, loss: float) -> float:
-        """Return the largest sum of single losses that is predicted to lose no more than this."""
+        """Return the largest sum of single losses with at most this predicted loss."""
         if self.engine.grain == "model":
             return loss
         largest = float(self.tables[0].max(axis=-1).sum())
@@ -267,8 +257,8 @@ class PosedEngine:
     def frontier(self) -> list[EngineSetting]:
         """Return settings by rising bytes.
 
-        All that are worth their bytes where one pair is for all layers; else the best one of some
-        sizes that are equally far apart.
+        All settings worth their bytes if all layers have one pair; else the best one at evenly
+        spaced sizes.
         """
         problems = [problem for problem, _ in self.problems]
         if problems[0].n_units == 1:
@@ -305,24 +295,24 @@ def choose(
     time_limit: float | None = None,
     **target: Any,
 ) -> EngineChoice:
-    """Decide what an engine is told: the formats with the least predicted loss.
+    """Choose the formats with the smallest predicted loss among an engine's options.
 
     Parameters
     ----------
     losses : FormatLosses
         Measured losses of single layers in the engine's formats.
     engine : str
-        A name of `ENGINES`.
+        A name in `ENGINES`.
     context : int, optional
-        Tokens of a row; by default those that the model was made for.
+        Tokens of a row; by default the model's limit.
     batch : int
         Rows.
     solver, time_limit
         As of `kvalloc.solve`.
     **target
         One of ``memory`` (bytes of the cache), ``budget`` (share of its bytes at 16 bits), ``bits``
-        (an element of K and V, in the mean) and ``target_loss`` (predicted KL, nats per token: the
-        fewest bytes).
+        (an element of K and V, on average) and ``target_loss``. The last takes the fewest bytes at
+        a predicted KL in nats per token.
 
     Returns
     -------
@@ -331,10 +321,10 @@ def choose(
     Raises
     ------
     InputError
-        If there is no such engine, the target is none or several, the context is beyond the
-        model's limit, or no format of the engine was measured.
+        If there is no such engine, the target is none or several, the context is beyond the model's
+        limit, or no format of the engine was measured.
     InfeasibleError
-        If no setting of the engine meets the target; says which one is nearest.
+        If no setting of the engine meets the target; names the nearest one.
     SolverError
         As `kvalloc.solve`.
     """
@@ -401,12 +391,12 @@ def choose(
 
 
 def read_target(keywords: Mapping[str, Any]) -> tuple[Target, str, str]:
-    """Return the one target among keywords, bits as the share that they are; its name and option.
+    """Return the one target among keywords, with its name and option; bits become a share.
 
     Raises
     ------
     InputError
-        If there is none or several, or one that is not about engine formats.
+        If there is no target, or several, or one that engine formats cannot meet.
     """
     typed = {name: value for name, value in keywords.items() if value is not None}
     known = f"give one of {', '.join(map(option, TARGETS))}"

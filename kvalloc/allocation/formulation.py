@@ -1,7 +1,6 @@
-"""From a score profile and a request to an allocation problem, and to predictions for its answer.
+"""Formulation: from a score profile and a request to a problem, and to predictions.
 
-Values of options and predictions of budgets are read from the same curves, so that a budget
-profile states what its problem promised.
+Values of options and predictions of budgets come from the same curves.
 """
 
 from __future__ import annotations
@@ -24,28 +23,24 @@ from kvalloc.problem.arrays import MaxDistinct, undominated
 from kvalloc.prompts.intervals import interval
 
 EVEN_OPTIONS = 256
-"""Largest number of budgets on offer to a unit whose values are not concave (a loss, or several bit
-widths), because exact solvers take time for every option there. Where there are more pages than
-that, every second, third, ... one is offered."""
+"""Largest number of budgets of a unit with values that are not concave (a loss, or several bit
+widths), because exact solvers take time for each option. If there are more pages, every second,
+third, ... one is an option."""
 
 MAX_OPTIONS = 2**22
-"""Largest number of options of a unit: thirty times a context of 131,072 tokens, one by one."""
+"""Largest number of options of a unit: thirty times a context of 131,072 tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PosedRequest:
-    """A score profile as one request reads it: at its context and level.
+    """A score profile at the context and level of a request.
 
     Attributes
     ----------
-    scores : ScoreProfile
-        Measured curves.
-    request : Request
-        Target and limits.
     sample : int or None
-        One sample, or the mean of all.
+        Index of one sample; None for the mean of all.
     columns : int or None
-        Length of the longest prompt of a batch; None where all are as long as the context.
+        Length of the longest prompt of a batch; None if all are as long as the context.
     """
 
     scores: ScoreProfile
@@ -60,12 +55,12 @@ class PosedRequest:
 
     @cached_property
     def costs(self) -> CacheCosts:
-        """Return what the whole cache of the request costs.
+        """Return the cost of the whole cache of the request.
 
         Raises
         ------
         InputError
-            If that is more bytes than can be counted.
+            If it is more bytes than can be counted.
         """
         return CacheCosts(
             shape=self.scores.shape,
@@ -79,18 +74,17 @@ class PosedRequest:
     def problem(self) -> AllocationProblem:
         """Return the multiple-choice problem of the request.
 
-        Every number of tokens from the floor to the context is an option (every page with
-        ``page``). Its value is the retention it adds, its cost the bytes it stores. At layer level
-        an option keeps that many entries in each KV head of the layer, each head its own best.
+        Each number of tokens from the floor to the context is an option (each page with ``page``).
+        Its value is the retention it adds, its cost the bytes it stores. At layer level an option
+        keeps that many entries in each KV head, by each head's own order.
 
-        With several bit widths every budget is an option at each of them, worth less the loss that
-        was measured at both together. Options that cost no less than another one for no more value
-        are left out, unit by unit.
+        With several bit widths, each budget is an option at each width, worth less the loss
+        measured there. Options that cost no less than a better one are left out.
 
-        With the objective ``"loss"`` an option's value is less the loss measured there, linear
-        between the measured levels, and the value of a choice is the sum over units. Options are
-        the pages down from the context, every n-th one where there are more than `EVEN_OPTIONS`,
-        down to the floor or the lowest measured level, whichever is higher.
+        With the objective ``"loss"``, an option is worth less its loss, linear between the measured
+        levels. A choice's value is the sum over units. Options are the pages down from the context,
+        every n-th one beyond `EVEN_OPTIONS`. They end at the floor or the lowest measured level,
+        whichever is higher.
 
         Raises
         ------
@@ -98,7 +92,7 @@ class PosedRequest:
             If the context is beyond the model's limit or too short for sinks and window, or loss is
             the objective and was not measured for such units.
         InfeasibleError
-            If memory is below what floors and sliding layers alone store.
+            If memory is below the bytes of floors and sliding layers.
         """
         request, shape = self.request, self.scores.shape
         _check_context(self)
@@ -123,13 +117,6 @@ class PosedRequest:
 
     def values(self, tokens: IntArray, bits: int) -> tuple[FloatArray, FloatArray]:
         """Return the value of budgets to each unit at a bit width, and the units' weights.
-
-        Parameters
-        ----------
-        tokens : ndarray of int64, (n_options,)
-            Budgets.
-        bits : int
-            Width of the entries.
 
         Returns
         -------
@@ -171,7 +158,7 @@ class PosedRequest:
             curves = curves.sum(axis=1)
         curves = curves.reshape(-1, scores.ranks.size)
         values = self._curves_at(curves, scores.ranks, tokens)
-        if is_worst:  # a unit's own retention, not what it adds to its layer's
+        if is_worst:  # the unit's retention, not its part of the layer's
             return values / curves[:, -1:], np.ones(len(values))
         return values, np.full(len(values), 1.0 / len(full))
 
@@ -182,13 +169,13 @@ class PosedRequest:
 
     @property
     def _loss_ranks(self) -> IntArray:
-        """Evictable entries that are kept at each measured level of the loss curves."""
+        """Entries kept of the evictable ones at each measured level of the loss curves."""
         assert self.scores.loss_tokens is not None  # loss_curves has returned the curves
         return self.scores.loss_tokens - self.scores.protected_tokens
 
     @property
     def min_loss_tokens(self) -> int:
-        """Smallest budget whose loss is known: the lowest measured level, at this context."""
+        """Smallest budget with a known loss: the lowest measured level, at this context."""
         protected = self.scores.protected_tokens
         stretch = (self.context_tokens - protected) / self.scores.evictable_tokens
         return protected + math.ceil(int(self._loss_ranks[0]) * stretch - 1e-9)
@@ -216,8 +203,8 @@ class PosedRequest:
         Returns
         -------
         float or None
-            None where it is not known: no loss curves, a budget below the lowest measured level,
-            bits that were not measured, or different heads where only whole layers were measured.
+            None if unknown: no loss curves, a budget below the lowest measured level, bits that
+            were not measured, or different heads if only whole layers were measured.
         """
         scores, full = self.scores, list(self.scores.shape.full_layers)
         widths = np.full_like(budgets, 16) if bits is None else bits
@@ -251,9 +238,9 @@ class PosedRequest:
         return math.fsum(np.concatenate(at_budgets))
 
     def model_error(self, bits: IntArray | None, share: float) -> float | None:
-        """Return what whole caches of a share lost over the sum of single losses.
+        """Return the measured loss of whole caches of a share over the sum of single losses.
 
-        None where it was not measured: it is of entries and bits of each head.
+        None if it was not measured for these entries and bits of each head.
         """
         by_head = bits is not None and self.request.level == "head"
         return self.scores.error_at(share) if by_head else None
@@ -261,18 +248,12 @@ class PosedRequest:
     def predicted_loss_interval(self, profile: BudgetProfile) -> tuple[float, float] | None:
         """Return the 95% bootstrap interval of a predicted loss over the measured samples.
 
-        It covers what other samples of such text would change. It does not cover the difference
-        between the sum of single losses and the loss of all units together.
-
-        Parameters
-        ----------
-        profile : BudgetProfile
-            Decided from these curves.
+        It covers the change with other samples of such text. It does not cover the model error.
 
         Returns
         -------
         low, high : float
-            Nats per token; None where no loss is known, or of one sample only.
+            Nats per token; None without a known loss, or with one sample.
         """
         samples = (replace(self, sample=one) for one in range(self.scores.n_samples))
         each = [one.predicted_loss(profile.budgets, profile.bits) for one in samples]
@@ -288,22 +269,15 @@ def formulate(scores: ScoreProfile, request: Request) -> AllocationProblem:
 def choose_objective(scores: ScoreProfile, request: Request, solver: Solver) -> tuple[Request, str]:
     """Choose the objective of a request that names none: the loss, if it was measured.
 
-    Retention is a weak measure of harm. A size is therefore spent by loss curves if the score
-    profile has them for such units and bits, and the solver takes them.
-
-    Parameters
-    ----------
-    scores : ScoreProfile
-    request : Request
-    solver : Solver
-        The solver that gets the problem.
+    Retention measures harm weakly. So a size is spent by loss curves if the score profile has them
+    for such units and bits, and the solver takes them.
 
     Returns
     -------
     request : Request
         With an objective.
     note : str
-        One line on what was chosen and why; empty where there was nothing to choose.
+        One line on the choice and its reason; empty without a choice.
     """
     plain = replace(request, objective=request.objective or "mean")
     sized = request.target.needed_value is None
@@ -346,10 +320,10 @@ def _check_context(posed: PosedRequest) -> None:
 
 
 def _option_tokens(posed: PosedRequest) -> IntArray:
-    """Return the budgets on offer, rising: whole pages, or all of the context.
+    """Return rising budgets: whole pages, or all of the context.
 
-    Where values are not concave there are at most `EVEN_OPTIONS`, in equal steps down from the
-    largest. That keeps the grain of the costs coarse, which exact solvers need.
+    Values that are not concave have at most `EVEN_OPTIONS`, in equal steps down from the largest.
+    Then the grain of the costs stays coarse, which exact solvers need.
     """
     scores, request, context = posed.scores, posed.request, posed.context_tokens
     page, floor = request.page, max(scores.protected_tokens, request.min_tokens or 0)
@@ -357,7 +331,7 @@ def _option_tokens(posed: PosedRequest) -> IntArray:
         check_losses(scores, request.bits or (16,))
         floor = max(floor, posed.min_loss_tokens)
     largest = min(context, request.max_tokens or context)
-    # The last page may be a partial one: it costs a whole page but holds the rest of the context.
+    # The last page may be a partial one: it costs a whole page but ends with the context.
     first, last = -(-floor // page), -(-context // page) if largest == context else largest // page
     if last < first:
         smallest = option("max_tokens", min(first * page, context))
@@ -405,14 +379,7 @@ def _options(posed: PosedRequest) -> dict[str, Any]:
 
 
 def _constraints(posed: PosedRequest, layers: IntArray) -> tuple[SideConstraint, ...]:
-    """Return caps in the order given, then distinct budgets.
-
-    Parameters
-    ----------
-    posed : PosedRequest
-    layers : ndarray of int64, (n_units,)
-        Layer of each unit.
-    """
+    """Return caps in the order given, then distinct budgets."""
     request, shape = posed.request, posed.scores.shape
     constraints: list[SideConstraint] = []
     for cap in request.cap:
@@ -433,20 +400,12 @@ def _constraints(posed: PosedRequest, layers: IntArray) -> tuple[SideConstraint,
         size = cap.capacity_bytes - constant_bytes
         constraints.append(GroupCap(name=cap.name, units=units, capacity_bytes=size))
     if request.max_distinct is not None:
-        constraints.append(MaxDistinct(most=request.max_distinct))
+        constraints.append(MaxDistinct(maximum=request.max_distinct))
     return tuple(constraints)
 
 
 def evictable_rank(scores: ScoreProfile, tokens: IntArray, context_tokens: int) -> FloatArray:
-    """Return the place on a curve of budgets: evictable entries kept of the reference context.
-
-    Parameters
-    ----------
-    scores : ScoreProfile
-    tokens : ndarray of int64
-        Budgets, sinks and window included.
-    context_tokens : int
-        Prompt length of the budgets; they stand at the same share of the evictable entries.
+    """Return the place of budgets on a curve: evictable entries kept of the reference context.
 
     Returns
     -------
@@ -464,7 +423,7 @@ def check_losses(scores: ScoreProfile, bits: tuple[int, ...] = (16,)) -> None:
     Raises
     ------
     InputError
-        If there are no loss curves, or none at one of the widths; names what to measure.
+        If there are no loss curves, or none for a width.
     """
     missing = [width for width in bits if width not in scores.loss_widths]
     if not missing:
@@ -486,15 +445,7 @@ def check_losses(scores: ScoreProfile, bits: tuple[int, ...] = (16,)) -> None:
 
 
 def loss_curves(scores: ScoreProfile, sample: int | None = None, *, bits: int = 16) -> FloatArray:
-    """Return the loss curves, the mean over samples or those of one.
-
-    Parameters
-    ----------
-    scores : ScoreProfile
-    sample : int, optional
-        One sample; the mean over all by default.
-    bits : int
-        Width at which the kept entries are stored.
+    """Return the loss curves of the mean over samples, or of one.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""The whole trade-off in one call: the best retention at many sizes, with shadow prices."""
+"""Frontier: the best retention at many sizes, with shadow prices."""
 
 from __future__ import annotations
 
@@ -22,24 +22,23 @@ from kvalloc.problem.registry import get_solver
 from kvalloc.units import keywords_of
 
 MOST_POINTS = 100_000
-"""Points beyond which nobody sees more, and that still fit in memory."""
+"""Largest number of points; more would show nothing new."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FrontierPoint(CheckedSolution):
-    """One size on the frontier, and the best choice there.
+    """The best choice of one size.
 
     Attributes
     ----------
     share : float
-        Cost of the choice over that of keeping everything, at 16 bits a number.
+        Cost of the choice over the cost of all entries at 16 bits.
     value_per_mib : float or None
-        Shadow price: value that one more MiB would buy here; None where side constraints leave no
-        price.
+        Shadow price: value that one more MiB would buy; None if side constraints leave no price.
     retention : float or None
-        Mean over layers of the kept share of score mass; None where only a problem is known.
+        Mean over layers of the kept share of score mass; None if only a problem is known.
     predicted_loss : float or None
-        Sum of the measured losses, nats per token; None where loss was not measured.
+        Sum of the measured losses, nats per token; None if it was not measured.
     """
 
     share: float
@@ -49,13 +48,7 @@ class FrontierPoint(CheckedSolution):
 
 
 class Frontier(list[FrontierPoint]):
-    """The points of one request, by rising size.
-
-    Attributes
-    ----------
-    request : Request
-        With the objective that was chosen.
-    """
+    """The points of one request, by rising size."""
 
     def __init__(self, request: Request, points: Iterable[FrontierPoint]) -> None:
         super().__init__(points)
@@ -81,28 +74,24 @@ def frontier(
     scores : ScoreProfile, str or Path
         Measured retention curves, or their file.
     points : int
-        Sizes, spaced geometrically in bytes (fewer where they fall together).
+        Sizes, spaced geometrically in bytes; equal ones are merged.
     solver, notify
         As in `kvalloc.solve`.
     time_limit : float, optional
         Seconds for each point.
     request : Request, optional
-        The parsed request, whose target is ``budget=1.0``; then no keyword of it is given.
+        The parsed request with the target ``budget=1.0``, instead of keywords.
     progress : callable, optional
-        Called with the points done and the points in all after each one.
+        Called after each point with the points done and the points in all.
     **keywords
         See `kvalloc.allocation.request.RequestOptions`, without a target.
-
-    Returns
-    -------
-    Frontier
 
     Raises
     ------
     InputError
         If there are fewer than two points.
     InfeasibleError
-        If no size is enough for the side constraints; says what would be.
+        If no size is enough for the side constraints; names one that is.
     SolverError
         If the solver cannot solve this problem.
     """
@@ -136,7 +125,7 @@ def frontier(
 
 
 def _capacities(posed: PosedRequest, points: int) -> list[int]:
-    """Return the bytes of each size, rising, up to what shares are of."""
+    """Return the bytes of each size, rising."""
     problem, costs = posed.problem, posed.costs
     if not 2 <= points <= MOST_POINTS:
         raise InputError(f"a frontier of {points} points is no line; ask for 2 to {MOST_POINTS:,}")
@@ -163,13 +152,13 @@ def trace_frontier(
     Parameters
     ----------
     problem : AllocationProblem
-        Its own capacity or target is ignored; arrays are checked only once.
+        Its capacity or target is ignored; arrays are checked only once.
     solver : Solver
     capacities : sequence of int
         Bytes, rising.
     whole_bytes : int, optional
-        What shares are of, and at most what a point costs; by default the cost of every unit's
-        last option.
+        Bytes that shares are of, and the largest cost of a point; by default the cost of each
+        unit's last option.
     time_limit_seconds, progress
         As ``time_limit`` and ``progress`` of `frontier`.
 

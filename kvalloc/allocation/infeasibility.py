@@ -1,7 +1,7 @@
-"""Why a request is infeasible, and the nearest feasible ones, as options to copy.
+"""Advice on an infeasible request: the nearest feasible ones, as options to copy.
 
 One thing at a time is relaxed: the target, each side constraint, the smallest and the largest
-budget. The nearest value is found by solving again. It is exact where solvers prove their answers.
+budget. The nearest value is found by solving again. It is exact if solvers prove their answers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PATIENCE_SECONDS = 10.0
 """Longest search for the nearest possible values."""
 
 SURE = {True: "", False: " (a smaller change may do)"}
-"""Note on a way out, by whether it is proven that nothing nearer works."""
+"""Note on a way out, by whether it is proven to be the nearest."""
 
 
 def diagnose(
@@ -39,9 +39,9 @@ def diagnose(
     Returns
     -------
     (float or int or None, bool) or None
-        The largest target, or the smallest capacity in bytes, that all constraints together leave
-        possible, and whether nothing nearer is; (None, True) where they leave no choice at all.
-        None where the problem has a solution, or none was found and none was ruled out.
+        The largest target, or the smallest capacity in bytes, that all constraints allow, and
+        whether it is proven to be the nearest; (None, True) if they allow no choice. None if the
+        problem has a solution, or nothing was shown in time.
     """
     if attempt(lambda: problem, deadline) is not False:
         return None
@@ -81,14 +81,14 @@ def smallest_that_works(
     Parameters
     ----------
     low, high : int
-        One known not to work, and the last to look at.
+        One known not to work, and the last to try.
     attempted : callable
-        ``attempted(n)`` is what `attempt` returns for n.
+        ``attempted(n)`` returns the result of `attempt` for n.
 
     Returns
     -------
     (int, bool) or None
-        It, and whether everything below was ruled out; None where ``high`` does not work.
+        The number, and whether all below were ruled out; None if ``high`` does not work.
     """
     if high <= low or not attempted(high):
         return None
@@ -107,8 +107,8 @@ def relax(problem: AllocationProblem, index: int, *, deadline: float) -> tuple[S
     Returns
     -------
     (SideConstraint, bool) or None
-        The tightest constraint of the kind that leaves a solution, and whether anything tighter
-        was proven not to work. None if relaxing this constraint alone does not help.
+        The tightest constraint of the kind that leaves a solution, and whether anything tighter is
+        proven not to work. None if relaxing this constraint alone does not help.
     """
     before, after = problem.constraints[:index], problem.constraints[index + 1 :]
     low, loosest, at = _scale(problem, problem.constraints[index])
@@ -127,7 +127,7 @@ def _scale(problem: AllocationProblem, one: Side) -> tuple[int, int, Callable[[i
     Returns
     -------
     (int, int, callable)
-        Number of the given one, of one that limits nothing, and the constraint of a number.
+        Number of the constraint, number of one that limits nothing, and the constraint of a number.
     """
     if isinstance(one, GroupCap):
         units, grain = list(one.units), problem.lattice_bytes
@@ -136,7 +136,7 @@ def _scale(problem: AllocationProblem, one: Side) -> tuple[int, int, Callable[[i
         low, loosest = ((size - floors) // grain + 1 for size in (one.capacity_bytes, largest))
         return max(0, low), loosest, lambda n: replace(one, capacity_bytes=floors + (n - 1) * grain)
     assert isinstance(one, MaxDistinct)  # a request asks for no others
-    return one.most, problem.n_units, lambda n: replace(one, most=n)
+    return one.maximum, problem.n_units, lambda n: replace(one, maximum=n)
 
 
 # What to ask for instead
@@ -149,12 +149,10 @@ def advise(
     *,
     time_limit_seconds: float | None = None,
 ) -> InfeasibleError:
-    """Return the error that says which option is in the way, and the nearest possible values.
+    """Return the error that names the option in the way, and the nearest possible values.
 
     Parameters
     ----------
-    scores : ScoreProfile
-    request : Request
     error : InfeasibleError
         Raised by a solver or by the problem itself.
     time_limit_seconds : float, optional
@@ -163,8 +161,8 @@ def advise(
     Returns
     -------
     InfeasibleError
-        To raise; its ``nearest`` is in the unit of the target. The error as it was, where only one
-        solver could not meet the request.
+        Its ``nearest`` is in the unit of the target. It is ``error`` if only one solver could not
+        meet the request.
     """
     limit = PATIENCE_SECONDS if time_limit_seconds is None else time_limit_seconds
     deadline = time.monotonic() + limit
@@ -210,7 +208,7 @@ def advise(
 
 
 def _option(request: Request, index: int, requested: Side, shown: Side) -> str:
-    """Return the option that requests a constraint, or another one in its place."""
+    """Return the option that requests a constraint, or another constraint of its kind."""
     if isinstance(requested, GroupCap) and isinstance(shown, GroupCap):
         cap = request.cap[index]
         if shown is requested:
@@ -218,11 +216,11 @@ def _option(request: Request, index: int, requested: Side, shown: Side) -> str:
         # The cap of the request counts sliding layers, too.
         size = cap.capacity_bytes - requested.capacity_bytes + shown.capacity_bytes
         return option("cap", f"{cap.text.partition('=')[0]}={_size(size)}")
-    return option("max_distinct", shown.most if isinstance(shown, MaxDistinct) else None)
+    return option("max_distinct", shown.maximum if isinstance(shown, MaxDistinct) else None)
 
 
 def _size(least_bytes: int) -> str:
-    """Return a size with two decimals, rounded up; in bytes if those say less."""
+    """Return a size with two decimals, rounded up; in bytes if that is shorter."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         text = f"{math.ceil(100 * least_bytes / unit) / 100:.2f}{name}"
         if least_bytes >= unit and parse_bytes(text) >= least_bytes:

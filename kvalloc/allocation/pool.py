@@ -1,16 +1,15 @@
-"""One memory for several score profiles: the same problem with more units.
+"""Pool: one memory for several score profiles, as one problem with the units of all members.
 
-The members' problems become one problem with the units of all members. Its value is the
-weighted sum of the members' values. A floor of a member is a limit on its value. Its price raises
-the member's weight, and any prices mu >= 0 prove
+Its value is the weighted sum of the members' values. A floor of a member is a limit on its value.
+Its price raises the member's weight. Any prices mu >= 0 prove
 
     max sum_i w_i V_i  <=  max sum_i (w_i + mu_i) V_i - sum_i mu_i f_i    with  V_i >= f_i
 
-Where the worst member counts, any weights p >= 0 that add up to 1 prove
+If the worst member counts, any weights p >= 0 that add up to 1 prove
 
     max min_i V_i  <=  max sum_i p_i V_i
 
-and the largest floor that all can have at once is found by halving.
+and the largest floor that all can have is found by halving.
 """
 
 from __future__ import annotations
@@ -60,12 +59,12 @@ class Bound(NamedTuple):
     ----------
     value : float
     source : str
-        ``"dual"``, or the solver on whose word it stands.
+        ``"dual"``, or the name of the solver that claims it.
     scales : tuple of float
-        By how much the members' weights are raised for their floors; where the worst counts, the
-        weights p themselves: see the module.
+        Factors on the members' weights for their floors; if the worst member counts, the weights p.
+        See the module.
     prices : tuple of float
-        Of the memory and of each cap, where they prove more than kvalloc's own; may be empty.
+        Prices of the memory and of each cap, if they prove more than kvalloc's own; may be empty.
     """
 
     value: float
@@ -75,17 +74,18 @@ class Bound(NamedTuple):
 
 
 HALVINGS, SWEEPS, MAX_POWER = 14, 2, 30.0
-"""Weights tried for each floor, how often, and the power of two up to which; any give a bound."""
+"""Weights tried for each floor, number of sweeps, and the largest power of two tried; any give a
+bound."""
 
 MOST_SPLIT = 4
-"""Members that may be whole or not, beyond which not all ways are tried."""
+"""Members that may be whole or not, beyond which not all combinations are tried."""
 
 WEIGHINGS, FLOOR_HALVINGS = 16, 40
-"""Where the worst member counts: weights tried for a bound, and halvings of the common floor."""
+"""If the worst member counts: weights tried for a bound, and halvings of the common floor."""
 
 
 class PoolStatement(Record):
-    """The statement about its pool in the budget profile of a member."""
+    """Statement about its pool in the budget profile of a member."""
 
     NAME: ClassVar[str] = "pool"
 
@@ -99,10 +99,10 @@ class PoolStatement(Record):
     """Place of this one, from 1."""
 
     weights: list[float]
-    """How much each member's value counts."""
+    """Factor on each member's value."""
 
     floors: list[float | None]
-    """Smallest value of each member, None without one."""
+    """Smallest value of each member; None without a floor."""
 
     fairness: Fairness
     """Whether the weighted sum of the values counts, or the worst one."""
@@ -111,30 +111,30 @@ class PoolStatement(Record):
     """The weighted sum of the members' values, or the worst one's."""
 
     bound: float
-    """No other split of the memory can beat it."""
+    """Bound on the objective of any split of the memory."""
 
     bound_source: str
-    """``dual``, or the solver on whose word the bound stands."""
+    """``dual``, or the name of the solver that claims the bound."""
 
     scales: list[float]
-    """With these the bound is computed again, see `Bound`."""
+    """Scales from which the bound is computed again, see `Bound`."""
 
     prices: list[float]
-    """With these, too."""
+    """Prices from which the bound is computed again."""
 
 
 class Pool(list[BudgetProfile]):
-    """The budget profiles of the members, in their order.
+    """Budget profiles of the members, in their order.
 
     Attributes
     ----------
     fairness : {"sum", "worst"}
-        What counts.
+        Whether the weighted sum of the members' values counts, or the worst one.
     objective, bound : float
-        The weighted sum of the members' values, or the worst one's; and what no other split of
-        the memory can beat.
+        The weighted sum of the members' values, or the worst one; and a bound on it for any split
+        of the memory.
     bound_source : str
-        ``"dual"``, or the solver on whose word the bound stands.
+        ``"dual"``, or the name of the solver that claims the bound.
     """
 
     def __init__(self, profiles: Sequence[BudgetProfile], stated: PoolStatement) -> None:
@@ -163,11 +163,11 @@ def solve_pool(
     Parameters
     ----------
     members : sequence of (scores, request, weight)
-        Each one's score profile, keywords of `kvalloc.solve` without a size, and how much its
-        value counts. ``target_retention`` or ``target_loss`` is a floor: the least that this
-        member gets.
+        Score profile of each member, keywords of `kvalloc.solve` without a size, and the factor on
+        its value. ``target_retention`` or ``target_loss`` is a floor: the smallest value of this
+        member.
     memory : str or int
-        What all caches may take together, such as ``"2GiB"``: the sum of their peaks.
+        Bytes of all caches, such as ``"2GiB"``: the sum of their peaks.
     fairness : {"sum", "worst"}
         Whether the weighted sum of the members' values counts, or the worst member's.
     solver : str or Solver
@@ -178,12 +178,12 @@ def solve_pool(
     Returns
     -------
     Pool
-        A `BudgetProfile` for each member, each decided and proven for its part of the memory.
+        A `BudgetProfile` for each member, proven for its part of the memory.
 
     Raises
     ------
     InputError
-        If there is no member, or a request, a weight or the fairness does not go with a pool.
+        If there is no member, or a request, a weight or the fairness does not suit a pool.
     InfeasibleError
         If the memory is too small for all members, or for their floors.
     SolverError
@@ -255,25 +255,25 @@ def verify_pool(
 ) -> list[Check]:
     """Recompute the statements of profiles about their pool, from their score profiles alone.
 
-    `kvalloc.allocation.audit.verify` recomputes what each states of its own part.
+    `kvalloc.allocation.audit.verify` recomputes the statements about its own part of each.
 
     Parameters
     ----------
     profiles : sequence of BudgetProfile, str or Path
-        All that `solve_pool` returned, in any order.
+        All profiles of a `solve_pool`, in any order.
     scores : sequence of ScoreProfile, str or Path
-        Those that they were decided from, in the same order.
+        The score profile of each, in the same order.
 
     Returns
     -------
     list of Check
-        That all state the same pool, memory, floors, objective and bound. A bound beyond the dual
-        one is not proven again: it stands on the word of its solver.
+        Checks of the pool, memory, floors, objective and bound. A solver's bound beyond the dual
+        one is not proven again.
 
     Raises
     ------
     InputError
-        If they are not the profiles of one pool, or do not say what was requested.
+        If they are not the profiles of one pool, or do not state their request.
     """
     loaded = [load_profile(one) for one in profiles]
     try:
@@ -335,7 +335,7 @@ def _combined(values: Sequence[float] | FloatArray, fairness: Fairness) -> float
 
 
 def _can_prove(scales: Sequence[float], members: Sequence[_Member], fairness: Fairness) -> bool:
-    """Return whether a bound with these weights is one: see the module."""
+    """Return whether these weights prove a bound: see the module."""
     if fairness == "worst":
         return min(scales) >= 0 and math.isclose(math.fsum(scales), 1.0)
     pairs = zip(scales, members, strict=True)
@@ -343,7 +343,7 @@ def _can_prove(scales: Sequence[float], members: Sequence[_Member], fairness: Fa
 
 
 def _objective(keywords: Mapping[str, Any]) -> str | None:
-    """Return the objective that a request names, or that its floor is about."""
+    """Return the objective that a request names, or of its floor."""
     by_floor = {"target_retention": "mean", "target_loss": "loss"}
     floors = (by_floor[key] for key in by_floor if keywords.get(key) is not None)
     return keywords.get("objective") or next(floors, None)
@@ -351,18 +351,18 @@ def _objective(keywords: Mapping[str, Any]) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Member:
-    """One of several that share a memory: its request for all of it, its weight and its floor."""
+    """One member of a pool: its request for all of the memory, its weight and its floor."""
 
     name: str
     posed: PosedRequest
     weight: float
     floor: float | None
     target: Target | None = None
-    """What the user wrote of the floor."""
+    """The floor as the user wrote it."""
 
     @classmethod
     def of(cls, place: int, scores: Any, keywords: Any, weight: Any, solver: Solver) -> _Member:
-        """Return a member, checked."""
+        """Return a checked member."""
         name = f"member {place} of the pool"
         if not isinstance(weight, int | float) or not 0 < weight < math.inf:
             raise InputError(f"{name} has the weight {weight!r}, expected a number above 0")
@@ -403,14 +403,14 @@ class _Member:
 
     @property
     def extra_bytes(self) -> int:
-        """Bytes by which a cache that keeps everything, as the model made it, takes more."""
+        """Bytes that a cache takes in addition if it keeps everything, in the model's type."""
         costs = self.posed.costs
         if self.posed.problem.max_cost_bytes < costs.everything:
             return 0
         return max(0, costs.plain_bytes - costs.everything - self.peak_bytes(0))
 
     def peak_bytes(self, cost: int) -> int:
-        """Return what its cache takes at its peak with a choice of some cost."""
+        """Return the peak bytes of its cache for a choice of some cost."""
         return int(self.posed.request.target.nearest(cost, self.posed.costs)[0])
 
     def problem(self, whole: bool) -> AllocationProblem:
@@ -423,12 +423,12 @@ class _Member:
         return problem.replace(constraints=(*problem.constraints, cap))
 
     def least_peak(self, solver: Solver, seconds: float) -> int:
-        """Return the smallest peak with which its floor and its limits are kept.
+        """Return the smallest peak that keeps its floor and its limits.
 
         Raises
         ------
         InfeasibleError
-            If they are kept at no size; says which can be.
+            If no size keeps them; names the nearest limits.
         """
         for whole in (False, True):
             problem = self.problem(whole)
@@ -448,7 +448,7 @@ class _Member:
         raise InfeasibleError(f"the floor of {self.name}: {never}", nearest=never.nearest)
 
     def profile(self, cost: int, solver: Solver, time_limit: float | None) -> BudgetProfile:
-        """Return the decision for its part of the memory, which a choice of a cost takes."""
+        """Return the decision for its part of the memory, given the cost of its choice."""
         request = self.posed.request
         _, target = request.target.nearest(cost, self.posed.costs)
         part = replace(self.posed, request=replace(request, target=target))
@@ -464,7 +464,7 @@ _REFUSED = {
 
 
 def _best(search: _Search) -> tuple[IntArray, Bound]:
-    """Return the best choice that keeps all floors, and a bound on what keeps them."""
+    """Return the best choice that keeps all floors, and a bound."""
     members = search.members
     floors = {at: one.floor for at, one in enumerate(members) if one.floor is not None}
 
@@ -494,7 +494,7 @@ def _best(search: _Search) -> tuple[IntArray, Bound]:
 
 
 def _fairest(search: _Search) -> tuple[IntArray, Bound]:
-    """Return the choice with the best worst member, and a bound on the value of that member."""
+    """Return the choice with the best worst member, and a bound on that member's value."""
     members = search.members
     weights = np.full(len(members), 1.0 / len(members))
     choice, bound = search.weighted(weights)
@@ -517,23 +517,23 @@ def _fairest(search: _Search) -> tuple[IntArray, Bound]:
             low = search.values(best).min()
         except InfeasibleError:
             high = middle
-    more = search.extended(best)  # the rest goes to all
+    more = search.extended(best)  # all share the remaining memory
     return (more if search.values(more).min() >= low else best), bound
 
 
 def _least_weights(values: FloatArray) -> tuple[FloatArray, float]:
-    """Return weights of members that make the best of some choices least, and its value.
+    """Return weights of members that make the best of some choices worst, and its value.
 
     Parameters
     ----------
     values : ndarray of float64, (n_choices, n_members)
-        What each choice gives each member.
+        Value of each choice to each member.
 
     Returns
     -------
     weights : ndarray of float64, (n_members,)
         At least 0; they add up to 1.
-    value : float
+    -
     """
     from scipy.optimize import linprog
 
@@ -552,21 +552,7 @@ def _least_weights(values: FloatArray) -> tuple[FloatArray, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Search:
-    """A search for the best split of a memory among the choices of all members.
-
-    Attributes
-    ----------
-    members : sequence of _Member
-    memory : int
-        Bytes of all peaks together.
-    solver : Solver
-    deadline : float
-        ``time.monotonic()`` at which the search ends.
-    whole : collection of int, optional
-        Members that may keep everything, and are charged for what a cache that keeps everything
-        takes beside its entries. By default all for which there is room, and nobody is charged,
-        which is right for a bound alone.
-    """
+    """Search for the best split of a memory among the choices of all members."""
 
     members: Sequence[_Member]
     memory: int
@@ -586,7 +572,7 @@ class _Search:
 
     @cached_property
     def joint(self) -> AllocationProblem:
-        """Return the problem of all members, within what their peaks leave of the memory."""
+        """Return the problem of all members, within the memory that their peaks leave."""
         problems = [one.problem(at in self.able) for at, one in enumerate(self.members)]
         extra = sum(self.members[at].extra_bytes for at in self.whole or ())
         n_options = max(one.n_options for one in problems)
@@ -627,12 +613,12 @@ class _Search:
         )
 
     def scaled(self, scales: Sequence[float] | FloatArray) -> AllocationProblem:
-        """Return the problem of all members with other weights of each."""
+        """Return the problem of all members with scaled weights."""
         units = [one.posed.problem.n_units for one in self.members]
         return self.joint.replace(weights=self.joint.weights * np.repeat(scales, units))
 
     def paid(self, scales: Sequence[float] | FloatArray) -> float:
-        """Return what raised weights make of the floors, by which the bound is lower."""
+        """Return the sum that raised weights add for the floors, which the bound subtracts."""
         return math.fsum(
             (float(scale) - 1) * one.weight * one.floor
             for one, scale in zip(self.members, scales, strict=True)
@@ -645,13 +631,13 @@ class _Search:
         return zip(self.members, np.split(choice, ends), strict=True)
 
     def peak(self, choice: IntArray) -> int:
-        """Return what all caches take at their peaks."""
+        """Return the sum of all peaks."""
         return sum(one.peak_bytes(one.posed.problem.cost(part)) for one, part in self.parts(choice))
 
     def split(
         self, best: Callable[[_Search], tuple[IntArray, Bound]], fairness: Fairness
     ) -> IntArray:
-        """Return the best choice where who may be whole is charged for it, each way."""
+        """Return the best choice over all sets of members that may be whole."""
         floors = [-math.inf if one.floor is None else one.floor for one in self.members]
         able = [at for at in self.able if self.members[at].extra_bytes]
         able.sort(key=lambda at: (-floors[at], self.members[at].extra_bytes))
@@ -667,7 +653,7 @@ class _Search:
         return max(choices, key=lambda one: _combined(weights * self.values(one), fairness))
 
     def too_small(self, error: InfeasibleError) -> InfeasibleError:
-        """Return the error that names a memory that is enough, or a floor that is kept in none."""
+        """Return the error that names a sufficient memory, or a floor that none can keep."""
         left = max(self.deadline - time.monotonic(), 1.0)
         needed = sum(one.least_peak(self.solver, left) for one in self.members)
         if needed <= self.memory:
@@ -692,12 +678,12 @@ class _Search:
         return answer.choice, Bound(value, answer.bound_source, used, answer.prices)
 
     def values(self, choice: IntArray) -> FloatArray:
-        """Return what a choice gives each member, (n_members,)."""
+        """Return the value of a choice to each member, (n_members,)."""
         parts = self.parts(choice)
         return np.array([one.posed.problem.objective_value(part) for one, part in parts])
 
     def cheapest(self, floors: Mapping[int, float]) -> IntArray:
-        """Return the cheapest choice that keeps floors; the smallest budgets of other members."""
+        """Return the cheapest choice that keeps floors, with the smallest budgets elsewhere."""
         parts = []
         for at, one in enumerate(self.members):
             part = 0 * one.posed.problem.last_options

@@ -1,7 +1,7 @@
-"""The request of a user: one target, its context, and its limits.
+"""Request of a user: one target, its context, and its limits.
 
-`RequestOptions` names, types and documents every keyword once: the library's functions take it
-with ``Unpack``, and the command line derives its flags from it. `Request` holds them, checked.
+`RequestOptions` names, types and documents each keyword once, for functions (``Unpack``) and for
+flags. `Request` holds the checked values.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from kvalloc.formats.budget_profile import BudgetProfile
 
 MOST_TOKENS = 2**40
-"""Largest whole number of a request: with as many tokens bytes can still be counted."""
+"""Largest whole number of a request: bytes of that many tokens can still be counted."""
 
 TARGETS = ("target_retention", "target_loss", "budget", "budget_tokens", "memory")
-"""The keywords of targets, in the order in which messages name them."""
+"""Keywords of targets, in the order of messages."""
 
 Level = Literal["layer", "head"]
 Objective = Literal["mean", "worst", "loss"]
@@ -51,7 +51,7 @@ class Target:
     value : float or int
         Share of the score mass, nats per token, share of the bytes, entries a KV head, or bytes.
     typed : object
-        What the user wrote, which messages repeat; None where nobody wrote it.
+        The user's text for messages; None without a user.
     """
 
     kind: str
@@ -65,7 +65,7 @@ class Target:
         Raises
         ------
         InputError
-            If there is none, or several, or it cannot be.
+            If there is none, or several, or a value is impossible.
 
         Examples
         --------
@@ -90,16 +90,16 @@ class Target:
 
     @property
     def max_loss(self) -> float | None:
-        """Largest loss, nats per token; None if the target is another one."""
+        """Largest loss, nats per token; None for another target."""
         return self.value if self.kind == "loss" else None
 
     @property
     def is_fixed(self) -> bool:
-        """Whether budgets stay as they are at another prompt length, instead of growing with it."""
+        """Whether budgets do not grow with the prompt length."""
         return self.kind in ("budget_tokens", "memory")
 
     def steering(self) -> dict[str, Any]:
-        """Return the fields of a budget profile by which the target goes on steering its cache."""
+        """Return the fields of a budget profile by which the target steers its cache."""
         return {
             "plain_if_full": self.value == 1,
             "fits_a_peak": self.kind == "memory",
@@ -107,7 +107,7 @@ class Target:
         }
 
     def describe(self, what: str) -> str:
-        """Return the target as half a sentence for people.
+        """Return the target as half a sentence.
 
         Parameters
         ----------
@@ -129,7 +129,7 @@ class Target:
         return f"{best} {what} in {bytes_text(int(self.value))}"
 
     def granted(self, costs: CacheCosts) -> int | None:
-        """Return what the layers with budgets may store; None if the target is no size."""
+        """Return the bytes of layers with budgets; None if the target is no size."""
         match self.kind:
             case "budget":
                 return bytes_in_share(self.value, costs.full)
@@ -140,19 +140,19 @@ class Target:
         return None
 
     def capacity(self, costs: CacheCosts, floor_cost: int) -> int | None:
-        """Return what the layers with budgets may cost together; None if the target is no size.
+        """Return the largest cost of the layers with budgets; None if the target is no size.
 
         Parameters
         ----------
         costs : CacheCosts
-            What keeping everything costs, and in which unit.
+            Cost of keeping everything, with its unit.
         floor_cost : int
             Cost of the smallest choice.
 
         Raises
         ------
         InfeasibleError
-            If the smallest choice costs more; with the smallest target that can be met.
+            If the smallest choice costs more; names the smallest possible target.
         """
         whole = {"budget": 1, "budget_tokens": costs.context_tokens}.get(self.kind, math.inf)
         if self.value >= whole:  # nothing has to go, though a last page that is not full takes more
@@ -212,15 +212,16 @@ class Target:
 class RequestOptions(TypedDict, total=False):
     """The keywords of a request: of `kvalloc.solve`, `frontier`, `apply` and the others.
 
-    Exactly one target is given; everything else has a default, which None stands for.
+    Exactly one target is required; None stands for the default of all others.
     """
 
     target_retention: Annotated[float | str | None, Option("SHARE", "Target")]
     """Fewest bytes that keep this mean share of the score mass, such as 0.9 or 90%."""
 
     target_loss: Annotated[float | None, Option("NATS", "Target")]
-    """Fewest bytes whose predicted loss is at most this, nats per token, such as 0.02. The
-    prediction is the sum of losses measured with each unit reduced alone."""
+    """Fewest bytes with a predicted loss up to this, in nats per token, such as 0.02. The
+    prediction is the sum of losses measured with each unit reduced alone.
+    """
 
     budget: Annotated[str | float | None, Option("SHARE", "Target")]
     """At most this share of the bytes of a cache at 16 bits a number, such as 20% or 0.2; the
@@ -230,20 +231,21 @@ class RequestOptions(TypedDict, total=False):
     """At most N entries per KV head on average."""
 
     memory: Annotated[str | int | None, Option("SIZE", "Target")]
-    """What the cache may take at its peak, such as 512MiB: what is kept and one layer in full."""
+    """Bytes that the cache may take at its peak, such as 512MiB: all kept entries and one full
+    layer."""
 
     context: Annotated[int | str | None, Option("N", "Prompts")]
-    """Prompt length that the target holds for, tokens, such as 4096 or 32k; that of the score
-    profile by default."""
+    """Prompt length of the target in tokens, such as 4096 or 32k; by default the context of the
+    score profile."""
 
     batch: Annotated[int | None, Option("N", "Prompts")]
     """Prompts that share the memory; 1 by default."""
 
     level: Annotated[Level | None, Option("", "Budgets")]
-    """What gets a budget: a layer, or each KV head; layer by default."""
+    """Unit of a budget: a layer, or each KV head; layer by default."""
 
     min_tokens: Annotated[int | None, Option("N", "Budgets")]
-    """Least budget, tokens; sinks and window are kept in any case."""
+    """Smallest budget in tokens; sinks and window are kept in any case."""
 
     max_tokens: Annotated[int | None, Option("N", "Budgets")]
     """Largest budget, tokens."""
@@ -259,12 +261,14 @@ class RequestOptions(TypedDict, total=False):
     """At most N different budgets in the whole model."""
 
     cap: Annotated[Sequence[str] | str | None, Option("LAYERS=SIZE", "Limits")]
-    """At most this much for some layers (a device, a pipeline stage), such as 0-15=256MiB; there
-    may be several, which may nest."""
+    """Capacity of some layers (a device, a pipeline stage), such as 0-15=256MiB; several may
+    be given, and may nest.
+    """
 
     objective: Annotated[Objective | None, Option("", "Objective")]
     """Most retention as the mean over layers, or of the worst unit (PrefixKV), or least predicted
-    loss; by default the loss where a size is asked for and loss curves were measured."""
+    loss; by default the loss if a size is requested and loss curves were measured.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,9 +278,8 @@ class LayerCap:
     Attributes
     ----------
     layers : tuple of int
-        Layer indices.
     capacity_bytes : int
-        Most bytes they may store together, sliding layers among them included.
+        Largest sum of their bytes, sliding layers included.
     text : str
         As the user wrote it, without spaces.
     """
@@ -287,7 +290,7 @@ class LayerCap:
 
     @property
     def name(self) -> str:
-        """Name of it in messages, such as ``"layers 0-15"``."""
+        """Name in messages, such as ``"layers 0-15"``."""
         which = self.text.partition("=")[0]
         return f"layer{'s' if len(self.layers) > 1 else ''} {which}"
 
@@ -317,19 +320,16 @@ class LayerCap:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A request of a user, checked; its fields are those of `RequestOptions`, parsed.
+    """A checked request with the parsed fields of `RequestOptions`.
 
     Attributes
     ----------
-    target : Target
-        What to reach.
     level, context, batch, min_tokens, max_tokens, page, bits, max_distinct
-        See `RequestOptions`; None where it says that there is a default.
+        See `RequestOptions`; None for a default.
     cap : tuple of LayerCap
         Capacities of some layers; they may nest and overlap.
     objective : {"mean", "worst", "loss"} or None
-        What is optimised; None for the mean, or the loss where that was measured, which
-        `kvalloc.solve` finds out.
+        None for the mean, or for the loss if it was measured, which `kvalloc.solve` finds out.
 
     Raises
     ------
@@ -351,21 +351,12 @@ class Request:
 
     @classmethod
     def parse(cls, **keywords: Unpack[RequestOptions]) -> Request:
-        """Return the request of some keywords; who takes them from a user knows all names.
-
-        Parameters
-        ----------
-        **keywords
-            See `RequestOptions`.
-
-        Returns
-        -------
-        Request
+        """Return the request of some keywords, with all names checked.
 
         Raises
         ------
         InputError
-            If there is no target or several, or a value cannot be.
+            If there is no target or several, or a value is impossible.
 
         Examples
         --------
@@ -382,8 +373,7 @@ class Request:
     def record(self) -> dict[str, Any]:
         """Return the request as plain values for a budget profile, which `read` reads.
 
-        Defaults are left out, and so are level, context, batch and page, which are fields of the
-        profile itself.
+        Defaults are left out, and so are the profile's own fields: level, context, batch and page.
         """
         stored: dict[str, Any] = {name: getattr(self, name) for name in _LIMITS}
         stored["bits"] = None if self.bits is None else [*self.bits]
@@ -395,18 +385,17 @@ class Request:
     def read(cls, profile: BudgetProfile, name: str | Path = "the budget profile") -> Request:
         """Return the request that a budget profile answers.
 
-        This is the one reader of ``profile.requested``, in which a file may state anything.
+        It is the only reader of ``profile.requested``, in which a file may state anything.
 
         Parameters
         ----------
-        profile : BudgetProfile
         name : str or Path
-            What messages call it.
+            Name for messages.
 
         Raises
         ------
         InputError
-            If it does not say what was requested, or what 'kvalloc solve' does not write.
+            If it does not state its request, or holds values that 'kvalloc solve' does not write.
         """
         stored, targets = (
             profile.requested,
@@ -436,7 +425,7 @@ class Request:
 
     @classmethod
     def stated(cls, profile: BudgetProfile) -> Request | None:
-        """Return the request that a budget profile answers; None where none can be read."""
+        """Return the request that a budget profile answers; None if it cannot be read."""
         try:
             return cls.read(profile)
         except InputError:
@@ -502,7 +491,7 @@ def _tokens(typed: object) -> int:
 
 
 def _context(typed: object) -> object:
-    """Read a text such as ``"32k"``; what is none is checked with the other numbers."""
+    """Read a text such as ``"32k"``; other values are checked with the other numbers."""
     return parse_tokens(typed) if isinstance(typed, str) else typed
 
 
@@ -534,7 +523,7 @@ _CONFLICTS: dict[str, Callable[[Request], object]] = {
         r.max_tokens is not None and r.max_tokens < (r.min_tokens or 0)
     ),
 }
-"""The line that refuses options of a request, `r`, that exclude each other, and when it does."""
+"""Refusals of options of a request, `r`, that exclude each other, with their conditions."""
 
 _READ: dict[str, Callable[[Any], Any]] = {
     "target_retention": _retention,
@@ -546,7 +535,7 @@ _READ: dict[str, Callable[[Any], Any]] = {
     "bits": parse_numbers,
     "cap": _caps,
 }
-"""What reads the values of keywords that are written in several ways."""
+"""Readers of keywords that can be written in several ways."""
 
 _LIMITS = ("min_tokens", "max_tokens", "bits", "max_distinct", "cap", "objective")
-"""Fields that a record holds beside the target; the others are fields of a budget profile."""
+"""Fields of a record beside the target; all others are fields of a budget profile."""

@@ -1,4 +1,4 @@
-"""Run a solver and verify its answer: every claim is computed again, and memory is priced."""
+"""Verification of a solver's answer: every claim is recomputed, and memory is priced."""
 
 from __future__ import annotations
 
@@ -32,41 +32,40 @@ from kvalloc.problem.bounds import bound_at, cheapest_reaching, dual_bound, next
 from kvalloc.problem.registry import get_solver
 
 PROOF_TOLERANCE = 1e-10
-"""Objective and bound this close, relative to the larger of 1 and the objective, are equal."""
+"""Relative difference, to the larger of 1 and the objective, up to which objective and bound are
+equal."""
 
 DUAL = "dual"
-"""Source of a bound that kvalloc computes itself, and again in `kvalloc verify`."""
+"""Source of a bound that kvalloc computes, and again in `kvalloc verify`."""
 
 GRACE_SECONDS = 5.0
-"""A solver of another package is given up after twice its time limit and this much more."""
+"""Seconds beyond twice its time limit after which a solver of another package is given up."""
 
 MIB = 2**20
 
 WORST_STEP = 0.01
-"""Step of value that is priced where the step of a single option would be too uneven."""
+"""Step of value that is priced if the step of a single option would be too uneven."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedSolution(Solution):
-    """A solver's answer after kvalloc has computed everything again.
+    """A solver's answer with all claims recomputed.
 
-    Its bound is the dual one, which kvalloc computes itself; a tighter one of an exact solver is
-    that solver's word. `prices` are there if they, not kvalloc's own, prove the dual bound.
+    Its bound is kvalloc's dual one, or a tighter one that an exact solver claims. `prices` are
+    stated if they, not kvalloc's own, prove the dual bound.
 
     Attributes
     ----------
     bound : float
-        No choice is better than this.
+        Bound on the value of any choice.
     value : float
         Weighted value of the choice, in either sense.
-    cost_bytes : int
-        Cost of the choice.
     bound_source : str
         ``"dual"`` or the solver's name.
     multiplier : float
-        Price of one byte in the dual bound, side constraints left out.
+        Price of one byte in the dual bound, without side constraints.
     seconds : float
         Wall time of the solver alone.
     """
@@ -87,14 +86,7 @@ class CheckedSolution(Solution):
 def solve_problem(
     problem: AllocationProblem, solver: Solver, *, time_limit_seconds: float | None = None
 ) -> CheckedSolution:
-    """Run a solver and compute every claim of its answer again.
-
-    Parameters
-    ----------
-    problem : AllocationProblem
-    solver : Solver
-    time_limit_seconds : float, optional
-        Passed to the solver.
+    """Run a solver and recompute every claim of its answer.
 
     Returns
     -------
@@ -105,8 +97,8 @@ def solve_problem(
     InfeasibleError
         If no choice can meet the capacity or the target.
     SolverError
-        If the solver refuses the problem, fails, hangs beyond its time limit, or makes a claim that
-        is not true.
+        If the solver refuses the problem, fails, hangs beyond its time limit, or makes a false
+        claim.
     """
     check_time_limit(time_limit_seconds)
     patience = None if time_limit_seconds is None else 2 * time_limit_seconds + GRACE_SECONDS
@@ -124,26 +116,12 @@ def solve_problem(
 def checked(
     problem: AllocationProblem, solution: Solution, name: str, seconds: float
 ) -> CheckedSolution:
-    """Compute every claim of a solver's answer again.
-
-    Parameters
-    ----------
-    problem : AllocationProblem
-    solution : Solution
-        Its answer.
-    name : str
-        The solver's name.
-    seconds : float
-        Wall time of the solver.
-
-    Returns
-    -------
-    CheckedSolution
+    """Recompute every claim of a solver's answer.
 
     Raises
     ------
     SolverError
-        If a claim is not true.
+        If a claim is false.
     """
     if fault := _claims_fault(problem, solution):
         raise SolverError(f"the solver {name} {fault}")
@@ -189,7 +167,7 @@ def _guarded(
     *args: Any,
     **options: Any,
 ) -> T:
-    """Call into a solver, and turn any failure there into a `SolverError`."""
+    """Call a solver, and turn any failure into a `SolverError`."""
     ours = type(solver).__module__.startswith("kvalloc.")
     try:
         if ours or patience_seconds is None:
@@ -210,32 +188,32 @@ def _guarded(
 
 
 class NoAnswerError(Exception):
-    """A call that did not come back in time; kvalloc turns it into an error of its own."""
+    """A call that did not return in time; kvalloc turns it into an error of its own."""
 
 
 def call_in_time(call: Callable[[], T], *, seconds: float) -> T:
     """Return the result of a call, or raise an error if it takes too long.
 
-    The call runs in a thread of its own, in a copy of the caller's context, while this one waits.
-    Python cannot stop a thread: one that hangs is left alone as a daemon, which does not keep the
-    process from ending. Code that never gives up the interpreter lock cannot be watched like this.
+    The call runs in its own thread, in a copy of the caller's context, while this one waits. Python
+    cannot stop a thread: one that hangs stays as a daemon, which does not keep the process from
+    ending. Code that never releases the interpreter lock cannot be watched.
 
     Parameters
     ----------
     call : callable
-        Takes nothing.
+        Takes no argument.
     seconds : float
-        How long to wait.
+        Longest wait.
 
     Returns
     -------
     object
-        What the call returned.
+        Result of the call.
 
     Raises
     ------
     NoAnswerError
-        If it did not come back in time. What the call itself raises is raised here.
+        If it did not return in time. Errors of the call are raised here.
 
     Examples
     --------
@@ -271,11 +249,11 @@ _KINDS: dict[str, Any] = {
     "decided_by": str,
     "prices": tuple,
 }
-"""The types of a solution's fields."""
+"""Types of a solution's fields."""
 
 
 def _claims_fault(problem: AllocationProblem, solution: Any) -> str:
-    """Return the first claim of a solution that is not true, as half a sentence; else empty."""
+    """Return the first false claim of a solution, as half a sentence; else an empty string."""
     sound = isinstance(solution, Solution)
     for name, kind in _KINDS.items():
         sound = sound and isinstance(getattr(solution, name), kind)
@@ -320,18 +298,18 @@ def _claims_fault(problem: AllocationProblem, solution: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Proof:
-    """What kvalloc proves of a problem without its solver.
+    """Bounds that kvalloc proves of a problem without its solver.
 
     Attributes
     ----------
     bound : float
-        No choice is better, by duality.
+        Bound on any choice, by duality.
     prices : tuple of float
-        Prices of the capacity and the caps that prove it; empty where kvalloc's own price does.
+        Prices of the capacity and the caps that prove it; empty if kvalloc's own price does.
     multiplier : float
-        kvalloc's own price of a byte, side constraints left out.
+        kvalloc's own price of a byte, without side constraints.
     known : tuple of float
-        Objectives of choices that satisfy everything: no bound is better than these.
+        Objectives of choices that satisfy all constraints: every bound has to allow them.
     """
 
     bound: float
@@ -340,7 +318,7 @@ class Proof:
     known: tuple[float, ...]
 
     def beating(self, problem: AllocationProblem, bound: float) -> list[float]:
-        """Return the known objectives that a bound rules out, though they exist."""
+        """Return the known objectives that a bound rules out."""
         return [one for one in self.known if problem.is_better(one, bound, PROOF_TOLERANCE)]
 
 
@@ -351,10 +329,10 @@ def prove(problem: AllocationProblem, choice: IntArray, prices: tuple[float, ...
     ----------
     problem : AllocationProblem
     choice : ndarray of int64, (n_units,)
-        A choice that is claimed to be good: the dual at its own price is tried before the best one.
+        A choice claimed to be good: the dual at its own price is tried first.
     prices : tuple of float
-        Prices of the capacity and of each cap that may prove more than kvalloc's own, which leave
-        caps out. Any prices give a bound that holds.
+        Prices of the capacity and of each cap, which may prove more than kvalloc's own. Any prices
+        give a valid bound.
     """
     is_sum, objective = problem.aggregate is Aggregate.SUM, problem.objective(choice)
     tried: list[tuple[float, ...]] = []  # before the search for the best price
@@ -394,10 +372,10 @@ class ShadowPrice(NamedTuple):
     Attributes
     ----------
     value_per_mib : float or None
-        Value of one MiB more, at least 0; its inverse is the price of a value of 1. None if it is
+        Value of one MiB more, at least 0; its inverse is the price of a value of 1. None if
         unknown.
     source : str
-        Where it comes from, or why it is unknown, in a few words.
+        Source of the price, or reason why it is unknown, in a few words.
     """
 
     value_per_mib: float | None
@@ -421,21 +399,21 @@ def price_at(
     problem : AllocationProblem
         Either sense.
     choice : ndarray of int64, (n_units,)
-        The decision; the price is for going on from there.
+        The decision; the price is for the next step from it.
     is_optimal : bool
-        A rule's answer is not where the best one goes on from.
+        Whether the choice is optimal; the next step from a rule's answer has no such price.
     multiplier : float, optional
-        Multiplier of the dual bound, if it is known already.
+        Multiplier of the dual bound, if known.
     prices : tuple of float
-        Prices of the dual bound under caps, if they are known.
+        Prices of the dual bound under caps, if known.
 
     Returns
     -------
     ShadowPrice
-        For concave units, also under caps, the best gain of a next option that every cap leaves
-        room for. For other units the price of the capacity in the Lagrangian dual.
-        For the worst unit the bytes that `WORST_STEP` more of it takes. Unknown if side constraints
-        leave no such formula; if the choice is not optimal, only the multiplier is known.
+        For concave units, also under caps: the best gain of a next option that all caps allow. For
+        other units: the price of the capacity in the Lagrangian dual. For the worst unit: from the
+        bytes of `WORST_STEP` more value. Unknown if side constraints leave no such formula; if the
+        choice is not optimal, only the multiplier counts.
 
     Examples
     --------
@@ -478,16 +456,14 @@ def limits_of(
 
     Parameters
     ----------
-    problem : AllocationProblem
-    choice : ndarray of int64, (n_units,)
     prices : tuple of float
-        Value of a byte of the capacity (or for the target), then of each cap, in the dual. Where
-        some are missing, or other limits are there, none is stated.
+        Value of a byte of the capacity (or for the target), then of each cap, in the dual. If some
+        are missing, or there are other limits, none is stated.
 
     Returns
     -------
     tuple of Limit
-        The capacity, each cap, and the number of different budgets, where there are such limits.
+        The capacity, each cap, and the number of different budgets, if limited.
     """
     caps = problem.caps
     # Prices of a dual that leaves limits out are no prices under them.
@@ -501,7 +477,7 @@ def limits_of(
         used, larger = problem.cost(choice, units), steps[list(units)]
         binds = bool((larger > 0).any()) and used + int(larger[larger > 0].min()) > size
         worth = None if price is None else price * MIB
-        return Limit(name=name, used=used, most=size, binds=binds, value_per_mib=worth)
+        return Limit(name=name, used=used, allowed=size, binds=binds, value_per_mib=worth)
 
     limits = []
     if problem.capacity_bytes is not None:
@@ -512,5 +488,7 @@ def limits_of(
         if isinstance(one, MaxDistinct):
             used = int(np.unique(problem.chosen_tokens(choice)).size)
             name = one.stated()[0]
-            limits.append(Limit(name=name, used=used, most=one.most, binds=used == one.most))
+            limits.append(
+                Limit(name=name, used=used, allowed=one.maximum, binds=used == one.maximum)
+            )
     return tuple(limits)

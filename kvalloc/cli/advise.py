@@ -1,4 +1,4 @@
-"""``kvalloc advise``: what each engine is told within a memory, and what that loses."""
+"""``kvalloc advise``: settings of each engine within a memory, and their losses."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ class AdviseOptions(LoadOptions):
     _: KW_ONLY
 
     output: Annotated[Path | None, Option("FOLDER")] = None
-    """Where to write what each engine reads: flags, JSON or YAML."""
+    """Where to write the file of each engine: flags, JSON or YAML."""
 
 
 class Row(NamedTuple):
-    """An engine, its predicted mean loss, the cells of the table, and what to type, or why not."""
+    """An engine, its predicted mean loss, its table cells, and the command or a reason."""
 
     name: str
     mean: float
@@ -67,9 +67,9 @@ def advise(
 ) -> None:
     """Show in which formats llama.cpp, mlx-lm, vLLM and other engines lose least.
 
-    One row an engine: what to type, bytes at the context, and predicted losses; and kvalloc's own
-    cache beside them if the model has a fitted file. Losses are measured once for a model, which
-    takes minutes, and left in kvalloc's cache folder.
+    Each engine has a row: the command to type, bytes at the context, and predicted losses.
+    kvalloc's own cache has a row if the model has a fitted file. Losses are measured once for a
+    model, which takes minutes, and stored in kvalloc's cache folder.
 
     Examples
     --------
@@ -118,12 +118,12 @@ def advise(
 
 
 def _is_file(source: str) -> bool:
-    """Return whether a name is that of a file of kvalloc, or of one that ships; else of a model."""
+    """Return whether a name is a file of kvalloc, or a shipped one; else it is a model."""
     return kind_of(source) not in ("", "model") or source in shipped_formats()
 
 
 def _losses(options: AdviseOptions) -> FormatLosses:
-    """Return the format profile of a file, or of a model: it is measured if there is none."""
+    """Return the format profile of a file, or of a model, measured if there is none."""
     if _is_file(options.model):
         losses: FormatLosses = load_file(options.model, [FormatLosses])
         return losses
@@ -175,7 +175,7 @@ def _kvalloc_row(
 
 
 def _lines(heading: str, rows: list[Row]) -> Iterator[str]:
-    """Yield a table with two lines a row: the cells, and below them what to type."""
+    """Yield a table with two lines a row: the cells, and the command to type."""
     table = table_text(["engine", *HEADINGS], [[row.name, *row.cells] for row in rows])
     first, *lines = table.splitlines()
     yield from (heading, "", first)

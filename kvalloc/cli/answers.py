@@ -1,4 +1,4 @@
-"""A prompt from the command line, and answers as they come: what generate and chat share."""
+"""Prompts and answers on the command line, shared by generate and chat."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ BUDGETS, KEPT, PROMPT, ANSWER = "Budgets", "Which entries stay", "Prompt", "Answ
 """Headings in the help."""
 
 OF_A_PROMPT: dict[type, Collection[str]] = {RequestOptions: (*TARGETS, "level")}
-"""What of a request can be decided from one prompt."""
+"""Options of a request that can be decided from one prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptOptions(FittedOptions, LoadOptions, ModelArgument):
-    """A prompt, how its cache is reduced beside its target, and how it is answered."""
+    """A prompt, options of its cache beside its target, and options of its answer."""
 
     profile: Annotated[str | None, Option("P.json", BUDGETS)] = None
     """A budget profile, or a shipped one's name."""
@@ -48,11 +48,12 @@ class PromptOptions(FittedOptions, LoadOptions, ModelArgument):
     list solvers'."""
 
     policy: Annotated[str | None, Option("NAME", KEPT)] = None
-    """Pick the entries in another way within the same budgets: a policy, or a scorer whose best
-    stay; see 'kvalloc list policies'. Its parameters after colons, such as nacl:seed=1."""
+    """Pick the entries in another way within the same budgets: by a policy, or by the best scores
+    of a scorer; see 'kvalloc list policies'. Its parameters follow colons, such as nacl:seed=1.
+    """
 
-    decode_every: Annotated[int | None, Option("N", KEPT, least=1)] = None
-    """Evict again every N tokens that follow the prompt; every 64 or more by default."""
+    decode_every: Annotated[int | None, Option("N", KEPT, minimum=1)] = None
+    """Evict again every N tokens after the prompt; every 64 or more by default."""
 
     lossless: Annotated[bool, Option("", KEPT)] = False
     """Answer as the full cache does: it verifies what the reduced cache drafts."""
@@ -64,27 +65,22 @@ class PromptOptions(FittedOptions, LoadOptions, ModelArgument):
     """A file with the prompt; stdin without either."""
 
     chat: Annotated[bool | None, Option("--chat/--no-chat", PROMPT)] = None
-    """Put the prompt into the model's chat form, or not. Where the model has one by default."""
+    """Put the prompt into the model's chat form, or not. By default if the model has one."""
 
-    max_new_tokens: Annotated[int, Option("N", ANSWER, least=1)] = 128
-    """Length of an answer at most, tokens."""
+    max_new_tokens: Annotated[int, Option("N", ANSWER, minimum=1)] = 128
+    """Largest length of an answer, tokens."""
 
     temperature: Annotated[float | None, Option("T", ANSWER)] = None
     """Draw each token, at a temperature such as 0.7."""
 
-    seed: Annotated[int | None, Option("N", ANSWER, least=0)] = None
+    seed: Annotated[int | None, Option("N", ANSWER, minimum=0)] = None
     """With `temperature`: draws the same answer each time; 0 by default."""
 
     save_cache: Annotated[Path | None, Option("FILE", ANSWER)] = None
-    """Save what was read and answered, for 'chat --cache'."""
+    """Save the cache with prompt and answer, for 'chat --cache'."""
 
     def check(self, target: Mapping[str, Any]) -> None:
-        """Refuse options that exclude each other, or do not say how a prompt is reduced.
-
-        Raises
-        ------
-        InputError
-        """
+        """Refuse options that exclude each other, or do not say how a prompt is reduced."""
         check_temperature(self.temperature)
         if self.save_cache is not None:
             check_writable(self.save_cache)
@@ -102,12 +98,12 @@ class PromptOptions(FittedOptions, LoadOptions, ModelArgument):
         Returns
         -------
         tuple of str
-            The text, and where it came from: the command line, a file or stdin.
+            The text, and its source: the command line, a file or stdin.
 
         Raises
         ------
         InputError
-            If there is none, or it is empty, unreadable or no text.
+            If there is none, or it is empty, unreadable or not text.
         """
         if self.prompt is not None:
             text, where = check_text(self.prompt, "--prompt"), "--prompt"
@@ -123,13 +119,7 @@ class PromptOptions(FittedOptions, LoadOptions, ModelArgument):
 
 
 def check_text(text: str, where: str) -> str:
-    """Return a text of the command line; refuse one that was not typed in UTF-8.
-
-    Raises
-    ------
-    InputError
-        If it was not.
-    """
+    """Return a text of the command line; refuse one that was not typed in UTF-8."""
     return decoded(text.encode(errors="surrogateescape"), where)
 
 
@@ -147,7 +137,7 @@ class Answer:
     first_seconds : float
         Time of the first token, in which the prompt is read.
     decode_tokens_per_second : float or None
-        How fast the others came; None if there is one token.
+        Speed of the other tokens; None if there is one token.
     """
 
     text: str
@@ -158,14 +148,14 @@ class Answer:
 
     @property
     def count_text(self) -> str:
-        """Return how many tokens came, and whether the limit ended them."""
+        """Return the number of tokens, and whether the limit ended them."""
         text = f"{self.new_tokens:,} new token{'s' if self.new_tokens > 1 else ''}"
         limit = f", cut at the limit of {option('max_new_tokens', self.new_tokens)}"
         return text + limit if self.cut else text
 
     @property
     def speed_text(self) -> str:
-        """Return the speed, behind the time of the first token; empty if there is one token."""
+        """Return the speed, after the time of the first token; empty if there is one token."""
         speed = self.decode_tokens_per_second
         return "" if speed is None else f", then {speed:.1f} tokens/s"
 
@@ -189,14 +179,14 @@ class Conversation:
         All tokens that were read; None before the first turn.
     answered : bool
         Whether the cache ends with an answer.
-    document : str
+    Name of the text that was read first.
         Name of the text that was read first.
     read_seconds, load_seconds : float or None
-        Time to read the document, now or before it was saved, and to load it; None if it was not
-        read, or not loaded.
+        Time to read the document, now or before it was saved, and to load it; None without a read
+        or a load.
     has_documents : bool
-        Whether `make_cache` puts saved documents in front of a question's tokens: it is then
-        called for each question that is asked alone.
+        Whether `make_cache` puts saved documents before a question's tokens: it is then called for
+        each separate question.
     """
 
     options: PromptOptions
@@ -213,13 +203,13 @@ class Conversation:
 
     @classmethod
     def begin(cls, options: PromptOptions, target: Mapping[str, Any]) -> Self:
-        """Load the model, for a conversation in which nothing was said yet.
+        """Load the model, for a conversation without any turn.
 
         Raises
         ------
         KVAllocError
             If the model cannot be loaded, model and budgets do not fit, or the policy cannot be
-            made. Everything that can be refused without the model is refused before it is loaded.
+            made. All checks without the model come before it is loaded.
         """
         from kvalloc.extensions.lossless import verify_with
         from kvalloc.online.application import decision_of
@@ -261,7 +251,7 @@ class Conversation:
         return 0 if self.cache is None else int(self.cache.get_seq_length())
 
     def turn_ids(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of the next turn, with what calls for its answer."""
+        """Return the tokens of the next turn, with the start of its answer."""
         tokenizer = self.loaded.tokenizer
         if self.cache is not None or self.has_documents:
             return (*self._unread, *self.form.question_ids(tokenizer, text, turn=self.answered))
@@ -271,12 +261,7 @@ class Conversation:
         return encode(tokenizer, chat_text(tokenizer, messages, way_out=without_chat()))
 
     def check_room(self, n_tokens: int) -> None:
-        """Refuse more tokens than leave room for an answer.
-
-        Raises
-        ------
-        InputError
-        """
+        """Refuse tokens that leave no room for an answer."""
         limit = context_limit(self.loaded.model)
         tokens, longest = self.seen_tokens + n_tokens, self.options.max_new_tokens
         if limit is not None and tokens + longest > limit:
@@ -315,16 +300,16 @@ class Conversation:
         *,
         keep: bool = True,
     ) -> Answer:
-        """Answer a turn, on stdout as the answer comes unless JSON is wanted.
+        """Answer a turn, streamed to stdout unless JSON is requested.
 
         Parameters
         ----------
         text : str
             The turn.
         keep : bool
-            Leave turn and answer in the cache; otherwise it stays as it was.
+            Leave turn and answer in the cache; otherwise it does not change.
         stopped : callable
-            Whether the answer is to end with the token that has come.
+            Returns whether the answer ends with the current token.
 
         Raises
         ------
@@ -383,18 +368,16 @@ class Conversation:
         )
 
     def facts(self) -> dict[str, Any]:
-        """Return what the cache stores, and the target that it was decided for, for ``--json``.
+        """Return the cache's figures and its target, for ``--json``.
 
         Returns
         -------
         dict
-            ``policy``, ``scorer``: which entries are kept; ``requested``: the target of budgets
-            that were decided for this prompt, ``retention``: what they reach of it,
-            ``decision_seconds``: how long that took; ``granted_bytes``: what the budgets allow of
-            all that was read, or the memory where that is the target; ``share``: what is stored of
-            it, of a cache at 16 bits; ``retained_bytes``, ``full_bytes``: what is stored now, and
-            what a full cache would store; ``lossless``: what verifying took, None where nothing is
-            verified.
+            ``policy`` and ``scorer`` of the kept entries. For budgets decided from this prompt:
+            ``requested``, the target; ``retention``, its reached value; ``decision_seconds``.
+            ``granted_bytes``: bytes that the budgets, or the memory, allow. ``share``: stored share
+            of a 16-bit cache. ``retained_bytes`` and ``full_bytes``: bytes stored now, and in a
+            full cache. ``lossless``: counts of the verification, or None.
         """
         cache = self.cache
         profile: BudgetProfile = cache.profile

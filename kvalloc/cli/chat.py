@@ -39,11 +39,11 @@ class ChatOptions(PromptOptions):
     """Take the document from a saved cache."""
 
     document: Annotated[Sequence[Path] | None, Option("FILE", DOCUMENT)] = None
-    """A saved cache of a document that was read with --no-chat. Several are put behind each
-    other."""
+    """A saved cache of a document that was read with --no-chat. Several are joined in this order.
+    """
 
     recompute: Annotated[str | None, Option("SHARE", DOCUMENT)] = None
-    """Tokens of all documents that are computed anew for a question; 15% by default."""
+    """Share of all documents' tokens that is recomputed for a question; 15% by default."""
 
 
 @takes(only=OF_A_PROMPT)
@@ -52,7 +52,7 @@ def chat(options: ChatOptions, **target: Unpack[RequestOptions]) -> None:
 
     Turns are typed, a line each. --prompt or --prompt-file gives a document, which is read once.
     Each --question is about it alone; --save-cache without one reads and saves. The budget holds
-    for all that was read and answered. Answers go to stdout, all else to stderr.
+    for all tokens read and answered. Answers go to stdout, all else to stderr.
 
     Examples
     --------
@@ -99,7 +99,7 @@ def chat(options: ChatOptions, **target: Unpack[RequestOptions]) -> None:
 def _check_questions(
     conversation: Conversation, questions: Sequence[str], n_unread: int = 0
 ) -> None:
-    """Refuse questions that have no room behind a document, and a form that has none for them."""
+    """Refuse questions that do not fit after a document, or into its chat form."""
     ask, tokenizer = conversation.form.question_ids, conversation.loaded.tokenizer
     longest = max(len(ask(tokenizer, question)) for question in questions or [""])
     conversation.check_room(n_unread + longest)
@@ -108,7 +108,7 @@ def _check_questions(
 def _with_document(
     options: ChatOptions, target: Mapping[str, Any], questions: Sequence[str]
 ) -> Conversation:
-    """Let the model read the document, where questions about it have room."""
+    """Let the model read the document, with room for questions."""
     text, name = options.read()
     conversation = Conversation.begin(options, target)
     ids = conversation.form.document_ids(conversation.loaded.tokenizer, text)
@@ -125,7 +125,7 @@ def _with_document(
 
 
 def _with_saved(path: Path, options: ChatOptions, questions: Sequence[str]) -> Conversation:
-    """Take the document from a file that was saved, in the type that it was read in."""
+    """Load the document from a saved file, in the type in which it was read."""
     start = time.perf_counter()
     header, tensors = SavedCacheHeader.read(path)  # before the model is loaded
     seconds = time.perf_counter() - start
@@ -164,7 +164,7 @@ def _with_saved(path: Path, options: ChatOptions, questions: Sequence[str]) -> C
 def _with_documents(
     paths: Sequence[Path], options: ChatOptions, questions: Sequence[str]
 ) -> Conversation:
-    """Take documents from files, to be put in front of each question, or of the first turn."""
+    """Load documents from files, to be put before each question, or the first turn."""
     headers = [SavedCacheHeader.read(path)[0] for path in paths]  # before the model is loaded
     loading = replace(options, **{"dtype": headers[0].dtype, **options.keywords})
     loaded = loading.load(options.model)
@@ -187,7 +187,7 @@ def _with_documents(
 
 
 def _put_documents(conversation: Conversation, question: str) -> None:
-    """Put documents in front of a question, and say so."""
+    """Put documents before a question, and say so."""
     ids = conversation.form.question_ids(conversation.loaded.tokenizer, question)
     start = time.perf_counter()
     with ProgressBar("putting documents together"):
@@ -220,17 +220,16 @@ def _answer(
     stopped : callable
         As in `Conversation.answer`.
     first : bool
-        Whether nothing was answered before: otherwise an empty line stands in front of the answer
-        where nothing else does.
+        Whether it is the first answer: later ones are separated by an empty line.
     keep : bool
-        Whether the next question follows it; otherwise the cache stays as it was.
+        Whether the next question follows it; otherwise the cache does not change.
     show : bool
-        Show the question, too: it was not typed in a terminal.
+        Show the question too: it was not typed in a terminal.
 
     Returns
     -------
     dict
-        Of plain values, for ``--json``.
+        Plain values, for ``--json``.
 
     Raises
     ------
@@ -302,7 +301,7 @@ def _ctrl_c_pressed(*, watch: bool) -> Iterator[Callable[[], bool]]:
     Yields
     ------
     callable
-        Whether it has been pressed.
+        Returns whether it has been pressed.
     """
     pressed: list[int] = []
 
@@ -320,7 +319,7 @@ def _ctrl_c_pressed(*, watch: bool) -> Iterator[Callable[[], bool]]:
 
 
 def _typed_turns() -> Iterator[str]:
-    """Yield turns from stdin, a line each; in a terminal each is prompted for."""
+    """Yield turns from stdin, a line each; in a terminal with a prompt for each."""
     if sys.stdin is None:
         return
     if isinstance(sys.stdin, TextIOWrapper):  # `check_text` refuses other texts than UTF-8

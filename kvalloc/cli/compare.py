@@ -19,7 +19,7 @@ from kvalloc.units import Option, size
 
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions(ScoresArgument):
-    """Which solvers are compared."""
+    """Solvers to compare."""
 
     solver: Annotated[list[str] | None, Option("NAME", SOLVING)] = None
     """Only this solver, also with options: ilp:gap=0.001."""
@@ -29,7 +29,7 @@ class CompareOptions(ScoresArgument):
 def compare(
     options: CompareOptions, solving: SolverOptions, **request_options: Unpack[RequestOptions]
 ) -> None:
-    """Show what every solver makes of one target, side by side.
+    """Show the decisions of all solvers for one target, side by side.
 
     Exactly one target: --target-retention, --target-loss, --budget, --budget-tokens or --memory.
     The best comes first. A solver that cannot solve this problem is listed with its reason.

@@ -1,4 +1,4 @@
-"""``kvalloc demo``: the commands from profile to report on a real model, one after the other."""
+"""``kvalloc demo``: the commands from profile to report on a real model."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ if TYPE_CHECKING:
 
 TARGET_RETENTION = 0.9
 SOLVERS = {"greedy": "layer", "uniform": "layer", "pyramid": "layer", "adaptive_head": "head"}
-"""Solvers whose budgets are tried, and the level of each; the first one sets the size for all."""
+"""Solvers that are tried, and the level of each; the size of the first one's budgets holds for all.
+"""
 
 MEASURED_LOSSES = "smollm2-135m-instruct"
-"""Ships with kvalloc: losses of the demo's model, on texts that the demo does not ask about."""
+"""Shipped losses of the demo's model, on texts that the demo does not ask about."""
 
 BY_LOSS = "least_loss"
 
@@ -38,15 +39,15 @@ FULL, QUICK = (4, 2, 1500), (1, 1, 240)
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions:
-    """How much is tried, and where it goes."""
+    """Size of the demo, and its folder."""
 
     output: Annotated[Path, Option("FOLDER")] = Path("demo-output")
     """Folder for profiles, results, page and picture; made if missing."""
 
-    samples: Annotated[int | None, Option("N", least=1)] = None
+    samples: Annotated[int | None, Option("N", minimum=1)] = None
     """Prompts of each task; 2 by default, 1 with `quick`."""
 
-    seed: Annotated[int, Option("N", least=0)] = 0
+    seed: Annotated[int, Option("N", minimum=0)] = 0
     """Seed of the prompts."""
 
     quick: Annotated[bool, Option()] = False
@@ -57,9 +58,8 @@ class DemoOptions:
 def demo(options: DemoOptions) -> None:
     """Profile a model, decide in several ways, and ask through the smaller caches.
 
-    The model is SmolLM2-135M-Instruct. Every step is a command that is shown before it runs. The
-    prompts are made by rule, and what is printed is what was measured, whether it flatters kvalloc
-    or not.
+    The model is SmolLM2-135M-Instruct. Every step is a command that is shown before it runs.
+    Prompts are made by rule, and all figures are measured, good or bad.
 
     Examples
     --------
@@ -77,7 +77,7 @@ def demo(options: DemoOptions) -> None:
     require_run_packages()
     output = options.output
     make_folder(output)
-    profiled, asked, tokens = QUICK if options.quick else FULL
+    profiled, n_prompts, tokens = QUICK if options.quick else FULL
     measured, results_file = output / "scores.safetensors", output / "results.json"
     files = {name: output / f"{name}.json" for name in (*SOLVERS, BY_LOSS)}
 
@@ -88,13 +88,13 @@ def demo(options: DemoOptions) -> None:
     _say(f"2. Decide: the fewest bytes that retain {TARGET_RETENTION:g} of the attention")
     target = ("--target-retention", TARGET_RETENTION)
     _step("compare", measured, *target)
-    first, *others = SOLVERS
+    first, *remaining = SOLVERS
     _step("solve", measured, *target, "--solver", first, "-o", files[first], "-q")
     decided = BudgetProfile.load(files[first])
     kept = f"{size(decided.retained_bytes)} of {size(decided.full_bytes)}"
     _say(f"The same {kept} by other rules, and by losses that were measured before:")
     budget = ("--budget-tokens", decided.retained_tokens // decided.budgets.size)
-    for name in others:
+    for name in remaining:
         how = (*budget, "--level", SOLVERS[name], "--solver", name)
         _step("solve", measured, *how, "-o", files[name], "-q")
     loss = (*budget, "--objective", "loss", "--context", decided.context_tokens)
@@ -102,19 +102,26 @@ def demo(options: DemoOptions) -> None:
 
     _say("3. Apply: needles and KL with each, and what kvalloc does by default")
     named = [word for file in files.values() for word in ("--profile", file)]
-    prompts = ("--samples", options.samples or asked, "--context", tokens, "--seed", options.seed)
+    prompts = (
+        "--samples",
+        options.samples or n_prompts,
+        "--context",
+        tokens,
+        "--seed",
+        options.seed,
+    )
     default = ("--budget", f"{decided.share:.1%}", "--tasks", "needle,kl")
     _step("eval", "demo", *named, *default, *prompts, "-o", results_file, result=True)
 
     _say("4. Look at it")
-    every = (measured, *files.values(), results_file)
-    _step("report", *every, "-o", output / "report.html")
-    _step("report", *every, "--what", "overview", "-o", output / "demo.png")
+    inputs = (measured, *files.values(), results_file)
+    _step("report", *inputs, "-o", output / "report.html")
+    _step("report", *inputs, "--what", "overview", "-o", output / "demo.png")
     _say(*_lessons(first, Evaluation.load(results_file)), f"In {output}: all files above.")
 
 
 def _lessons(first: str, results: Evaluation) -> list[str]:
-    """Say what the measurement shows, whatever it shows."""
+    """Return sentences about the measurement's results."""
     from kvalloc.evaluate.scoring import ALL_TASKS
 
     kls = {row["name"]: row["kl"] or 0.0 for row in results.rows if row["task"] == ALL_TASKS}
@@ -127,7 +134,7 @@ def _lessons(first: str, results: Evaluation) -> list[str]:
 
 
 def _say(*paragraphs: str) -> None:
-    """Print paragraphs, wrapped also in a pipe, unless --quiet or --json is given."""
+    """Print paragraphs, wrapped also in a pipe, except with --quiet or --json."""
     for text in () if wants_json() or is_quiet() else paragraphs:
         print("\n" + textwrap.fill(text, min(terminal_width(), 80)), flush=True)
 
@@ -140,12 +147,12 @@ def _step(*words: object, result: bool = False) -> None:
     *words
         The command line.
     result : bool
-        Whether what it prints is also that of the caller with ``--json``; nothing else is then.
+        Whether its output is also the caller's with ``--json``, which prints nothing else.
 
     Raises
     ------
     typer.Exit
-        With the command's exit code, where that is not 0: its error has been printed.
+        With the command's exit code if it is not 0: its error has been printed.
     """
     from kvalloc.cli.main import run_command
 

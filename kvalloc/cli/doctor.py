@@ -39,8 +39,8 @@ CORE_BROKEN = 1
 def doctor() -> None:
     """Show which packages and files are installed, and how to get the missing ones.
 
-    The exit code is 0 unless something is broken that every command needs, or the version of a
-    package is outside the range that kvalloc asks for. --quiet shows only what needs attention.
+    The exit code is 0 unless a part that every command needs is broken, or a package has a version
+    outside kvalloc's range. --quiet shows only problems.
     """
     findings = examine()
     broken = any(one["state"] == "BROKEN" for one in findings)
@@ -57,13 +57,13 @@ def doctor() -> None:
 
 
 def examine() -> list[dict[str, str]]:
-    """Look at everything that kvalloc uses, without failing at a missing part.
+    """Examine everything that kvalloc uses, without failing at a missing part.
 
     Returns
     -------
     list of dict
         ``name``; ``state``, a word, BROKEN if commands fail until the advice is followed;
-        ``result``, such as a version, empty if it is not there; ``advice``, empty if all is well.
+        ``result``, such as a version, empty if missing; ``advice``, empty if all is well.
     """
     looks: dict[str, Callable[[], tuple[str, str]]] = {
         "python": lambda: (f"{platform.python_version()} ({sys.executable})", ""),
@@ -95,7 +95,7 @@ def examine() -> list[dict[str, str]]:
 
 
 def _package(name: str) -> tuple[str, str]:
-    """Return the version of a package; the packages of the core are imported, too."""
+    """Return the version of a package; core packages are imported too."""
     if importlib.util.find_spec(name) is None:
         if name in RUN:
             return "", "running models needs it: pip install 'kvalloc[run]'"
@@ -118,7 +118,7 @@ def _compute() -> tuple[str, str]:
 
 
 def _kernel(name: str) -> tuple[str, str]:
-    """Look for one that reads a reduced cache; where none serves, torch's operations do."""
+    """Look for a kernel that reads a reduced cache; without one, torch's operations serve."""
     import torch
 
     from kvalloc.runtime.attention.backends import backends

@@ -80,22 +80,22 @@ class EvalOptions(FittedOptions, EngineOptions, ModelArgument):
     """Whether the question is part of the prompt that is reduced, comes after it, or only when
     another one has been answered."""
 
-    turns: Annotated[int, Option("N", PROMPTS, least=1)] = 1
+    turns: Annotated[int, Option("N", PROMPTS, minimum=1)] = 1
     """Questions about each prompt."""
 
-    answer_tokens: Annotated[int, Option("N", PROMPTS, least=1)] = LONG_ANSWER_TOKENS
+    answer_tokens: Annotated[int, Option("N", PROMPTS, minimum=1)] = LONG_ANSWER_TOKENS
     """Longest answer in the model's own words, and tokens of running text that follow a prompt."""
 
     split: Annotated[Literal["development", "held-out"], Option("", PROMPTS)] = "development"
     """Which texts and words; held-out ones are for final results only."""
 
-    samples: Annotated[int, Option("N", PROMPTS, least=1)] = 6
+    samples: Annotated[int, Option("N", PROMPTS, minimum=1)] = 6
     """Prompts of each task."""
 
-    context: Annotated[int | None, Option("N", PROMPTS, least=1)] = None
+    context: Annotated[int | None, Option("N", PROMPTS, minimum=1)] = None
     """Longest prompt, tokens; 1024 by default, and `prompts` as long as they are."""
 
-    seed: Annotated[int, Option("N", PROMPTS, least=0)] = 0
+    seed: Annotated[int, Option("N", PROMPTS, minimum=0)] = 0
     """Seed of the prompts."""
 
     output: Annotated[Path | None, Option("OUT.json", RESULTS)] = None

@@ -1,4 +1,4 @@
-"""``kvalloc export``: budgets for another engine or tool, nothing lost in silence."""
+"""``kvalloc export``: budgets for another engine or tool, with each loss named."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class ExportOptions:
     """The profile to write, its target, and the accepted losses."""
 
     profile: Annotated[str, Option()]
-    """A budget profile, or a shipped one's name; what 'kvalloc solve --engine' wrote; for csv and
-    parquet a score profile, too."""
+    """A budget profile, or a shipped one's name; a file of 'kvalloc solve --engine'; for csv and
+    parquet also a score profile."""
 
     _: KW_ONLY
 
@@ -39,22 +39,22 @@ class ExportOptions:
     """Where to write it."""
 
     accept: Annotated[str | None, Option("NAMES")] = None
-    """What may be lost, such as heads-to-layers,engine-policy."""
+    """Losses to accept, such as heads-to-layers,engine-policy."""
 
-    context: Annotated[int | None, Option("N", least=1)] = None
+    context: Annotated[int | None, Option("N", minimum=1)] = None
     """Length of the prompt, tokens, for targets with a fixed number of entries."""
 
     restricted: Annotated[Path | None, Option("OUT.json")] = None
-    """Also write what remains as a budget profile, for 'kvalloc eval'."""
+    """Also write the remaining budgets as a budget profile, for 'kvalloc eval'."""
 
 
 @takes()
 def export(options: ExportOptions) -> None:
     r"""Write budgets, or formats of keys and values, for another engine or tool, or a table.
 
-    Without --to, the targets are listed, with what each would lose of this profile. What a target
-    cannot say is never dropped silently: it has a name, which --accept takes. An engine choice is
-    written for its engine: flags, JSON or YAML.
+    Without --to, the targets are listed, with the losses of this profile in each. Each loss has a
+    name, which --accept takes; none is silent. An engine choice is written for its engine: flags,
+    JSON or YAML.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""``kvalloc fit``: from a model to what the default needs of it."""
+"""``kvalloc fit``: measurement of a model for the default."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def fit(options: FittingOptions, **keywords: Unpack[FitOptions]) -> None:
 
     MODEL is a hub id, a local folder, a .gguf file, or 'demo' (SmolLM2-135M-Instruct). The file
     goes into kvalloc's cache folder under the digest of the weights. There generate, chat, eval and
-    kvalloc.apply find it for this model, and solve from it for any --budget. Finished work is kept
-    beside it until it is complete. Without any text or prompts, prompts are made.
+    kvalloc.apply find it for this model, and solve from it for any --budget. Finished work is
+    stored beside it until it is complete. Without any text or prompts, prompts are made.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""``kvalloc frontier``: the best retention at every size, and what a little more buys."""
+"""``kvalloc frontier``: the best retention at every size, and its price."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ BESIDE_TARGET = [name for name in RequestOptions.__annotations__ if name not in 
 
 @dataclass(frozen=True, kw_only=True)
 class FrontierOptions(ScoresArgument):
-    """How finely sizes are traced."""
+    """Number of traced sizes."""
 
-    points: Annotated[int, Option("N", least=2)] = 16
+    points: Annotated[int, Option("N", minimum=2)] = 16
     """Sizes between the floors and everything."""
 
 
@@ -33,7 +33,7 @@ def frontier(
 ) -> None:
     """Trace the best retention, or the least loss, at every size.
 
-    Each point comes with its bound, and with what a little more would buy there.
+    Each point has its bound, and the value of a little more memory.
 
     Examples
     --------

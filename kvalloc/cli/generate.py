@@ -16,11 +16,10 @@ from kvalloc.units import duration
 def generate(options: PromptOptions, **target: Unpack[RequestOptions]) -> None:
     """Answer one prompt with a reduced cache.
 
-    With --budget or --target-loss the cache is reduced by the best method for the model: by the
-    file that 'kvalloc fit' made, or one that ships, if there is any. --memory beside it limits the
-    peak, and alone takes the largest budget that fits. --profile takes budgets that were decided
-    before. Other targets are decided by the scores of the prompt. The answer goes to stdout, its
-    times and bytes to stderr.
+    With --budget or --target-loss the cache is reduced by the best method for the model, from a
+    file of 'kvalloc fit' or a shipped one, if any. --memory beside it limits the peak; alone it
+    takes the largest budget that fits. --profile takes budgets decided before. Other targets are
+    decided by the scores of the prompt. The answer goes to stdout, its times and bytes to stderr.
 
     Examples
     --------

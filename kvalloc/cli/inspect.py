@@ -1,4 +1,4 @@
-"""``kvalloc inspect``: what a file of kvalloc holds."""
+"""``kvalloc inspect``: the content of a file of kvalloc."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class InspectOptions:
     """The file to show."""
 
     file: Annotated[str, Option()]
-    """A score profile, a format profile, a budget profile, the name of a shipped one, an engine
-    choice, what 'kvalloc fit' or 'kvalloc eval -o' wrote, or a saved cache; also
+    """A score profile, a format profile, a budget profile, the name of a shipped one, or an engine
+    choice; a file of 'kvalloc fit' or 'kvalloc eval -o'; or a saved cache. Also
     hf://owner/repo/FILE."""
 
 
@@ -49,8 +49,8 @@ class InspectOptions:
 def inspect(options: InspectOptions) -> None:
     """Show what a profile, a fitted file, an evaluation or a cache holds.
 
-    A budget profile is drawn as one bar a layer, below its measurements; of a score
-    profile the tokens are shown that each layer needs to keep 50%, 90% and 99% of its score mass.
+    A budget profile is drawn as one bar a layer, below its measurements. A score profile is shown
+    by the tokens that each layer needs to keep 50%, 90% and 99% of its score mass.
 
     Examples
     --------
@@ -63,15 +63,15 @@ def inspect(options: InspectOptions) -> None:
         if kind_of(path) == "saved cache":
             _show_saved(file, path, SavedCacheHeader.read(path)[0])
             return
-        others = (FittedModel, FormatLosses, EngineChoice, SavedCacheHeader)
-        record = load_file(path, (*KINDS, *others))
+        kinds = (FittedModel, FormatLosses, EngineChoice, SavedCacheHeader)
+        record = load_file(path, (*KINDS, *kinds))
     facts, fields, lines, notes = _content(record)
     shown = {record.NAME: file, **fields}
     print_result({"file": file, **facts}, shown, lines=lines, notes=notes, always=True)
 
 
 def _content(record: Any) -> Content:
-    """Return what a file holds: as plain values, its fields and lines for people, and notes."""
+    """Return the content of a file: as plain values, its fields and lines for people, and notes."""
     if record.NAME == "budget profile":
         return _budgets(record)
     if record.NAME == "score profile":
@@ -113,7 +113,7 @@ def _scores(profile: ScoreProfile) -> Content:
 
 
 def score_facts(profile: ScoreProfile) -> dict[str, Any]:
-    """Return what a score profile states but its curves, as plain values."""
+    """Return the values of a score profile without its curves."""
     stated = (
         "shape scorer scorer_parameters context_tokens sinks window evictable_tokens "
         "interpolation_error text_description text_digest set_aside versions created sample_tokens "
@@ -129,14 +129,14 @@ def score_facts(profile: ScoreProfile) -> dict[str, Any]:
 
 
 def format_facts(losses: FormatLosses) -> dict[str, Any]:
-    """Return what measured losses of engine formats state, as plain values."""
+    """Return the values of measured losses of engine formats."""
     facts = {"model": losses.shape.model_id, "model_error": losses.model_error}
     facts["by_format"] = wording.format_rows(losses)
     return {**losses.header(), **facts, "digest": losses.digest}
 
 
 def _show_saved(file: str, path: Path, header: SavedCacheHeader) -> None:
-    """Show what a saved cache holds, without a model."""
+    """Show the content of a saved cache, without a model."""
     profile, notes = header.profile, header.notes
     one_row = header.batch == 1  # rows of a batch may be padded, which the header does not tell
     if one_row:

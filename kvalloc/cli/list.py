@@ -36,7 +36,7 @@ class ListOptions:
     what: Annotated[
         Literal["solvers", "scorers", "policies", "profiles", "models"] | None, Option()
     ] = None
-    """What to list; the names of all without it."""
+    """Kind to list; the names of all without it."""
 
 
 @takes()
@@ -45,7 +45,7 @@ def list(options: ListOptions) -> None:
 
     Plug-ins of other packages are listed too, each with its options. Profiles ship with kvalloc,
     and are listed with their share of the bytes of a cache at 16 bits. Below them are the fitted
-    files that ship, or that 'kvalloc fit' made here. Models are those of transformers' mappings:
+    files that ship, or that 'kvalloc fit' made here. Models come from transformers' mappings:
     whether kvalloc serves a random model of each name, and whether 'kvalloc fit' takes it.
 
     Examples

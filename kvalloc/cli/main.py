@@ -45,19 +45,19 @@ _USER_OS_ERRORS = {
 }
 
 _COMPLETION = "_KVALLOC_COMPLETE"
-"""The environment variable in which a shell says what it wants to complete."""
+"""The environment variable in which a shell requests completions."""
 
 _SETTINGS = {"help_option_names": ["--help", "-h"], "max_content_width": 100}
 
 LOSS_VALUES = ("measured", "fast")
-"""What ``kvalloc profile --loss`` may be followed by; the first one is meant without any."""
+"""Values of ``kvalloc profile --loss``; the first one is the default without a value."""
 
 
 class _LazyGroup(TyperGroup):
     """A group that imports the module of the command that runs, and no other."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names in the order in which they are used."""
+        """Return the names in the order of their use."""
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
@@ -97,8 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        Exit code: 0 if it went well, 2 for a user's mistake (one line on stderr), 130 after
-        Ctrl-C. An error of ours is not caught.
+        Exit code: 0 if it went well, 2 for a user's mistake (one line on stderr), 130 after Ctrl-C.
+        A defect of kvalloc is not caught.
     """
     _prepare_streams()
     try:
@@ -116,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _prepare_streams() -> None:
-    """Let output go nowhere if it was closed (``>&-``), and escape what its encoding lacks."""
+    """Discard output to a closed stdout (``>&-``), and escape characters outside its encoding."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # of the process from now on, so nobody closes it
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
@@ -131,7 +131,7 @@ def _complete(arguments: list[str]) -> list[str]:
     complete: list[str] = []
     for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
         complete.append(argument)
-        # what is nearly a value is one that was mistyped, not the model
+        # a near value is a mistyped one, not the model
         if argument == "--loss" and not nearest(following, LOSS_VALUES):
             complete.append(LOSS_VALUES[0])
     return complete
@@ -169,7 +169,7 @@ def _top(
     """Decide how many KV-cache entries each layer and head of a language model may keep.
 
     \b
-    A smaller cache now, with what is best for the model:
+    A smaller cache now, by the best method for the model:
       kvalloc generate demo --budget 20% --prompt-file prompt.txt
 
     \b
@@ -203,7 +203,7 @@ def _build(name: str) -> Any:
 
 
 def _users_mistake(error: Exception, arguments: Sequence[str]) -> str | None:
-    """Return a line for an error that is not a defect of ours, or None."""
+    """Return a line for a user's mistake, or None for a defect of kvalloc."""
     if isinstance(error, KVAllocError):
         return str(error)
     # typer's usage errors; which package their class is in depends on typer's version

@@ -1,4 +1,4 @@
-"""What profile and fit share: the texts that are measured, and the measurement."""
+"""Measurement on texts, shared by profile and fit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROMPTS = "On which text or prompts"
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuringOptions(EngineOptions, ModelArgument):
-    """Which texts or prompts are measured on which model, and where the file goes."""
+    """Texts or prompts to measure, the model, and the file."""
 
     output: Path | None
     """The file to write; None for the cache folder."""
@@ -36,24 +36,24 @@ class MeasuringOptions(EngineOptions, ModelArgument):
     """Running text, files or folders, cut into samples."""
 
     prompts: Annotated[Sequence[str] | None, Option("FILE.jsonl", PROMPTS)] = None
-    """Prompts of the kinds that are to come, one JSON object a line with 'prompt', 'text',
-    'messages', or 'context' and 'input'."""
+    """Prompts like the expected ones, one JSON object a line with 'prompt', 'text', 'messages', or
+    'context' and 'input'."""
 
     tasks: Annotated[str | None, Option("NAME,NAME", PROMPTS)] = None
-    """Prompts with answers instead of text, made by the rules of these tasks of 'kvalloc eval' from
-    texts and words that no evaluation uses."""
+    """Prompts with answers instead of text, made by the rules of these tasks of 'kvalloc eval',
+    from texts and words that no evaluation uses."""
 
     question_at: Annotated[Literal["inside", "after", "both"] | None, Option("", PROMPTS)] = None
-    """With `tasks`: whether the prompt that is reduced ends with the question, or is the context
-    alone, and the question is read after the reduction; inside by default."""
+    """With `tasks`: whether the reduced prompt ends with the question, or is only the context, with
+    the question read after the reduction; inside by default."""
 
     lengths: Annotated[str | None, Option("N,N", PROMPTS)] = None
     """With `tasks`: prompts of each of these lengths, tokens; `context` by default."""
 
-    context: Annotated[int | None, Option("N", PROMPTS, least=1)] = None
+    context: Annotated[int | None, Option("N", PROMPTS, minimum=1)] = None
     """Longest prompt, tokens; 1024 by default, with --formats 600."""
 
-    seed: Annotated[int, Option("N", PROMPTS, least=0)] = 0
+    seed: Annotated[int, Option("N", PROMPTS, minimum=0)] = 0
     """Seed of the choice of samples or prompts."""
 
 
@@ -76,17 +76,17 @@ def measure(
         `kvalloc.profile` or `kvalloc.fit`.
     options : MeasuringOptions
     keywords : mapping
-        Options of the function, as typed.
+        Typed options of the function.
     per_kind : int
         Prompts of every kind and form that are made by default.
     makes_prompts : bool
         Make prompts by all tasks if the user names neither texts nor tasks.
     default : callable
-        Gives the texts if neither are named or made; by default the function has its own.
+        Returns the texts if none are named or made; by default the function has its own.
     unit : str
-        What `function` counts.
+        Unit that `function` counts.
     context : int
-        Tokens of the longest prompt, unless the user says it.
+        Tokens of the longest prompt, by default.
 
     Returns
     -------
@@ -96,8 +96,8 @@ def measure(
     Raises
     ------
     KVAllocError
-        If anything cannot be read, written, made or measured. What can be refused without the model
-        is refused before it is loaded.
+        If anything cannot be read, written, made or measured. All checks without the model come
+        before it is loaded.
     """
     if options.output is not None:
         check_output(options.output, resume=options.resume)
@@ -152,7 +152,7 @@ def _read(options: MeasuringOptions) -> list[Document | Prompt]:
 def _prompts_of(
     options: MeasuringOptions, tasks: str, context: int, per_kind: int, samples: int | None
 ) -> dict[str, Any]:
-    """Return which prompts tasks make, for `calibration_prompts`; by default some of each form.
+    """Return the prompts that tasks make, for `calibration_prompts`; by default some of each form.
 
     Raises
     ------

@@ -17,7 +17,7 @@ class MergeOptions:
     """The parts, and the whole."""
 
     parts: Annotated[list[Path], Option()]
-    """What the shards wrote."""
+    """Files of the shards."""
 
     _: KW_ONLY
 
@@ -27,10 +27,10 @@ class MergeOptions:
 
 @takes()
 def merge(options: MergeOptions) -> None:
-    """Put the parts together that 'profile' made with --shard.
+    """Merge the parts that 'profile' made with --shard.
 
-    The file is the one that the same command without --shard writes, byte for byte, in any order
-    of the parts.
+    The file equals the result of the same command without --shard, byte for byte, in any order
+    of parts.
 
     Examples
     --------

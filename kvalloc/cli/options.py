@@ -1,4 +1,4 @@
-"""Flags of commands, derived from what a command takes; and what several commands take alike."""
+"""Flags of commands, derived from the options of functions; and options of several commands."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ScoresArgument:
 
 @dataclass(frozen=True, kw_only=True)
 class SolverOptions:
-    """What solves; see `kvalloc.solve`."""
+    """Options of the solver; see `kvalloc.solve`."""
 
     solver: Annotated[str, Option("NAME", SOLVING)] = "auto"
     """Solver, or module:Class, with its options after colons, such as ilp:gap=0.001; see 'kvalloc
@@ -60,25 +60,20 @@ class SolverOptions:
     """Solve once on the mean curves, or solve every sample and average the budgets."""
 
     time_limit: Annotated[float | None, Option("SECONDS", SOLVING)] = None
-    """Of a solver, by default 60; its best so far counts."""
+    """Time limit of a solver in seconds, by default 60; its best choice so far counts."""
 
     def __post_init__(self) -> None:
-        """Refuse a time limit that is none, before anything is read.
-
-        Raises
-        ------
-        InputError
-        """
+        """Refuse an invalid time limit before anything is read."""
         if self.time_limit is not None and not 0 < self.time_limit < inf:
             raise InputError(f"--time-limit is {self.time_limit:g} s, expected a number above 0")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FittedOptions:
-    """Which fitted file counts; see `kvalloc.apply`."""
+    """Choice of the fitted file; see `kvalloc.apply`."""
 
     fitted: Annotated[Path | None, Option("FILE", MODEL)] = None
-    """What 'kvalloc fit' wrote for the model, instead of the file that is found for it."""
+    """A file of 'kvalloc fit' for the model, instead of the one found by default."""
 
     allow_other_model: Annotated[bool, Option("", MODEL)] = False
     """Accept a profile or fitted file of another model of the same sizes."""
@@ -86,21 +81,21 @@ class FittedOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """How a model is loaded."""
+    """Options of loading a model."""
 
     dtype: Annotated[str | None, Option("NAME", MODEL)] = None
-    """Of weights and cache: float32, bfloat16 or float16; float32 by default."""
+    """Type of weights and cache: float32, bfloat16 or float16; float32 by default."""
 
     device: Annotated[str | None, Option("NAME", MODEL)] = None
-    """Such as cuda:0, or auto to spread a large model over all there are; the CPU by default."""
+    """Device, such as cuda:0, or auto to spread a large model over all; the CPU by default."""
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """Return what was typed, as keywords of `kvalloc.load_model`."""
+        """Return the typed options, as keywords of `kvalloc.load_model`."""
         return typed_options(self, ("dtype", "device"))
 
     def load(self, model: str) -> Any:
-        """Load the model that the user named, with a note where loading takes long.
+        """Load the model that the user named, with a note if loading takes long.
 
         Returns
         -------
@@ -119,23 +114,25 @@ class LoadOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions(LoadOptions):
-    """Where a model runs."""
+    """Place where a model runs."""
 
     engine: Annotated[Literal["local", "ray"], Option("", ENGINE)] = "local"
-    """In this process, or in workers of a Ray cluster that load the model each."""
+    """Run in this process, or in workers of a Ray cluster that each load the model."""
 
     address: Annotated[str | None, Option("HOST:PORT", ENGINE)] = None
-    """With ray: of a cluster, HOST:PORT or auto; one is started on this machine by default."""
+    """With ray: address of a cluster, HOST:PORT or auto; by default one is started on this machine.
+    """
 
-    workers: Annotated[int | None, Option("N", ENGINE, least=1)] = None
-    """With ray: how many; as many as the cluster has GPUs, else as its CPUs allow, by default."""
+    workers: Annotated[int | None, Option("N", ENGINE, minimum=1)] = None
+    """With ray: number of workers; by default as many as the cluster has GPUs, else as its CPUs
+    allow."""
 
-    threads: Annotated[int | None, Option("N", ENGINE, least=1)] = None
+    threads: Annotated[int | None, Option("N", ENGINE, minimum=1)] = None
     """CPU threads, with ray of each worker. The same number gives the same bits everywhere."""
 
     @contextmanager
     def running(self, model: str) -> Iterator[Any]:
-        """Yield the model that the user named where it is to run; inside, stdout prints nothing.
+        """Yield the model that the user named, on its engine; inside, stdout prints nothing.
 
         Raises
         ------
@@ -182,7 +179,7 @@ RARE = frozenset(
         *("fitted", "allow_other_model"),
     }
 )
-"""Options that few need, by name; see `is_rare`."""
+"""Rarely used options, by name; see `is_rare`."""
 
 _ALSO = {"output": ("-o",), "quiet": ("-q",), "verbose": ("-v",)}
 """Other names of flags."""
@@ -202,8 +199,8 @@ _NAMES = {
     "formats": tuple(f"kvalloc.accounting.engine_formats:{one}S" for one in ("ENGINE", "FORMAT")),
     "dtype": ("kvalloc.models.loading:DTYPES",),
 }
-"""Where the shell finds the names that complete a parameter: groups of entry points, and
-functions or tables of modules. Nothing loads torch."""
+"""Sources of the names that complete a parameter: groups of entry points, and functions or tables
+of modules. Nothing loads torch."""
 
 
 def takes(
@@ -211,15 +208,15 @@ def takes(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a command of a function: an argument or a flag for every field that is an `Option`.
 
-    The function's parameters are dataclasses: each is made of what was typed or is the default.
-    Their fields that are not keyword-only are arguments; those without a default are required.
-    Keywords of a ``TypedDict`` (``Unpack``) reach the function where they were typed. Every command
-    gets ``--json``, ``--quiet`` and ``--verbose``, which `kvalloc.cli.output` knows.
+    The function's parameters are dataclasses, each made of typed values or defaults. Their fields
+    that are not keyword-only are arguments; fields without a default are required. Keywords of a
+    ``TypedDict`` (``Unpack``) reach the function if they were typed. Every command gets ``--json``,
+    ``--quiet`` and ``--verbose``, which `kvalloc.cli.output` knows.
 
     Parameters
     ----------
     only : mapping of type to collection of str
-        Of which classes only some fields are taken.
+        Fields to take, of classes from which only some are taken.
 
     Returns
     -------
@@ -252,7 +249,7 @@ def takes(
 
 
 def _parameters(kind: type, names: Collection[str] | None) -> list[inspect.Parameter]:
-    """Return what makes typer show fields of a class, by default all that are an `Option`."""
+    """Return typer's annotations for fields of a class, by default all that are an `Option`."""
     texts, hints = field_texts(kind), get_type_hints(kind, include_extras=True)
     known = {one.name: one for one in fields(kind)} if is_dataclass(kind) else {}
     names = names or [name for name, hint in hints.items() if get_origin(hint) is Annotated]
@@ -275,25 +272,25 @@ def _flag_name(name: str) -> str:
 def _flag(name: str, hint: Any, text: str, *, argument: bool) -> Any:
     hint, shown = get_args(hint)
     text = re.sub(r"`(\w+)`", lambda other: _flag_name(other[1]), " ".join(text.split()))
-    alone = get_origin(hint) in (None, Literal, list, Sequence)
-    first, *others = (hint,) if alone else get_args(hint)  # of a union
+    is_single = get_origin(hint) in (None, Literal, list, Sequence)
+    first, *alternatives = (hint,) if is_single else get_args(hint)  # of a union
     metavar, typed = shown.metavar, first
     if get_origin(first) is Literal:
         metavar = metavar or "|".join(get_args(first))
     elif get_origin(first) in (list, Sequence):
         text, typed = f"{text} Can be repeated.", list[str]
-    elif str in others:
+    elif str in alternatives:
         typed = str
     same: dict[str, Any] = {"help": text, "autocompletion": _names(name)}
     if argument:
         return Annotated[typed, typer.Argument(metavar=metavar or name.upper(), **same)]
     names = [metavar if typed is bool and metavar else _flag_name(name), *_ALSO.get(name, ())]
-    same |= {"metavar": None if typed is bool else metavar or None, "min": shown.least}
+    same |= {"metavar": None if typed is bool else metavar or None, "min": shown.minimum}
     return Annotated[typed | None, typer.Option(*names, rich_help_panel=shown.group, **same)]
 
 
 def _names(name: str) -> Callable[[str], list[str]] | None:
-    """Return what the shell completes a parameter's value by, beyond the choices of its type."""
+    """Return the completions of a parameter's value, beyond the choices of its type."""
     if name == "model":
         return lambda incomplete: ["demo"] if "demo".startswith(incomplete) else []
     if name not in _NAMES:
@@ -313,15 +310,15 @@ def _names(name: str) -> Callable[[str], list[str]] | None:
 
 
 def is_rare(parameter: Any) -> bool:
-    """Return whether only ``--help-all`` shows an option: one of `RARE`, or of where it runs."""
+    """Return whether only ``--help-all`` shows an option: one of `RARE`, or of the engine."""
     return parameter.name in RARE or getattr(parameter, "rich_help_panel", None) == ENGINE
 
 
 class GroupedCommand(TyperCommand):
-    """A command whose help lists its options under headings, and what few need on request."""
+    """A command with options under headings in its help, and rare ones on request."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Answer ``--help-all``, which takes part in nothing else."""
+        """Answer ``--help-all`` before all other options."""
         if HELP_ALL in args[: args.index("--") if "--" in args else None]:
             ctx.meta[HELP_ALL] = True
             print(ctx.get_help())
@@ -329,7 +326,7 @@ class GroupedCommand(TyperCommand):
         return super().parse_args(ctx, args)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """Return what follows the command's name, without the marks that some versions add."""
+        """Return the usage after the command's name, without the marks that some versions add."""
         return [re.sub(r"[{}]", "", piece) for piece in super().collect_usage_pieces(ctx)]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:

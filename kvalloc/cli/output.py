@@ -1,4 +1,4 @@
-"""What commands print: JSON and results on stdout, all else, such as progress, on stderr."""
+"""Output of commands: JSON and results on stdout, all else, such as progress, on stderr."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvalloc.units import Option, duration
 
 @dataclass(frozen=True, kw_only=True)
 class Printing:
-    """What every command prints, and where."""
+    """Output options of every command."""
 
     json: Annotated[bool, Option()] = False
     """Print JSON on stdout; progress stays on stderr."""
@@ -40,12 +40,12 @@ _printing: ContextVar[Printing] = ContextVar("kvalloc_printing", default=Printin
 
 @contextmanager
 def printing(options: Printing) -> Iterator[None]:
-    """Print inside as ``--json``, ``--quiet`` and ``--verbose`` ask for.
+    """Print inside as ``--json``, ``--quiet`` and ``--verbose`` request.
 
     Raises
     ------
     InputError
-        If the last two are given together.
+        If the last two are used together.
     """
     if options.quiet and options.verbose:
         raise InputError("--quiet and --verbose contradict each other; give one of them")
@@ -59,7 +59,7 @@ def printing(options: Printing) -> Iterator[None]:
 
 @contextmanager
 def _logging() -> Iterator[None]:
-    """Show on stderr what kvalloc logs, with the milliseconds since the program began."""
+    """Show kvalloc's log on stderr, with the milliseconds since the program began."""
     logger, handler = logging.getLogger("kvalloc"), logging.StreamHandler()
     handler.setFormatter(logging.Formatter("[{relativeCreated:6.0f} ms] {message}", style="{"))
     level = logger.level
@@ -104,11 +104,11 @@ def print_result(
     fields : mapping of str to str, optional
         Names and texts for people; see `kvalloc.report.terminal.field_lines`.
     lines : iterable of str
-        Lines for people that follow, made only if they are printed.
+        Later lines for people, made only if they are printed.
     notes : iterable of str
         Notes on them, for stderr.
     always : bool
-        Whether ``--quiet`` shows it, too.
+        Whether ``--quiet`` shows it too.
     """
     if wants_json():
         print(json.dumps(facts, indent=2, allow_nan=False, default=_as_plain))
@@ -127,7 +127,7 @@ def _as_plain(value: Any) -> Any:
 
 
 def note(message: str) -> None:
-    """Print a line on stderr, wrapped in a terminal, unless that is to be quiet."""
+    """Print a line on stderr, wrapped in a terminal, unless output is quiet."""
     if not is_quiet():
         lines = textwrap.wrap(plain(message), terminal_width(), break_on_hyphens=False)
         text = "\n".join(lines) if sys.stderr.isatty() else plain(message)
@@ -137,16 +137,16 @@ def note(message: str) -> None:
 _LOG = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 2.0
-"""Shorter work is not announced."""
+"""Seconds below which work is not announced."""
 
 LINE_EVERY_SECONDS = 30.0
-"""How often a log, which is not a terminal, gets a line."""
+"""Seconds between two lines in a log that is not a terminal."""
 
 
 class ProgressBar:
-    """A bar on stderr for work that takes long, with the time left where its steps are counted.
+    """A bar on stderr for slow work, with the time left if its steps are counted.
 
-    Where stderr is not a terminal, counted work prints a line now and then.
+    If stderr is not a terminal, counted work prints a line now and then.
 
     Parameters
     ----------
@@ -175,7 +175,7 @@ class ProgressBar:
         return self
 
     def _show(self) -> None:
-        """Show the bar; rich is imported here, since most work is over before."""
+        """Show the bar; rich is imported here, since most work is shorter."""
         from rich import progress as of
         from rich.console import Console
 
@@ -196,7 +196,7 @@ class ProgressBar:
         _LOG.info("%s took %s", self._text, duration(monotonic() - self._begun))
 
     def __call__(self, done: int, total: int) -> None:
-        """Show how much is done."""
+        """Show the progress."""
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=done, total=total)
         now = monotonic()

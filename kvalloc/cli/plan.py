@@ -1,4 +1,4 @@
-"""``kvalloc plan``: how many rows at which share a machine answers fastest."""
+"""``kvalloc plan``: the rows and the share with the fastest answers on a machine."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ class PlanOptions(FittedOptions, LoadOptions, ModelArgument):
     """The work of a machine, and its memory."""
 
     memory: Annotated[str, Option("SIZE")]
-    """What the cache may take at its peak, all rows together; the weights are not in it."""
+    """Bytes of the cache at its peak, of all rows; the weights are not included."""
 
-    prompt: Annotated[int, Option("N", least=1)]
+    prompt: Annotated[int, Option("N", minimum=1)]
     """Length of each prompt, tokens."""
 
-    answer: Annotated[int, Option("N", least=1)]
+    answer: Annotated[int, Option("N", minimum=1)]
     """Length of each answer, tokens."""
 
     target_loss: Annotated[float, Option("NATS")] = 0.01
     """Largest predicted loss, nats per token."""
 
     device: Annotated[str | None, Option("NAME", MODEL)] = None
-    """Where to measure, such as cuda:0; or a100, h100 or h200, by published figures: a bound for a
-    machine that is not here. The CPU by default."""
+    """Device to measure on, such as cuda:0; or a100, h100 or h200, by published figures: a bound
+    for a machine that is not here. The CPU by default."""
 
 
 @takes()
 def plan(options: PlanOptions) -> None:
     r"""Show how many prompts at once, at which budget, give the most tokens a second.
 
-    Losses are predicted from the model's fitted file: sums of single losses, corrected by what
-    whole caches lost. Seconds are predicted from steps of the model and of its caches, which are
-    measured first, in about half a minute. Tokens a second are of all rows together while
-    they answer; reading the prompts, 1.2 times a plain prefill at any budget, is not in them.
+    Losses are predicted from the model's fitted file: sums of single losses, times the model error.
+    Seconds are predicted from steps of the model and of its caches, which are measured first, in
+    about half a minute. Tokens a second count all rows while they answer; reading the prompts, 1.2
+    times a plain prefill at any budget, is not included.
 
     Examples
     --------

@@ -31,7 +31,7 @@ class ProfilingOptions(MeasuringOptions):
     """The profile to write."""
 
     formats: Annotated[Sequence[str] | None, Option("ENGINE", MORE)] = None
-    """Instead, measure what K and V lose in an engine's formats: llama.cpp, mlx-lm, q4_0, ..."""
+    """Instead, measure the loss of K and V in an engine's formats: llama.cpp, mlx-lm, q4_0, ..."""
 
 
 @takes()
@@ -39,9 +39,9 @@ def profile(options: ProfilingOptions, **keywords: Unpack[ProfileOptions]) -> No
     r"""Measure on text what each layer and KV head can do without.
 
     MODEL is a hub id, a local folder, a .gguf file, or 'demo' (SmolLM2-135M-Instruct). Finished
-    samples are kept in OUT.safetensors.partial until the profile is complete. Without any text,
-    public-domain texts that ship with kvalloc are taken; with --loss, and no text or prompts given,
-    prompts are made as by --tasks needle,pairs,kl,code.
+    samples are stored in OUT.safetensors.partial until the profile is complete. Without any text,
+    shipped public-domain texts are used; with --loss, prompts are made as by --tasks
+    needle,pairs,kl,code.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""``kvalloc report``: what files hold, as one page for a browser or as a picture."""
+"""``kvalloc report``: files as one page for a browser, or as a picture."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class ReportOptions:
     _: KW_ONLY
 
     output: Annotated[Path, Option("OUT.html|.png|.svg")] = Path("report.html")
-    """The page or picture to write; its ending says which."""
+    """The page or picture to write; its ending selects the kind."""
 
     what: Annotated[
         Literal["budgets", "curves", "frontier", "measured", "overview"] | None, Option()
     ] = None
-    """What a picture draws; the first of these that the files hold by default. An overview has
-    budgets, curves and what was measured side by side."""
+    """Content of a picture; by default the first of these that the files hold. An overview has
+    budgets, curves and measured figures side by side."""
 
 
 @takes()

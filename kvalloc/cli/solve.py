@@ -34,17 +34,17 @@ MEASURING = "Measuring"
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureOptions(LoadOptions):
-    """What ``kvalloc solve`` measures; see `kvalloc.solve_measured`."""
+    """Measurement of ``kvalloc solve``; see `kvalloc.solve_measured`."""
 
     measure: Annotated[str | None, Option("MODEL", MEASURING)] = None
-    """Measure what the whole reduced cache loses on this model; with `target_loss`, ask for less
+    """Measure the loss of the whole reduced cache on this model; with `target_loss`, decide again
     until the measured loss is within it."""
 
     measure_prompts: Annotated[Sequence[str] | None, Option("FILE.jsonl", MEASURING)] = None
     """Prompts to measure on. By default four of each kind that 'kvalloc profile --loss' makes."""
 
     resume: Annotated[bool, Option("", MEASURING)] = False
-    """With `measure`: go on with what a killed command had measured."""
+    """With `measure`: continue from the measurements of a killed command."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,13 @@ class SolveOptions:
     _: KW_ONLY
 
     fairness: Annotated[Literal["sum", "worst"], Option()] = "sum"
-    """Of several that share a memory, whether their sum counts, or the worst."""
+    """For several that share a memory, whether their sum counts, or the worst."""
 
     engine: Annotated[str | None, Option("NAME")] = None
     """Decide for llama.cpp or another engine, from a file of 'kvalloc profile --formats'."""
 
     output: Annotated[Path | None, Option("OUT.json")] = None
-    """File, or folder of several; not needed with --json."""
+    """File, or folder for several; not needed with --json."""
 
 
 @takes()
@@ -75,9 +75,9 @@ def solve(
 ) -> None:
     """Decide how many entries each layer and KV head keeps.
 
-    The decision comes with a bound that shows how much better it could be at most.
-    Exactly one target: --target-retention, --target-loss, --budget, --budget-tokens or --memory.
-    Several score profiles share one --memory; a target beside it is a floor for each.
+    A bound shows how much better the decision could be at most. Exactly one target:
+    --target-retention, --target-loss, --budget, --budget-tokens or --memory. Several score profiles
+    share one --memory; a target beside it is a floor for each.
 
     Examples
     --------
@@ -130,7 +130,7 @@ def _solve_engine(
     solving: SolverOptions,
     request: Mapping[str, Any],
 ) -> None:
-    """Decide what another engine is told."""
+    """Decide the settings of another engine."""
     output = options.output
     if output is not None:
         check_writable(output, stream=True)
@@ -226,7 +226,7 @@ def decision_facts(decided: BudgetProfile, seconds: float) -> dict[str, Any]:
     ----------
     decided : BudgetProfile
     seconds : float
-        Formulating, solving and checking.
+        Seconds of formulating, solving and checking.
     """
     return {
         **decided.record(),

@@ -39,8 +39,8 @@ def verify(options: VerifyOptions) -> None:
     """Recompute what a budget profile states.
 
     Objective, bytes, target, constraints and bound, from the two files alone. Exit code 1 if a
-    statement is not true, 3 if none is false but only a solver's word stands for the bound.
-    Of several that share a memory: the folder of all, and what they were decided from.
+    statement is false, 3 if none is false but only a solver claims the bound. For several that
+    share a memory: the folder of all, and all their score profiles.
 
     Examples
     --------
@@ -81,7 +81,7 @@ def _lines(checks: list[Check]) -> Iterator[str]:
     width = max(len(check.name) for check in checks)
     for check in checks:
         mark = ("ok   " if check.proven else "word ") if check.passed else "WRONG"
-        statement = f"stated {check.stated}, found {check.found}"
-        if check.stated == check.found:
+        statement = f"stated {check.stated}, found {check.recomputed}"
+        if check.stated == check.recomputed:
             statement = "not stated" if check.stated == "None" else check.stated
         yield f"{mark}  {check.name:<{width}}  {hanging(statement, width + 9)}"

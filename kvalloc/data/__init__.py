@@ -9,7 +9,7 @@ from typing import Any
 
 
 def words(name: str) -> Any:
-    """The word list of a name in ``words.json``: a list, or several by name."""
+    """Return the word list of a name in ``words.json``: a list, or several by name."""
     return _word_lists()[name]
 
 

@@ -1,8 +1,8 @@
-"""The interface of whatever runs a job's model: facts of the model, and results for items.
+"""Interface of an engine, which runs a job's model: facts of the model, and results for items.
 
 A job is a function that takes the model and one item. Items have numbers; results come back by
-number, in whatever order they finish, and the caller puts them in order again. So the result does
-not depend on which worker ran what, or when.
+number, in any order, and the caller sorts them. So the result does not depend on the worker or the
+time of each item.
 """
 
 from __future__ import annotations
@@ -25,27 +25,28 @@ if TYPE_CHECKING:
     from kvalloc.shape import ModelShape
 
 MEASURED_WITH = ("numpy", "torch", "transformers")
-"""Packages whose versions a measurement names."""
+"""Packages with versions in a measurement."""
 
 _BROKEN_DEVICE = "CUDA error"
-"""In what torch says when nothing more can be done on a device in this process."""
+"""Part of torch's message if a device is lost to this process."""
 
 Advance = Callable[[int], None]
-"""Called with how many more steps of a job are done."""
+"""Called with the number of further finished steps of a job."""
 
 Work = Callable[[Any, Any, Advance], Any]
 """The work for one item, by the model. It is sent to every worker once, so it can be pickled, and
-may keep there what it needs for several items."""
+may store state for several items."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failed:
-    """The result of an item that failed by itself.
+    """Result of a failed item.
 
     Attributes
     ----------
     error : Exception
-        A `SampleError`, or whatever else than a `KVAllocError` its work raised; those end the job.
+        A `SampleError`, or any other error of its work that is no `KVAllocError`; those end the
+        job.
     """
 
     error: Exception
@@ -58,7 +59,7 @@ class Failed:
         return one_line(f"{kind}{one_line(self.error)}")
 
     def of_every_sample(self, model_id: str) -> KVAllocError:
-        """Return the error of a job of whose samples none could be measured, this one first."""
+        """Return the error of a job in which all samples failed, this one first."""
         if isinstance(self.error, KVAllocError):
             return self.error
         error = InputError(
@@ -70,7 +71,7 @@ class Failed:
 
     @classmethod
     def of(cls, error: Exception) -> Failed:
-        """Return the failure of an item; raise again what is wrong with job, model or device."""
+        """Return the failure of an item; raise again an error of job, model or device."""
         of_job = isinstance(error, KVAllocError) and not isinstance(error, SampleError)
         if of_job or _BROKEN_DEVICE in str(error):
             raise error
@@ -79,17 +80,17 @@ class Failed:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """What decides the numbers of any job: the model, and where it runs.
+    """Facts that decide the numbers of any job: the model, and its device.
 
     Attributes
     ----------
     shape : ModelShape
     weights : str
-        Digest of all weights as they are.
+        Digest of all weights in their own types.
     dtype, device, attention : str
-        Of the weights; where they are; the attention implementation.
+        Type of the weights; their device; the attention implementation.
     versions : dict of str to str
-        Of kvalloc and `MEASURED_WITH`.
+        Versions of kvalloc and `MEASURED_WITH`.
     """
 
     shape: ModelShape
@@ -132,12 +133,12 @@ class ModelFacts:
         """Return the facts as plain values, for the manifest of a checkpoint."""
         # the digests are apart from the sizes, so that a message can say which of the two differ
         sizes = replace(self.shape, weights_digests=None)
-        others = {name: value for name, value in vars(self).items() if name != "shape"}
-        return {**others, "model": sizes.to_dict()}
+        fields = {name: value for name, value in vars(self).items() if name != "shape"}
+        return {**fields, "model": sizes.to_dict()}
 
 
 class Engine(Protocol):
-    """A loaded model, wherever it is."""
+    """A loaded model, in this process or elsewhere."""
 
     def facts(self, model_id: str | None = None) -> ModelFacts:
         """Return the facts of the model.
@@ -145,7 +146,7 @@ class Engine(Protocol):
         Parameters
         ----------
         model_id : str, optional
-            Its name, instead of what its config says.
+            Replaces the name in its config.
         """
 
     def run(
@@ -165,17 +166,12 @@ class Engine(Protocol):
         ------
         number : int
         result : object
-            Of the work, or a `Failed`; as they finish.
+            Result of the work, or a `Failed`, in the order of finishing.
         """
 
 
 class LocalEngine:
-    """A model in this process; items are done one after the other.
-
-    Parameters
-    ----------
-    model : transformers.PreTrainedModel
-    """
+    """A model in this process; items are done in order."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -198,7 +194,7 @@ class LocalEngine:
 
 
 def engine_of(model: Any) -> Engine:
-    """Return an engine as it is, and a model as an engine in this process."""
+    """Return an engine unchanged, or an engine in this process for a model."""
     engine: Engine = model if callable(getattr(model, "run", None)) else LocalEngine(model)
     return engine
 
@@ -209,7 +205,7 @@ def result_of(engine: Engine, work: Work) -> Any:
     Raises
     ------
     Exception
-        That of the work, if it failed.
+        The error of the work, if it failed.
     """
     ((_, result),) = engine.run(work, {0: None}, lambda steps: None)
     if isinstance(result, Failed):

@@ -32,34 +32,34 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 
 DEATHS = 2
-"""Workers that an item may take with it before it is given up."""
+"""Workers that may die with an item before it fails."""
 
 CONNECT_SECONDS = 5.0
 POLL_SECONDS = 0.5
-"""How often workers are asked how far they are."""
+"""Seconds between two questions for the workers' progress."""
 
 _OBJECT_STORE_BYTES = 256 * 2**20
-"""Of a cluster that is started here: what is sent are samples and their curves."""
+"""Object store of a cluster started here: it holds samples and their curves."""
 
 _DIED = object()
 
 _LOCAL_SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
-"""Of such a cluster, unless the user has set them: no usage is reported, and workers have
-the priority that this process has."""
+"""Settings of such a cluster, unless the user has set them: no usage is reported, and workers have
+the priority of this process."""
 
 _HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"
-"""What opens a connection to a cluster's head, which speaks gRPC: a preface, empty settings."""
+"""First bytes of a connection to a cluster's head, which speaks gRPC: a preface, empty settings."""
 
 
 class Host:
-    """The part of a worker process: holds the model and, of one job, its work.
+    """The part of a worker process: holds the model and the work of one job.
 
     Parameters
     ----------
     source : dict
         Fields of a `ModelSource`.
     threads : int
-        Of torch.
+        Threads of torch.
     flags : bool
         Whether messages name options as flags.
     """
@@ -99,7 +99,7 @@ class Host:
 
 
 def _as_result(error: Exception) -> Failed | KVAllocError:
-    """Return an item's error as the driver can read it, which may not have its class."""
+    """Return an item's error in a class that the driver knows."""
     try:
         failed = Failed.of(error)
     except KVAllocError as ends:
@@ -110,13 +110,13 @@ def _as_result(error: Exception) -> Failed | KVAllocError:
 
 
 def _actor_class() -> type:
-    """Return the class that Ray runs, sent whole: a machine may have another kvalloc."""
+    """Return the class that Ray runs, sent by value: a machine may have another kvalloc."""
 
     class Worker:
         def __init__(self) -> None:
             self.host: Host | None = None
 
-        def begin(self, versions: dict[str, str], *given: Any, flags: bool) -> Any:
+        def begin(self, versions: dict[str, str], *arguments: Any, flags: bool) -> Any:
             """Return the model's facts, the installed versions if they differ, or an error."""
             from importlib.metadata import PackageNotFoundError, version
 
@@ -132,14 +132,14 @@ def _actor_class() -> type:
             from kvalloc.errors import KVAllocError
 
             try:
-                self.host = Host(*given, flags=flags)
+                self.host = Host(*arguments, flags=flags)
             except KVAllocError as error:
                 return error
             return self.host.facts
 
-        def do(self, *given: Any) -> bytes:
+        def do(self, *arguments: Any) -> bytes:
             assert self.host is not None  # it was begun
-            return self.host.do(*given)
+            return self.host.do(*arguments)
 
         def steps(self) -> int:
             return 0 if self.host is None else self.host.steps
@@ -149,21 +149,21 @@ def _actor_class() -> type:
 
 @dataclass(kw_only=True)
 class _Worker:
-    """A worker as the driver sees it.
+    """A worker in the driver's view.
 
     Attributes
     ----------
     slot : int
-        Its number, which a successor takes over.
+        Its number, which a successor inherits.
     actor : ray.actor.ActorHandle
     waiting : ray.ObjectRef or None
         Its current work: loading its model, or an item.
     item : int or None
-        Which one.
+        Number of the item.
     ready : bool
         Whether it has its model.
     lost : int
-        How many before it died while they loaded theirs.
+        Number of predecessors that died while they loaded their model.
     """
 
     slot: int
@@ -178,22 +178,21 @@ class _Worker:
 class RayEngine:
     """A model in the workers of a Ray cluster, used in a ``with``.
 
-    Results are those of this process, to the bit, if threads, device and versions are the same: an
-    item is done by one worker from beginning to end.
+    Results are bit-identical to this process's if threads, device and versions are the same: one
+    worker does an item from beginning to end.
 
     Attributes
     ----------
     source : ModelSource
-        What each worker loads. A path has to be there on each of the cluster's machines.
+        Model that each worker loads. A path has to exist on each of the cluster's machines.
     address : str, optional
-        Of a cluster, HOST:PORT, or ``auto``; by default that of ``RAY_ADDRESS``, else one on this
-        machine that is started, and shut down again. In a process that is connected already it is
-        that cluster.
+        Address of a cluster, HOST:PORT, or ``auto``; by default ``RAY_ADDRESS``, else a cluster on
+        this machine is started, and shut down again. A connected process uses its cluster.
     workers : int, optional
         By default one for each GPU of the cluster, else as its CPUs allow.
     threads : int, optional
-        CPU threads of each; by default the number of torch in this process, or the share that
-        `workers` leaves.
+        CPU threads of each; by default torch's number in this process, or the share that `workers`
+        leaves.
     log : bool
         Let Ray and the workers write to stderr.
     """
@@ -213,15 +212,15 @@ class RayEngine:
     _polled_at: float = field(default=0.0, init=False)
 
     def __enter__(self) -> RayEngine:
-        """Connect, and let every worker load the model; one of them has it then.
+        """Connect, and let every worker load the model; return once one of them has it.
 
         Raises
         ------
         MissingDependencyError
             If Ray is not installed.
         InputError
-            If the cluster cannot be reached or is too small; if its machines have other versions,
-            or another model; if the model cannot be loaded there.
+            If the cluster cannot be reached or is too small, its machines have other versions or
+            another model, or the model cannot be loaded there.
         """
         require("spreading work over workers", "ray", extra="ray")
         import ray
@@ -251,7 +250,7 @@ class RayEngine:
             self._ray.shutdown()
 
     def facts(self, model_id: str | None = None) -> ModelFacts:
-        """Return the facts of the model that the workers have loaded."""
+        """Return the facts of the workers' model."""
         assert self._facts is not None  # since it was entered
         if model_id is None:
             return self._facts
@@ -262,8 +261,8 @@ class RayEngine:
     ) -> Iterator[tuple[int, Any]]:
         """Do some work for each item; see `kvalloc.engine.contract.Engine`.
 
-        A worker that dies is replaced, and its item given to another one. An item that has taken
-        `DEATHS` workers with it has failed.
+        A worker that dies is replaced, and its item goes to another one. An item with which
+        `DEATHS` workers have died has failed.
         """
         if self._work is None or self._work[0] is not work:
             self._works += 1
@@ -317,7 +316,7 @@ class RayEngine:
         return True
 
     def _count(self) -> None:
-        """Set the number of workers and what each takes; refuse more than there is room for."""
+        """Set the number of workers and their resources; refuse more than fit."""
         import torch
 
         resources = self._ray.cluster_resources()
@@ -360,7 +359,7 @@ class RayEngine:
         self._workers[worker.slot] = self._begun(worker.slot, lost)
 
     def _hand_out(self, left: deque[int], items: Mapping[int, Any]) -> None:
-        """Give every idle worker the first item that is left."""
+        """Give every idle worker the first waiting item."""
         assert self._work is not None  # only `run` comes here
         for worker in [one for one in self._workers if one.ready and one.waiting is None]:
             if left:
@@ -371,7 +370,7 @@ class RayEngine:
                 )
 
     def _next(self) -> _Worker | None:
-        """Return a worker that has finished its item; None after a while, or once one loaded."""
+        """Return a worker that has finished its item; None after a while, or after a load."""
         known = {one.waiting: one for one in self._workers if one.waiting is not None}
         ready, _ = self._ray.wait([*known], timeout=POLL_SECONDS)
         if not ready:
@@ -385,7 +384,7 @@ class RayEngine:
         return worker
 
     def _loaded(self, worker: _Worker) -> None:
-        """Check what a new worker has loaded."""
+        """Check the facts of a new worker."""
         exceptions = self._ray.exceptions
         try:
             result = self._ray.get(worker.waiting)
@@ -436,7 +435,7 @@ class RayEngine:
         return number, result
 
     def _count_steps(self, counted: Counter[int], advance: Advance) -> None:
-        """Report the steps that workers have finished; those that are repeated count once."""
+        """Report the steps that workers have finished; repeated ones count once."""
         if time.monotonic() - self._polled_at < POLL_SECONDS:
             return
         busy = {one.actor.steps.remote(): one for one in self._workers if one.item is not None}
@@ -451,7 +450,7 @@ class RayEngine:
         self._polled_at = time.monotonic()
 
     def _check_room(self) -> None:
-        """Raise if no machine has room for a worker any more."""
+        """Raise if no machine has room for a worker."""
         assert self.threads is not None  # counted on entering
         resources = self._ray.cluster_resources()
         if resources.get("CPU", 0) < self.threads or resources.get("GPU", 0) < self._gpus:
@@ -467,7 +466,7 @@ def _versions() -> dict[str, str]:
 
 
 def _check_reachable(address: str) -> None:
-    """Refuse an address where no cluster's head answers: Ray itself takes minutes to say so.
+    """Refuse an address where no cluster's head answers: Ray itself takes minutes to do so.
 
     Raises
     ------

@@ -1,1 +1,1 @@
-"""Listeners to a cache and what else is built on one; the runtime imports none of them."""
+"""Extensions of a cache; the runtime imports none of them."""

@@ -1,4 +1,4 @@
-"""Questions to a text that was read once: answers that leave the cache as it was."""
+"""Questions to a text that was read once: answers that leave the cache unchanged."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def answer(
     temperature: float | None = None,
     seed: int = 0,
 ) -> Generator[int, None, None]:
-    """Answer a question about what a cache holds, token by token.
+    """Answer a question about a cached text, token by token.
 
-    The answer is written on a copy of the cache, which a reduced one is small enough for: the
-    next question finds the text as it was read, also when an answer is broken off. A repetition
-    penalty of the model's generation config counts the tokens of question and answer.
+    The answer is written on a copy of the cache, so the next question finds the text unchanged,
+    even if an answer is broken off. A repetition penalty of the generation config counts the tokens
+    of question and answer.
 
     Parameters
     ----------
@@ -57,25 +57,25 @@ def answer(
     ends : collection of int, optional
         Tokens that end an answer; by default the generation config's.
     keep : bool
-        Leave question and answer in the cache, for a conversation. The last token of an answer is
-        not in it then: it belongs in front of the next question, unless it is one of the ends.
+        Leave question and answer in the cache, for a conversation. It does not hold the last token
+        of an answer, unless that ends the answer: put it before the next question.
     temperature : float, optional
         Draw each token at this temperature; by default the most likely one is taken.
     seed : int
-        Of drawn tokens.
+        Seed of drawn tokens.
 
     Yields
     ------
     int
-        Token ids as they come, the one that ends the answer included.
+        Token ids as they come, with the one that ends the answer.
 
     Raises
     ------
     InputError
-        If the question or the answer has no tokens, text and question and answer are more than
-        the model was made for, the cache holds several rows, or the temperature is none.
+        If the question or the answer has no tokens, or text, question and answer exceed the model's
+        limit. If the cache holds several rows, or the temperature is invalid.
     ModelMismatchError
-        If the cache was made for another model.
+        If the cache belongs to another model.
 
     Examples
     --------
@@ -118,7 +118,7 @@ def answer(
 def _written(
     tokens: Generator[Tensor, None, None], longest: int, ends: Collection[int], cache: Any
 ) -> Generator[int, None, None]:
-    """Yield tokens up to one that ends the answer; then the turn of a cache ends, if it has one."""
+    """Yield tokens up to one that ends the answer; then end the turn of a reduced cache."""
     try:
         with closing(tokens):
             for token in islice(tokens, longest):

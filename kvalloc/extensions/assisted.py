@@ -1,4 +1,4 @@
-"""Assisted generation: forwards that hold drafts behind known tokens, some of them taken back.
+"""Assisted generation: forwards with drafts after known tokens, some of them rejected.
 
 Entries are evicted and rounded as if the accepted tokens had come one at a time.
 """
@@ -23,12 +23,11 @@ from kvalloc.runtime.rows import Row
 
 
 def check_assisted(model: nn.Module, arguments: Mapping[str, Any]) -> None:
-    """Refuse a ``generate()`` call, by its keyword arguments, with drafts of the model's own.
+    """Refuse a ``generate()`` call with drafts of the model's own.
 
     Raises
     ------
     UnsupportedRequestError
-        For those.
     """
     if any(setting(model, arguments, name) for name in ("use_mtp", "speculation_type")):
         raise UnsupportedRequestError(
@@ -38,19 +37,18 @@ def check_assisted(model: nn.Module, arguments: Mapping[str, Any]) -> None:
 
 
 def is_assisted(model: nn.Module, arguments: Mapping[str, Any]) -> bool:
-    """Return whether a ``generate()`` call, by its keyword arguments, tries drafts."""
+    """Return whether a ``generate()`` call tries drafts."""
     names = ("prompt_lookup_num_tokens", "assistant_early_exit")
     among = [arguments.get("assistant_model"), *(setting(model, arguments, n) for n in names)]
     return any(one is not None for one in among)
 
 
 def check_takes_back(layers: Iterable[Any]) -> None:
-    """Refuse layers of a cache that take no drafts back.
+    """Refuse layers of a cache that cannot remove drafts.
 
     Raises
     ------
     UnsupportedRequestError
-        If one does not.
     """
     layers = list(layers)
     if any(map(has_state, layers)):
@@ -66,12 +64,12 @@ def check_takes_back(layers: Iterable[Any]) -> None:
 
 
 class Drafts(Extension):
-    """Where drafts begin, and what the cache was before anything became due among them.
+    """Start of drafts, and snapshots of the cache before evictions among them.
 
     Attributes
     ----------
-    given : int or None
-        Columns behind which drafts may stand; None without any.
+    -
+        Columns after which drafts may begin; None without any.
     """
 
     def __init__(self) -> None:
@@ -81,19 +79,19 @@ class Drafts(Extension):
 
     @classmethod
     def of(cls, cache: BudgetCache) -> Drafts:
-        """Return the drafts of a cache, which gets them if it has none."""
+        """Return the drafts of a cache, added if it has none."""
         drafts = next((one for one in cache.extensions if isinstance(one, cls)), None)
         if drafts is None:
             cache.extensions.append(drafts := cls())
         return drafts
 
     def record(self, cache: Any, start: int | None) -> bool:
-        """Let each forward from now on end in drafts; see `BudgetCache.activate_past_recording`.
+        """Let each later forward end in drafts; see `BudgetCache.activate_past_recording`.
 
         Raises
         ------
         UnsupportedRequestError
-            If the cache is empty and no prompt was announced, or layers take nothing back.
+            If the cache is empty and no prompt was announced, or layers cannot remove tokens.
         """
         columns = start or max(self.given or 0, cache.door.announced or 0, cache.get_seq_length())
         if not columns:
@@ -108,7 +106,7 @@ class Drafts(Extension):
         return True
 
     def begin(self, cache: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Leave out tokens that the cache holds; nothing that is there is taken back any more."""
+        """Leave out tokens that the cache holds; earlier tokens can no longer be rejected."""
         if self.given is None or self._open:
             return arguments
         arguments = _unread(arguments, cache.get_seq_length())
@@ -126,7 +124,7 @@ class Drafts(Extension):
             record_past(cache.layers)
 
     def cuts(self, cache: Any, end: int) -> Iterator[int]:
-        """Yield the column where drafts begin, and those at which a row evicts."""
+        """Yield the column at which drafts begin, and those at which a row evicts."""
         if self.given is None or self._open:
             return
         seen, columns = cache.get_seq_length(), {self.given}
@@ -147,7 +145,7 @@ class Drafts(Extension):
         yield from (one for one in columns if max(seen + 1, self.given) <= one < end)
 
     def read(self, cache: Any) -> None:
-        """Keep what the cache is before something becomes due of drafts."""
+        """Take a snapshot of the cache before drafts make an eviction due."""
         if self.given is not None and cache.prompt_complete:
             record_past(cache.layers)
         if self.given is not None and not self._open and cache.get_seq_length() > self.given:
@@ -160,7 +158,7 @@ class Drafts(Extension):
         return self.given is not None
 
     def crop(self, cache: Any, end: int) -> None:
-        """Bring back what the cache was before something became due of drafts."""
+        """Restore the snapshot before an eviction among drafts."""
         if before := next((one for one in self._before if one.get_seq_length() > end), None):
             cache.adopt(before)
             self._before = []
@@ -176,7 +174,7 @@ class Drafts(Extension):
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Treat all tokens inside as drafts: nothing is evicted before a `crop`."""
+        """Treat all tokens inside as drafts: no entry is evicted before a `crop`."""
         self._open = True
         try:
             yield
@@ -195,8 +193,8 @@ class Drafts(Extension):
 def _unread(arguments: Mapping[str, Any], seen: int) -> Mapping[str, Any]:
     """Return the arguments without tokens that the cache holds.
 
-    transformers (5.23) starts assisted generation with a filled cache by all tokens again, at
-    positions from 0 on.
+    transformers (5.23) starts assisted generation with a filled cache by passing all tokens again,
+    at positions from 0 on.
     """
     positions = arguments.get("position_ids")
     if (

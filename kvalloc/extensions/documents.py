@@ -1,14 +1,14 @@
-"""Documents that were read separately, put together in front of a question.
+"""Documents read separately and joined before a question.
 
-A document that was read alone does not know the text in front of it now. Its keys are turned to
-their new places; keys and values of some of its tokens are computed anew.
+A document that was read alone does not depend on the text before it. Its keys are rotated to their
+new positions; keys and values of some tokens are recomputed.
 
 References
 ----------
-CacheBlend (Yao et al., 2024): the tokens with the largest changes of keys and values are computed
-anew, the same share in all layers. ProphetKV: the tokens that the question attends to. Here the
-rank of a token is the product of both; that fewer tokens in deeper layers are no better is a row of
-docs/studies.md.
+CacheBlend (Yao et al., 2024): the tokens with the largest changes of keys and values are
+recomputed, the same share in all layers. ProphetKV: the tokens that the question attends to. Here
+the rank of a token is the product of both; fewer tokens in deeper layers are no better
+(docs/studies.md).
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ from kvalloc.scorers.attention_rows import window_attention
 from kvalloc.units import parse_share
 
 DEFAULT_SHARE = 0.15
-"""CacheBlend's."""
+"""Default share of CacheBlend."""
 
 CHECK_LAYER = 1
-"""The layer at which the change of values is measured: the first whose input knows the text in
-front."""
+"""Layer at which the change of values is measured: the first with an input that depends on the text
+before."""
 
 Tokens: TypeAlias = Tensor | Sequence[int]
 
 See: TypeAlias = Callable[[AttentionStates, Tensor], None]
-"""Takes the states that a layer's attention sees, and its mask."""
+"""Takes the states of a layer's attention, and its mask."""
 
 
 def blend(
@@ -74,46 +74,45 @@ def blend(
     ids: Sequence[Tokens] | None = None,
     allow_other_model: bool = False,
 ) -> BudgetCache:
-    """Put caches of documents behind each other, in front of a question.
+    """Join caches of documents before a question.
 
-    They are not read again: keys are turned to their new places (RoPE). Each document knows nothing
-    of those in front of it, though, so keys and values of some tokens are computed anew: those with
-    the largest product of the question's attention and the change of their values.
+    They are not read again: keys are rotated to their new positions (RoPE). Keys and values of some
+    tokens are recomputed, since no document depends on earlier ones. They have the largest product
+    of the question's attention and the change of their values.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel
-        On sdpa or eager attention, with full attention in all layers, which rotate keys (RoPE) or
-        have no positions.
+        On sdpa or eager attention, with full attention in all layers, and RoPE or no positions.
     documents : sequence of str, Path or BudgetCache
         Caches of one row, each of a text that was read alone. Their entries are copied.
     question : Tensor of int64, (n_question,), or sequence of int, optional
-        The question that follows, not read into the cache. Needed for `recompute`.
+        Next question, not read into the cache. Required for `recompute`.
     before : Tensor of int64, (n_before,), or sequence of int
-        Tokens in front of the first document, such as the beginning of a chat; it is read.
+        Tokens before the first document, such as the beginning of a chat; they are read.
     recompute : float or str, optional
-        Tokens that are computed anew, ``0.15`` or ``"15%"``; 15% where there is a question, else
-        none. Beside them all tokens go through the first layer, and the question through all.
+        Tokens to recompute, ``0.15`` or ``"15%"``; by default 15% with a question, else none. All
+        tokens also go through the first layer, and the question through all layers.
     ids : sequence of (n_tokens,), optional
-        Tokens of each document, where its file does not have them.
+        Tokens of each document, if its file does not have them.
     allow_other_model : bool
         As for `kvalloc.load_cache`.
 
     Returns
     -------
     BudgetCache
-        One row: `before` and all documents. It goes on as any other, with the budgets of the first
-        document, scaled to all tokens.
+        One row: `before` and all documents. It has the budgets of the first document, scaled to all
+        tokens.
 
     Raises
     ------
     InputError
-        If a document is held, unfinished, of several rows, of a chat, at other widths than the
-        first, or its tokens are needed and not known; or all is beyond the model's context.
+        If a document is held, unfinished, of several rows, of a chat, or at other widths than the
+        first. If its tokens are required and unknown, or all exceed the model's context.
     ModelMismatchError, ProfileFileError
         As `kvalloc.load_cache`.
     UnsupportedModelError
-        If the model has sliding layers, or its keys cannot be turned.
+        If the model has sliding layers, or its keys cannot be rotated.
 
     Examples
     --------
@@ -149,14 +148,14 @@ def blend(
 
 
 def _chosen(documents: Documents, share: float) -> Tensor:
-    """Return the positions of the tokens that are computed anew, rising."""
+    """Return the rising positions of the recomputed tokens."""
     weights = documents.question_attention() * documents.value_change().sqrt()
     ranked = weights[documents.before :].argsort(descending=True, stable=True)
     return (ranked[: math.ceil(share * len(ranked))] + documents.before).sort().values
 
 
 def _cache_of(documents: Documents, like: BudgetCache, allow_other_model: bool) -> BudgetCache:
-    """Return a cache that has read all of it, with the budgets of one document's."""
+    """Return a cache that has read all tokens, with the budgets of one document's."""
     profile, n_tokens = like.row_profiles[0], documents.n_tokens
     options = CacheOptions(
         allow_other_model=allow_other_model,
@@ -178,7 +177,7 @@ def _cache_of(documents: Documents, like: BudgetCache, allow_other_model: bool) 
 def _check_joinable(
     model: Any, named: Sequence[tuple[str, BudgetCache]], n_other_tokens: int
 ) -> None:
-    """Refuse documents that cannot follow each other, beside this number of other tokens."""
+    """Refuse documents that cannot be joined, with this number of other tokens."""
     first, widths = named[0][0], named[0][1].row_profiles[0].widths
     for name, cache in named:
         if not np.array_equal(cache.row_profiles[0].widths, widths):
@@ -196,7 +195,7 @@ def _check_joinable(
 
 
 def _share(recompute: float | str | None, question: object) -> float:
-    """Return the share of tokens to be computed anew."""
+    """Return the share of recomputed tokens."""
     if recompute is None:
         return 0.0 if question is None else DEFAULT_SHARE
     share = 0.0 if recompute in (0, "0", "0%") else parse_share(recompute)
@@ -209,9 +208,9 @@ def _share(recompute: float | str | None, question: object) -> float:
 
 
 def _rotations(model: Any) -> list[Rotation]:
-    """Return the rotation of each layer, if keys can be turned to other places by it."""
-    shape, found = shape_of(model), probe_of(model).rotations
-    rotations = [found[layer] for layer in sorted(found)]
+    """Return the rotation of each layer, if it can rotate keys to other positions."""
+    shape, by_layer = shape_of(model), probe_of(model).rotations
+    rotations = [by_layer[layer] for layer in sorted(by_layer)]
     reasons = [one.fixed for one in rotations if one.fixed is not None]
     attention = base_implementation(text_config(model))
     if attention not in ("sdpa", "eager"):
@@ -220,8 +219,8 @@ def _rotations(model: Any) -> list[Rotation]:
             'sees; load it with attn_implementation="sdpa"'
         )
     kind = (getattr(text_config(model), "rope_parameters", None) or {}).get("rope_type")
-    if others := [kind for kind in shape.layer_types if kind != "full"]:
-        reasons = [f"{len(others)} of its layers are not of full attention ({others[0]})"]
+    if not_full := [kind for kind in shape.layer_types if kind != "full"]:
+        reasons = [f"{len(not_full)} of its layers are not of full attention ({not_full[0]})"]
     elif kind in ("dynamic", "longrope"):
         reasons = [f"its {kind} rotation depends on the length of the text"]
     if reasons:
@@ -266,7 +265,7 @@ def _loaded(
 
 
 def _ids_of(name: str, cache: BudgetCache, stated: Tokens | None, *, needed: bool) -> Tensor:
-    """Return the tokens of a document; -1 for each where they are not needed and not known."""
+    """Return the tokens of a document; -1 for each if they are unknown and not required."""
     n_tokens = cache.get_seq_length()
     if stated is None and cache.read_ids is not None:
         stated = cache.read_ids[0, :n_tokens]
@@ -292,17 +291,17 @@ def _ids(tokens: Tokens) -> Tensor:
 
 
 class _Enough(Exception):
-    """Ends a forward early: its result is known."""
+    """Ends a forward early, once its result is known."""
 
 
 @dataclass(kw_only=True)
 class DenseLayer:
-    """Keys and values of one layer at their places, also of entries that no head keeps.
+    """Keys and values of one layer by position, also of entries that no head keeps.
 
     Attributes
     ----------
     keys, values : Tensor, (1, n_kv_heads, n_tokens, head_dim)
-        Of the model's type; 0 where nothing is kept.
+        Of the model's type; 0 for entries that are not kept.
     present : Tensor of bool, (1, n_kv_heads, n_tokens), or None
         True at kept entries; None if no document was reduced.
     rounded : bool
@@ -318,15 +317,14 @@ class DenseLayer:
     def joined(
         cls, stores: Sequence[Store], n_before: int, n_after: int, rotation: Rotation
     ) -> DenseLayer:
-        """Copy one layer of documents behind each other, keys turned to their places.
+        """Copy one layer of joined documents, with keys rotated to their positions.
 
         Parameters
         ----------
         stores : sequence of Store
-            Of one row each.
+            One row each.
         n_before, n_after : int
-            Numbers of tokens in front of them and after them; their keys and values are 0.
-        rotation : Rotation
+            Numbers of tokens before and after them, with keys and values of 0.
         """
         n_tokens = n_before + sum(store.seen for store in stores) + n_after
         keys, values = (
@@ -356,17 +354,7 @@ class DenseLayer:
         )
 
     def mask(self, places: Tensor, n_query_heads: int) -> Tensor:
-        """Return the additive causal mask of tokens at these places.
-
-        Parameters
-        ----------
-        places : Tensor of int64, (n,)
-        n_query_heads : int
-
-        Returns
-        -------
-        Tensor, (1, 1 or n_query_heads, n, n_tokens)
-        """
+        """Return the additive causal mask of tokens, (1, 1 or n_query_heads, n, n_tokens)."""
         seen = torch.arange(int(self.keys.shape[2]), device=places.device) <= places[:, None]
         seen, lowest = seen[None, None], torch.finfo(self.keys.dtype).min
         if self.present is not None:
@@ -400,17 +388,17 @@ class DenseLayer:
 
 @dataclass(kw_only=True)
 class Documents:
-    """Documents, the tokens before them, and the question behind them.
+    """Documents, the tokens before them, and the question after them.
 
     Attributes
     ----------
     model : transformers.PreTrainedModel
     ids : Tensor of int64, (n_tokens + n_question,)
-        Of all of it, on the host.
+        All tokens, on the host.
     before : int
-        Tokens in front of the first document.
+        Tokens before the first document.
     n_tokens : int
-        Tokens in front of the question.
+        Tokens before the question.
     layers : list of DenseLayer
     """
 
@@ -421,14 +409,14 @@ class Documents:
     layers: list[DenseLayer]
 
     def recompute(self, places: Tensor, see: See | None = None) -> None:
-        """Compute keys and values of some tokens anew, in all layers.
+        """Recompute keys and values of some tokens, in all layers.
 
         Parameters
         ----------
         places : Tensor of int64, (n_computed,)
-            Their positions, rising. They attend to kept entries, and to each other as computed.
+            Their rising positions. They attend to kept entries, and to each other as recomputed.
         see : callable, optional
-            ``see(states, mask)`` of each layer, once its keys and values are there.
+            ``see(states, mask)`` of each layer, once its keys and values are computed.
         """
         if not len(places):
             return
@@ -451,9 +439,9 @@ class Documents:
         self._run(places, attend)
 
     def question_attention(self) -> Tensor:
-        """Return what the question attends to in the deeper half of the layers, the mean of heads.
+        """Return the question's attention in the deeper half of the layers, the mean of heads.
 
-        The tokens before the documents are read on the way.
+        The tokens before the documents are read too.
 
         Returns
         -------
@@ -461,8 +449,8 @@ class Documents:
 
         References
         ----------
-        ProphetKV: the question's attention, fused over the layers, says which tokens matter. The
-        first layers look at neighbours and say less.
+        ProphetKV: the question's attention, fused over the layers, ranks the tokens. The first
+        layers attend to neighbours and are left out.
         """
         end, first = len(self.ids), len(self.layers) // 2
         totals = torch.zeros(self.n_tokens, device="cpu")
@@ -479,16 +467,16 @@ class Documents:
         return totals / (len(self.layers) - first)
 
     def value_change(self) -> Tensor:
-        """Return how far the values of each token are from what they would be, at the check layer.
+        """Return the change of each token's values by recomputing, at the check layer.
 
         Returns
         -------
         Tensor of float32, (n_tokens,)
-            Squared distance, of all KV heads.
+            Squared distance over all KV heads.
 
         References
         ----------
-        CacheBlend's check layer, of values alone.
+        CacheBlend's check layer, for values only.
         """
         check, n_tokens = min(CHECK_LAYER, len(self.layers) - 1), self.n_tokens
         changes = torch.zeros(n_tokens, device="cpu")
@@ -507,9 +495,9 @@ class Documents:
         return changes
 
     def _run(self, places: Tensor, attend: Handler) -> None:
-        """Let the model compute the tokens at these places, until `attend` has enough.
+        """Let the model compute the tokens at these positions, until `attend` has enough.
 
-        Nothing is cached: what they attend to is what `attend` says.
+        Nothing is cached: `attend` supplies the entries.
         """
         device = input_device(self.model)
         ids, positions = self.ids[places].to(device), places.to(device)

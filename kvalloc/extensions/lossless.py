@@ -1,4 +1,4 @@
-"""Answers without loss: drafted with the reduced cache, verified with a full one."""
+"""Lossless answers: drafted with the reduced cache, verified with a full one."""
 
 from __future__ import annotations
 
@@ -24,34 +24,33 @@ from kvalloc.runtime.refusals import setting
 from kvalloc.runtime.store import Store
 
 ROUNDING = {4: 12.0, 2: 3.0}
-"""Times the precision of the model's numbers, by their bytes, by which the logits of two tokens may
-differ and be called a tie: several tokens in one forward can round otherwise than one at a time
-(SmolLM2-135M: the two best of 64 tokens move by up to 8.9 in float32, 2.1 and 1.2 in halves).
-"""
+"""Factors on the precision of the model's numbers, by their bytes, within which two logits count as
+a tie. Several tokens in one forward can round otherwise than one at a time. SmolLM2-135M: the two
+best of 64 tokens move by up to 8.9 in float32, 2.1 and 1.2 in halves."""
 
 LONGEST_DRAFT, EVEN_ODDS = 16, 0.5
-"""A draft is as long as the odds are even that all of it is accepted, and never longer."""
+"""Longest draft, and the odds of full acceptance that set its length."""
 
 BEFORE = (4.0, 5.0)
-"""Tokens accepted, of those tried, that are taken for granted before any was."""
+"""Prior counts of accepted and of tried tokens."""
 
 
 Process = Callable[[Tensor, Tensor], Tensor]
-"""Given all tokens (rows, n) and the logits behind them (rows, vocabulary): processed logits."""
+"""Processes logits (rows, vocabulary), given all tokens (rows, n)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How a token is taken from the logits behind all tokens.
+    """Choice of a token from the logits.
 
     Attributes
     ----------
     process : callable
         Processes the logits, in 32 bits.
     draws : bool
-        Draw each token; otherwise the most likely one is taken.
+        Draw each token; otherwise take the most likely one.
     generator : torch.Generator or None
-        Of drawn tokens; None for the default one.
+        Generator of draws; None for the default one.
     """
 
     process: Process
@@ -71,7 +70,7 @@ class Sampling:
         return torch.multinomial(shares, 1, generator=self.generator)
 
     def accepts(self, odds: Tensor) -> Tensor:
-        """Return where a drafted token of these odds stays; greedy: where they are not 0."""
+        """Return whether a drafted token of these odds is accepted; greedy: if they are not 0."""
         if not self.draws:
             return odds > 0
         return torch.rand(odds.shape, generator=self.generator, device=odds.device) < odds
@@ -79,14 +78,14 @@ class Sampling:
 
 @dataclass(kw_only=True, eq=False)
 class Verifier(Extension):
-    """The full cache beside a reduced one, and what verifying with it took.
+    """The full cache beside a reduced one, and figures of the verification.
 
     Attributes
     ----------
     full : transformers.Cache
-        Of all tokens that the reduced one has seen, exact; off the device where that is a GPU.
+        All tokens that the reduced one has seen, exact; on the host if the model is on a GPU.
     tokens : int
-        Tokens of each row that were answered.
+        Answered tokens of each row.
     rounds : int
         Forwards that verified; each read the full cache once.
     tried, accepted : int
@@ -94,9 +93,9 @@ class Verifier(Extension):
     ties : int
         Tokens of greedy answers with a runner-up within rounding.
     bytes_read : int
-        Bytes of the full cache that verifying read.
+        Bytes of the full cache read by verification.
     listens : bool
-        Whether the full cache stores what the reduced one is given.
+        Whether the full cache stores the entries of the reduced one.
     """
 
     full: Any = field(repr=False)
@@ -109,13 +108,13 @@ class Verifier(Extension):
     listens: bool = False
 
     def appended(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Let the full cache store what the reduced one is given."""
+        """Let the full cache store the entries of the reduced one."""
         if self.listens:
             self.full.update(keys, values, layer)
 
     @property
     def acceptance(self) -> float | None:
-        """Return the share of the drafted tokens that stayed; None before any was tried."""
+        """Return the share of accepted drafts; None before any was tried."""
         return self.accepted / self.tried if self.tried else None
 
     @property
@@ -130,7 +129,7 @@ class Verifier(Extension):
 
     @property
     def facts(self) -> dict[str, int]:
-        """Return everything that was counted, as plain values."""
+        """Return all counts, as plain values."""
         names = ("tokens", "rounds", "tried", "accepted", "ties", "bytes_read")
         return {"full_bytes": self.full_bytes, **{name: getattr(self, name) for name in names}}
 
@@ -138,8 +137,8 @@ class Verifier(Extension):
     def draft_tokens(self) -> int:
         """Return the length of the next draft, by the acceptance so far.
 
-        Of a share a of tokens that stay, drafts of k stay whole with a^k, and a round gives
-        (1 - a^(k + 1)) / (1 - a) tokens (Leviathan et al. 2023).
+        If a share a of single drafts is accepted, all of k are with a^k. A round then gives (1 -
+        a^(k + 1)) / (1 - a) tokens (Leviathan et al. 2023).
         """
         share = (BEFORE[0] + self.accepted) / (BEFORE[1] + self.tried)
         longest = math.log(EVEN_ODDS) / math.log(min(share, 1 - 1e-6)) if share > 0 else 1
@@ -148,12 +147,6 @@ class Verifier(Extension):
 
 def verify_with(cache: BudgetCache, model: Any) -> None:
     """Keep the full cache beside an empty reduced one, so that answers equal the full one's.
-
-    Parameters
-    ----------
-    cache : BudgetCache
-    model : transformers.PreTrainedModel
-        The cache's model.
 
     Raises
     ------
@@ -179,13 +172,12 @@ def _check_same(seen: int, in_full: int) -> None:
 
 
 def check_lossless(model: nn.Module, arguments: Mapping[str, Any]) -> None:
-    """Refuse a ``generate()`` call, by its keyword arguments, if its answer cannot be verified.
+    """Refuse a ``generate()`` call with an answer that cannot be verified.
 
     Raises
     ------
     UnsupportedRequestError
-        For beams, drafts or a decoding of the caller's, a prompt in chunks, of embeddings, or
-        with images.
+        For beams, drafts or custom decoding; for a prompt in chunks, of embeddings, or with images.
     """
     setting_of = partial(setting, model, arguments)
     among = {
@@ -225,9 +217,9 @@ class LosslessAnswer:
         See `verify_with`.
     sampling : Sampling
     ends : callable
-        Given all tokens: whether the answer, or a row's answer, ends with the last.
+        Returns whether the answer, or a row's answer, ends with the last token.
     longest : int
-        Tokens of an answer, at most.
+        Longest answer.
     mask : Tensor of int64, (rows, n_tokens), or None
         Mask of real tokens in the input; None without padding. Later tokens are real.
     scores : list of Tensor, each (rows, vocabulary)
@@ -254,13 +246,13 @@ class LosslessAnswer:
         Yields
         ------
         Tensor of int64, (rows, 1)
-            The next token of each row. Wherever that is broken off, both caches have then seen all
-            tokens but the last.
+            The next token of each row. If it is broken off, both caches have seen all tokens but
+            the last.
 
         Raises
         ------
         UnsupportedRequestError
-            If the full cache has not seen what the reduced one has.
+            If the full cache has not seen the reduced one's tokens.
         """
         cache = self.cache
         if not (seen := cache.get_seq_length()):
@@ -290,7 +282,7 @@ class LosslessAnswer:
         return Drafts.of(self.cache)
 
     def _logits(self, ids: Tensor, cache: Any, keep: int) -> Tensor:
-        """Read all tokens that a cache has not seen; returns the last logits, in 32 bits."""
+        """Read all tokens that a cache has not seen; return the last logits, in 32 bits."""
         seen, end = int(cache.get_seq_length()), int(ids.shape[1])
         more: dict[str, Any] = {}
         if self.mask is not None:
@@ -307,10 +299,10 @@ class LosslessAnswer:
         return logits
 
     def _read(self, ids: Tensor) -> Tensor:
-        """Let both caches see a prompt or a turn; returns the logits behind it.
+        """Let both caches read a prompt or a turn; return the last logits.
 
-        A prompt is read once: while a layer is read nothing has gone of it, so what the reduced
-        cache is given is what a full one would store. A turn is read by each.
+        A prompt is read once: a layer evicts no entry while it is read, so both caches get equal
+        entries. A turn is read by each.
         """
         cache, full = self.cache, self.cache.verifier.full
         self._drafts.given = None
@@ -329,7 +321,7 @@ class LosslessAnswer:
         return logits[:, -1]
 
     def _draft(self, ids: Tensor, length: int) -> tuple[Tensor, list[Tensor]]:
-        """Draft tokens with the reduced cache; returns all tokens, and what each was drawn from."""
+        """Draft tokens with the reduced cache; return all tokens and their distributions."""
         drawn_from = []
         with self._drafts.open():
             for _ in range(length):
@@ -341,16 +333,16 @@ class LosslessAnswer:
     def _round(self, ids: Tensor, longest: int) -> Tensor:
         """Draft and verify; return all tokens, accepted ones included.
 
-        Rows go on together: the first token that any refuses is the last of all. Each token is
-        distributed as the full cache has it, for any drafts (Leviathan et al. 2023,
-        algorithm 1): accepted with min(1, p / q), else drawn from what p has above q.
+        Rows advance together: the first token that any row refuses is the last of all. Each token
+        is distributed as with the full cache (Leviathan et al. 2023, algorithm 1). A draft is
+        accepted with min(1, p / q), else drawn from the excess of p over q.
 
         Parameters
         ----------
         ids : Tensor of int64, (rows, n_tokens)
             All tokens; the full cache has seen all but the last.
         longest : int
-            Tokens, at most, that the answer still takes.
+            Tokens left in the answer, at most.
 
         Returns
         -------
@@ -392,9 +384,10 @@ class LosslessAnswer:
         return self.sampling.shares(scores)
 
     def _take_back(self, begin: int, end: int) -> None:
-        """Let both caches end before a column.
+        """Crop both caches to end before a column.
 
-        Entries from another column on, which drafts gave the reduced one, become the full one's.
+        Entries of drafts in the reduced cache are replaced by the full one's, from another column
+        on.
         """
         cache, full = self.cache, self.cache.verifier.full
         taken = int(full.get_seq_length()) - end
@@ -408,7 +401,7 @@ class LosslessAnswer:
         cache.crop(end - seen)
 
     def _level(self, ids: Tensor) -> None:
-        """Let the reduced cache see these tokens where it has not: a draft that was accepted."""
+        """Let the reduced cache read accepted drafts that it has not seen."""
         self._drafts.given = None
         if self.cache.get_seq_length() < ids.shape[1]:
             self._logits(ids, self.cache, 1)

@@ -1,4 +1,4 @@
-"""A reduced cache as kvalloc hands it out: with what listens to it."""
+"""Construction of a reduced cache with its extensions."""
 
 from __future__ import annotations
 
@@ -36,19 +36,18 @@ def make_cache(
     profile : BudgetProfile
         Budgets at layer or head level. They are scaled to the length of each row of the prompt.
     allow_other_model : bool
-        Accept a model of another name with the same sizes, e.g. a fine-tune.
+        Accept a model of another name with the same sizes, such as a fine-tune.
     prompt_tokens : int, optional
         Length, padding included, of a prompt that arrives in several forwards: its budgets hold
         from the first one on. By default the first forward is the whole prompt, since a second
-        chunk cannot be told from a follow-up question.
+        chunk looks like a follow-up question.
     policy, decode_every : optional
-        How the cache keeps its budgets, see `kvalloc.runtime.options.CacheOptions`.
+        Options of the cache, see `kvalloc.runtime.options.CacheOptions`.
 
     Returns
     -------
     BudgetCache
-        Pass it to ``generate()`` as ``cache``, before transformers 5.24 as ``past_key_values``;
-        the budgets belong to it, not to the model.
+        Pass it to ``generate()`` as ``cache``, before transformers 5.24 as ``past_key_values``.
 
     Raises
     ------
@@ -57,8 +56,8 @@ def make_cache(
     UnsupportedModelError
         If the model's attention or cache is of a kind that cannot be reduced.
     UnsupportedRequestError
-        If a layer of the model is compiled by itself, or it prefills in chunks of unannounced
-        length, or the policy cannot keep the budget while decoding.
+        If a single layer of the model is compiled, it prefills in chunks of unannounced length, or
+        the policy cannot keep the budget while decoding.
     InputError
         If the budgets or the scorer do not fit sinks and window, or there is no such policy.
     """

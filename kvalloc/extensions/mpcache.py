@@ -1,4 +1,4 @@
-"""MPCache: look once to evict, then let each decoded token read a few clusters."""
+"""MPCache: evict once, then let each decoded token read a few clusters."""
 
 from __future__ import annotations
 
@@ -35,15 +35,16 @@ class MPCache(VotedPolicy):
     scorer : Scorer
         Not used.
     rows_share : float
-        Share of the prompt's rows, at its end, for the static choice: their attention is added up.
+        Share of the prompt's rows, at its end, for the static choice: their attention is summed.
     alpha : float
         Weight of a cluster's largest key against its smallest.
     coarse_tokens, fine_tokens : int
         Entries of a cluster at the two levels; the first a multiple of the second.
     coarse_share, fine_share : float
-        Share of the clusters that goes on at each level.
+        Share of the clusters that stays at each level.
     share_layers : bool
-        Let the second of two adjacent layers read what the first does, but for the first two.
+        Let the second of two adjacent layers read the first one's clusters, but for the first two
+        layers.
 
     Raises
     ------
@@ -53,7 +54,7 @@ class MPCache(VotedPolicy):
     References
     ----------
     MPCache: MPC-Friendly KV Cache Eviction for Efficient Private LLM Inference, Sections 4.2 to
-    4.4, Algorithm 3: last 20% of the rows, alpha 0.6, clusters of 32 (keep 0.7) then 16 (keep
+    4.4, Algorithm 3. Last 20% of the rows, alpha 0.6, clusters of 32 (keep 0.7) then 16 (keep
     0.28), pairs of layers but for the first two.
     """
 
@@ -80,7 +81,7 @@ class MPCache(VotedPolicy):
             )
 
     def query_rows(self, n_tokens: int) -> int:
-        """Return how many rows are added up; see `VotedPolicy.query_rows`."""
+        """Return the number of summed rows; see `VotedPolicy.query_rows`."""
         return math.ceil(n_tokens * self.rows_share)
 
     def keep(self, states: AttentionStates, budgets: Tensor, **limits: Unpack[Limits]) -> Tensor:
@@ -93,17 +94,17 @@ class MPCache(VotedPolicy):
 
 
 class ClusterReader(Extension):
-    """Reads sinks, window, all decoded tokens, and the nearest clusters of the prompt's rest.
+    """Reads sinks, window, decoded tokens, and the nearest clusters of other prompt entries.
 
-    Neighbours among the stored entries form clusters. A cluster is as near as
-    ``q . (alpha * r_max + (1 - alpha) * r_min)``, with the elementwise largest and smallest of its
-    keys and the mean query of the KV head's query heads: first the coarse ones, then the fine ones
-    within those that are left. Entries that fill no coarse cluster are read, too. Ties go to the
-    earlier cluster.
+    Neighbours among the stored entries form clusters. The nearness of a cluster is ``q . (alpha *
+    r_max + (1 - alpha) * r_min)``, with the elementwise largest and smallest of its keys and the
+    mean query of the KV head's query heads. Coarse clusters are ranked first, then the fine ones
+    within the best. Entries that fill no coarse cluster are always read. Ties go to the earlier
+    cluster.
 
-    Of a pair of adjacent layers the second does not compare: it reads the fine clusters
-    that hold most of the positions that the first one reads. Where both store the same entries
-    these are the same clusters, as in the paper.
+    The second of two adjacent layers does not compare: it reads the fine clusters with most of the
+    first one's positions. If both store the same entries these are the same clusters, as in the
+    paper.
 
     Parameters
     ----------
@@ -154,17 +155,6 @@ class ClusterReader(Extension):
         self, states: AttentionStates, positions: Tensor, *, place: int, kept: Kept
     ) -> Tensor | None:
         """Return the entries that the new token attends to; None for all.
-
-        Parameters
-        ----------
-        states : AttentionStates
-            One new token; its keys are the stored ones.
-        positions : Tensor of int32, (batch, n_kv_heads, n_kept)
-            Of the first of them.
-        place : int
-            Place of the layer among the full-attention ones, from 0.
-        kept : Kept
-            The first of the entries; another where they have changed.
 
         Returns
         -------
@@ -219,9 +209,9 @@ class ClusterReader(Extension):
         return _best(fine, n_fine, open_coarse.repeat_interleave(parts, dim=-1))
 
     def _follow(self, place: int, where: Tensor, n_coarse: int) -> Tensor | None:
-        """Return which fine clusters have most of the positions that the layer before reads.
+        """Return the fine clusters with most of the positions that the previous layer reads.
 
-        None where that layer read everything.
+        None if that layer read everything.
         """
         if self._led is None or self._led[0] != place - 1:
             return None

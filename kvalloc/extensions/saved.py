@@ -1,4 +1,4 @@
-"""A reduced cache in a file: ask today about a text that was read yesterday."""
+"""A reduced cache in a file, for later questions about a text."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ KEPT = {
     "kept_positions": "tokens",
     "key_scales": "key_scales",
 }
-"""What a `Part` has of these tensors of a layer's bits."""
+"""Fields of a `Part` by the names of a layer's tensors."""
 
 
 def save_cache(
     cache: BudgetCache, path: str | Path, *, notes: Mapping[str, Any] | None = None
 ) -> None:
-    """Write a cache to a file, from which `load_cache` brings it back.
+    """Write a cache to a file, for `load_cache`.
 
     Parameters
     ----------
     cache : BudgetCache
     path : str or Path
-        Usually ``*.safetensors``: keys, values and positions as they are stored, and a JSON
-        header with the budget profile, the digests and what the cache has seen, token ids too where
-        it knows them.
+        Usually ``*.safetensors``: keys, values and positions as stored, and a JSON header. The
+        header has the budget profile, the digests, the counts of seen tokens, and token ids if
+        known.
     notes : mapping, optional
-        Plain values of the caller's, such as where the text came from.
+        Plain values of the caller, such as the origin of the text.
 
     Raises
     ------
@@ -164,17 +164,17 @@ def stored(tensor: Tensor) -> StoredTensor:
 def load_cache(
     path: str | Path, model: nn.Module, *, allow_other_model: bool = False
 ) -> BudgetCache:
-    """Load a cache as it was when it was saved, for the same model.
+    """Load a saved cache, for the same model.
 
     Parameters
     ----------
     path : str or Path
-        Written by `save_cache`.
+        File of `save_cache`.
     model : transformers.PreTrainedModel
         The model that filled it: the same weights in the same type.
     allow_other_model : bool
-        Accept other weights of the same sizes, such as a fine-tune's. Its answers are then those
-        of a model that was given somebody else's memory.
+        Accept other weights of the same sizes, such as a fine-tune's. Its answers then come from
+        another model's entries.
 
     Returns
     -------
@@ -184,9 +184,8 @@ def load_cache(
     Raises
     ------
     ProfileFileError
-        If the file is missing, truncated, of another schema version, or not such a file as
-        `save_cache` writes: no part of it is believed before it is checked
-        (`SavedCacheHeader.read`).
+        If the file is missing, truncated, of another schema version, or otherwise invalid: all of
+        it is checked before use (`SavedCacheHeader.read`).
     ModelMismatchError
         If another model filled the cache.
     """
@@ -200,7 +199,7 @@ def filled_cache(
     model: nn.Module,
     allow_other_model: bool,
 ) -> BudgetCache:
-    """Load a cache from a file that was read, and so checked, already; see `load_cache`."""
+    """Load a cache from a file that was already read and checked; see `load_cache`."""
     _check_model(path, header, model, allow_other_model=allow_other_model)
     decided = header.row_profiles
     options = CacheOptions(
@@ -249,7 +248,7 @@ def fill_rows(
     visible: Tensor | None,
     ranked: tuple[int, ...],
 ) -> None:
-    """Let a cache with filled layers go on behind a prompt that is within its budget."""
+    """Let a cache with filled layers continue after a prompt within its budget."""
     cache.door.resume(visible, prompt_columns)
     methods = cache.methods if len(cache.methods) == len(ranked) else cache.methods * len(ranked)
     cache.rows = []
@@ -268,7 +267,7 @@ def _tensor(stored: StoredTensor) -> Tensor:
 
 
 def _fill(layer: Store, tensors: dict[str, Tensor], header: SavedCacheHeader) -> None:
-    """Put a layer into the state that was saved."""
+    """Restore a layer's saved state."""
     layer.seen, heads = header.seen_tokens, int(tensors["keys"].shape[1])
     if "latest" not in tensors:
         return
@@ -280,11 +279,11 @@ def _fill(layer: Store, tensors: dict[str, Tensor], header: SavedCacheHeader) ->
         if (name := f"bits_{bits}.lengths") in tensors
     }
     empty, parts = sum(lengths.values()) == 0, []
-    for bits, own in lengths.items():
+    for bits, counts in lengths.items():
         named = {field: tensors.get(f"bits_{bits}.{name}") for name, field in KEPT.items()}
-        segments = np.flatnonzero((own > 0) | empty)
+        segments = np.flatnonzero((counts > 0) | empty)
         empty = np.zeros_like(empty)
-        part = Part(**named, segments=segments, lengths=own[segments], bits=bits)  # type: ignore[arg-type]
+        part = Part(**named, segments=segments, lengths=counts[segments], bits=bits)  # type: ignore[arg-type]
         parts.append(part.compact(header.seen_tokens))
     like = tensors["keys"][0, 0, :0].clone(), tensors["values"][0, 0, :0].clone()
     layer.kept = Kept(parts=tuple(parts), rows=header.batch, heads=heads, like=like)

@@ -1,15 +1,14 @@
 """Attention of a few new tokens over kept entries on CUDA, in two launches.
 
-The entries that are kept and the tokens that followed are cut into tiles (segment, start, end) of
-equal length in all segments, so that long heads are shared by as many programs as
-they need. Each program leaves the partial softmax of its tile, and one more launch adds the partial
-softmaxes of each segment and writes the answer in its final layout. Which kept tiles belong to
-which piece of a segment stands on the device, made once for each eviction; as many programs are
-launched as entries of that number can need. Lengths and numbers of tiles are arguments at run time,
-so a longer answer compiles nothing anew, and nothing here asks the device for a value.
+Kept entries and later tokens are cut into tiles (segment, start, end) of equal length, so that long
+heads are shared by as many programs as they need. Each program writes the partial softmax of its
+tile, and a second launch adds the parts of each segment and writes the answer. The map from kept
+tiles to pieces of segments is on the device, made once for each eviction. The number of programs is
+the largest that this number of entries can need. Lengths and numbers of tiles are arguments at run
+time, so a longer answer compiles nothing anew, and the host never waits.
 
-The kernels are in `kvalloc.extensions.triton_kernels`, which is imported where there is
-Triton: torch for CUDA on Linux brings it along.
+The kernels are in `kvalloc.extensions.triton_kernels`, imported only with Triton, which torch for
+CUDA on Linux installs.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ from kvalloc.runtime.kept import SHORTEST_TILE, Kept, Part
 __all__ = ["TritonBackend", "triton_attention"]
 
 _ROWS = (16, 64)
-"""Query rows of a program: at least, because of the tensor cores, and at most."""
+"""Smallest and largest number of query rows of a program; tensor cores set the smallest."""
 
 _WARP_NUMBERS = 512
-"""Numbers of the keys read together that are worth a warp: below it reads byte by byte."""
+"""Numbers of keys for each warp: with fewer it reads byte by byte."""
 
 
 class TritonBackend(Backend):
@@ -47,13 +46,13 @@ class TritonBackend(Backend):
     name = "CUDA kernel"
 
     def unavailable(self) -> str | None:
-        """Return whether Triton or a CUDA device is missing."""
+        """Return a sentence if Triton or a CUDA device is missing."""
         if not torch.cuda.is_available():
             return "there is no CUDA device"
         return None if _installed() else "Triton is not installed"
 
     def refusal(self, call: AttentionCall, kept: Kept) -> str | None:
-        """Refuse entries elsewhere, types it does not read, gradients, codes of an odd width."""
+        """Refuse entries on other devices, unsupported types, gradients, codes of an odd width."""
         if not call.queries.is_cuda:
             return "the entries are not on CUDA"
         if not _installed():
@@ -78,12 +77,12 @@ def _installed() -> bool:
 
 @cache
 def _wanted_programs(device: torch.device) -> int:
-    """Return two for each multiprocessor."""
+    """Return two programs for each multiprocessor."""
     return 2 * int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def triton_attention(call: AttentionCall, kept: Kept, *, programs: int) -> Tensor:
-    """Attend with about ``programs`` programs, more where segments are short."""
+    """Attend with about ``programs`` programs, more if segments are short."""
     call = call.with_dense_vectors()
     batch, n_query_heads, n_new, head_dim = call.queries.shape
     n_kv_heads, n_following, value_dim = *call.keys.shape[1:3], call.values.shape[-1]
@@ -137,7 +136,7 @@ def triton_attention(call: AttentionCall, kept: Kept, *, programs: int) -> Tenso
 
 
 def _stored(kept: Part) -> tuple[Any, ...]:
-    """Return keys, values and, at fewer bits, key scales and the values as their type."""
+    """Return keys, values and, at fewer bits, key scales and the values viewed as their type."""
     scales = kept.key_scales
     both = None if scales is None else (scales, kept.values.view(scales.dtype))
     return kept.keys, kept.values, both
@@ -197,7 +196,7 @@ def _power_of_two(number: int) -> int:
 
 
 def _launch(kernel: str, grid: tuple[int, int], *arguments: Any, **constants: Any) -> None:
-    """Launch a kernel: the only place that launches anything beside torch's operations."""
+    """Launch a kernel; nothing else launches one beside torch's operations."""
     from kvalloc.extensions import triton_kernels
 
     getattr(triton_kernels, kernel)[grid](*arguments, **constants)

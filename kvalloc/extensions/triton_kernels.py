@@ -2,11 +2,11 @@
 
 With ``TRITON_INTERPRET=1`` the same kernels run on the CPU, where they are tested.
 
-A softmax over the entries so far is, for each query row, the largest logit ``largest``, the sum of
-``exp(logit - largest)`` ``total``, and the values weighted by the same, ``summed``. Entries are
-added a block of columns at a time, and read from memory once: as numbers, or as the codes that are
-stored at fewer bits, which become numbers in registers. What belongs together comes as a tuple;
-None stands for an absent tensor, and nothing is compiled for it.
+A softmax over the entries so far has three parts for each query row: the largest logit ``largest``,
+the sum ``total`` of ``exp(logit - largest)``, and the values weighted by these, ``summed``. Entries
+are added a block of columns at a time, and read from memory once: as numbers, or as codes of fewer
+bits, which are unpacked in registers. Related arguments come as a tuple; None stands for an absent
+tensor, and nothing is compiled for it.
 
 Query row r of a KV head is new token ``r % n_new`` of the head's query head ``r // n_new``.
 """
@@ -25,14 +25,14 @@ _LENGTHS = ("n_tiles", "following_tiles", "length", "tile", "n_following", "all_
 
 
 class Codes(NamedTuple):
-    """How one part of the kept entries is stored.
+    """Storage of one part of the kept entries.
 
     Attributes
     ----------
     key_bits, value_bits : int
-        Of each number.
+        Bits of each number.
     key_bytes, value_bytes : int
-        Of the numbers of an entry.
+        Bytes of the numbers of an entry.
     turned : bool
         Whether values are times Hadamard's matrix.
     """
@@ -45,26 +45,26 @@ class Codes(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Constants that are compiled into a kernel: sizes of a model's heads, none of them a length.
+    """Constants compiled into a kernel: sizes of a model's heads, none of them a length.
 
     Attributes
     ----------
     head_dim, value_dim : int
         Numbers of a key and of a value.
     head_block, value_block : int
-        The same, filled up to a power of two.
+        The same, rounded up to a power of two.
     rows : int
         Query rows of a program.
     columns, key_block : int
-        Entries that are read together, and that share a key scale.
+        Entries that are read at once, and that share a key scale.
     channels : int
         Channels of a value that share a scale.
     codes : tuple of Codes
-        Of each part of the kept entries.
+        One for each part of the kept entries.
     turned : bool
-        Whether values of any part are.
+        Whether values of any part are turned.
     precision : str
-        Of products, as Triton calls it.
+        Precision of products, in Triton's words.
     """
 
     head_dim: int
@@ -96,13 +96,13 @@ def read_tile(  # type: ignore[no-untyped-def]
     factors,
     SIZES: tl.constexpr,
 ):
-    """Write the softmax of one block of query rows over one tile, kept or following.
+    """Write the softmax of one block of query rows over one tile of kept or later entries.
 
     Parts of ``partial`` are (n_rows, value_dim + 2): summed, largest, total. First come parts of at
     most ``n_tiles`` tiles of ``length`` kept entries, then ``following_tiles`` of each segment,
-    ``tile`` entries each of ``n_following``. ``kept`` are the pieces of segments as
-    `kvalloc.runtime.kept.Work` has them and, of each part, keys, values and scales; ``queries_in``
-    and ``followed`` are tensors with the steps between their rows, heads and tokens.
+    ``tile`` entries each of ``n_following``. ``kept`` holds the pieces of segments as in
+    `kvalloc.runtime.kept.Work` and, of each part, keys, values and scales. ``queries_in`` and
+    ``followed`` are tensors with the steps between their rows, heads and tokens.
     """
     queries, query_row, query_head, query_token = queries_in
     pieces = kept[0]
@@ -163,7 +163,7 @@ def read_tile(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _piece_of(tile, pieces, all_pieces):  # type: ignore[no-untyped-def]
-    """Return the piece of a tile of kept entries: the number that end before it."""
+    """Return the piece of a tile of kept entries: the number of pieces that end before it."""
     count = tl.zeros([], dtype=tl.int64)
     for first in range(0, all_pieces, 64):
         place = first + tl.arange(0, 64)
@@ -193,11 +193,10 @@ def add_tiles(  # type: ignore[no-untyped-def]
     counts,
     SIZES: tl.constexpr,
 ):
-    """Write one segment's answer from the softmaxes of its tiles, where the model wants it.
+    """Write one segment's answer from the softmaxes of its tiles, in the model's layout.
 
-    Tiles of turned values come first; their sum is turned, and nothing else is.
-    ``output`` is (batch, n_new, n_kv_heads * group, value_dim); ``sinks`` are the logits and the
-    step between two of them.
+    Tiles of turned values come first; only their sum is turned. ``output`` is (batch, n_new,
+    n_kv_heads * group, value_dim); ``sinks`` are the logits and the step between two of them.
     """
     n_rows, n_new, n_kv_heads, group, n_pieces = counts
     segment = tl.program_id(0).to(tl.int64)
@@ -282,9 +281,9 @@ def _add_entries(  # type: ignore[no-untyped-def]
 ):
     """Add the entries of a span (start, end, first key scale) to a softmax.
 
-    ``entries`` are keys and values, each with the step between tokens, and at fewer bits scales.
-    Of following tokens, the asking ones see no later ones (``asking``: batch row, places) and
-    none before the row's first (its last: starts).
+    ``entries`` are keys and values, each with the step between tokens, and at fewer bits scales. A
+    new token sees no later one (``asking``: batch row, places) and none before the row's first (its
+    last: starts).
     """
     start, end, first_scale = span
     largest, total, summed = softmax
@@ -323,7 +322,7 @@ def _keys(  # type: ignore[no-untyped-def]
 ):
     """Return keys in columns, (head_block, columns), which share the scales of a block.
 
-    At fewer bits the numbers are those of `kvalloc.runtime.quantization.from_codes`, float32.
+    Numbers of fewer bits are float32, as in `kvalloc.runtime.quantization.from_codes`.
     """
     keys, key_token, _, _, scales = entries
     dims = tl.arange(0, SIZES.head_block)
@@ -350,8 +349,8 @@ def _keys(  # type: ignore[no-untyped-def]
 def _values(entries, column, inside, SIZES: tl.constexpr, CODES: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return values in rows, (columns, value_block).
 
-    At fewer bits a row's scales, one for `channels` numbers, stand behind its codes, and a minimum
-    behind each unless values are turned; ``scales[1]`` are the same rows in their type.
+    At fewer bits a row's scales, one for `channels` numbers, follow its codes. A minimum follows
+    each unless values are turned; ``scales[1]`` are the same rows viewed in their type.
     """
     _, _, values, value_token, scales = entries
     dims = tl.arange(0, SIZES.value_block)
@@ -421,7 +420,7 @@ def _plane(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _raised(largest, other):  # type: ignore[no-untyped-def]
-    """Return the larger of two largest logits, what to take off, and the factor on older sums."""
+    """Return the larger of two largest logits, the subtrahend, and the factor on older sums."""
     highest = tl.maximum(largest, other)
     # a row that has seen nothing yet: -inf minus -inf is not a number
     finite = tl.where(highest == float("-inf"), 0.0, highest)

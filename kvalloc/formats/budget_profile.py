@@ -29,7 +29,7 @@ from kvalloc.shape import HALF_BYTES, ModelShape
 from kvalloc.units import size
 
 BY_SCORE = ("score", "attention_matching")
-"""Policies that keep the best by score, whatever they do with the rest."""
+"""Policies that keep the best by score, and may change kept entries."""
 
 
 class Policy(Record):
@@ -41,7 +41,7 @@ class Policy(Record):
     """Name of the scorer."""
 
     scorer_parameters: dict[str, Any]
-    """What rebuilds the scorer."""
+    """Parameters that rebuild the scorer."""
 
     sinks: int = Field(ge=0)
     """First tokens of the prompt, never evicted and part of every budget."""
@@ -53,7 +53,7 @@ class Policy(Record):
     """Name of the policy; ``score`` keeps the scorer's best entries."""
 
     parameters: dict[str, Any] = Field(default_factory=dict)
-    """What rebuilds the policy, apart from the scorer."""
+    """Parameters that rebuild the policy, apart from the scorer."""
 
     @cached_property
     def protected_tokens(self) -> int:
@@ -62,7 +62,7 @@ class Policy(Record):
 
     @property
     def title(self) -> str:
-        """Its name in tables: its own, or that of its scorer."""
+        """Name in tables: the policy's, or the scorer's for ``score``."""
         return self.scorer if self.name == "score" else self.name
 
 
@@ -73,7 +73,7 @@ _TARGET_TEXTS = {
     **{"budget": "{:.1%}", "budget_tokens": "{:g} entries a head", "memory": ""},
     **{"retention": "retention {:g}", "loss": "a loss of {:g}"},
 }
-"""How the target of a request is written, by its kind."""
+"""Texts of the target of a request, by its kind."""
 
 
 class MeasuredTry(Record):
@@ -121,7 +121,7 @@ class MeasuredLoss(Record):
     """Target of the loss, nats per token."""
 
     tries: tuple[MeasuredTry, ...]
-    """All decisions that were measured, this one among them."""
+    """All measured decisions, this one among them."""
 
 
 _Size = Annotated[int, Field(ge=0, lt=2**63)]
@@ -136,16 +136,16 @@ class Limit(Record):
     """The capacity, a cap, or the number of different budgets."""
 
     used: _Size
-    """What the decision takes of it: bytes, or budgets."""
+    """Use by the decision: bytes, or budgets."""
 
-    most: _Size
-    """What it allows."""
+    allowed: _Size
+    """Largest use: bytes, or budgets."""
 
     binds: bool
     """Whether nothing more fits, though more could be had."""
 
     value_per_mib: float | None = Field(default=None, ge=0, allow_inf_nan=False)
-    """What one more MiB of it would add to the value, in the dual; None if unknown."""
+    """Value of one more MiB of it, in the dual; None if unknown."""
 
 
 class BudgetProfile(JsonRecord):
@@ -155,17 +155,17 @@ class BudgetProfile(JsonRecord):
     ------
     InputError
         If budgets do not fit the model, are below sinks and window, above the context, or differ
-        within a layer at layer level; or another field does not fit the others.
+        within a layer at layer level. If another field does not fit the others.
     """
 
     NAME: ClassVar[str] = "budget profile"
     MADE_BY: ClassVar[str] = "kvalloc solve"
 
     kind: Literal["kvalloc.budget_profile"] = "kvalloc.budget_profile"
-    """What the file is."""
+    """Kind of the file."""
 
     schema_version: Literal[1] = 1
-    """How the file is to be read."""
+    """Version of the file's schema."""
 
     shape: ModelShape
     """The model."""
@@ -178,43 +178,40 @@ class BudgetProfile(JsonRecord):
 
     budgets: IntArray2D
     """Entries that each KV head keeps of ``context_tokens``, sinks and window included,
-    ``(n_layers, n_kv_heads)``. Rows of other layers hold what those store anyway."""
+    ``(n_layers, n_kv_heads)``. Rows of other layers hold their constant numbers."""
 
     length_rule: LengthRule = "proportional"
-    """How budgets follow the prompt's length: the evictable part in proportion, or the same number
-    of entries at any length."""
+    """How budgets grow with the prompt: the evictable part in proportion, or not at all."""
 
     share_of_16_bits: float | None = Field(default=None, gt=0, le=1)
-    """Instead of the length rule: of any prompt every KV head keeps as many entries as make up this
-    share of the bytes of a cache at 16 bits, scales and positions included. Numbers at 16 bits
-    count two bytes there, in whatever type the model has them. ``budgets`` are those of
-    ``context_tokens``."""
+    """Replaces the length rule: every KV head keeps as many entries of a prompt as fit this share
+    of a 16-bit cache, scales and positions included. Numbers at 16 bits count two bytes, for any
+    type of the model. ``budgets`` hold at ``context_tokens``."""
 
     target_share: float | None = Field(default=None, gt=0, le=1)
-    """Share of the bytes of a cache at 16 bits that was asked for, which a conversation fills again
-    as it grows; None if something else was asked for."""
+    """Requested share of the bytes of a cache at 16 bits, which a conversation fills again as it
+    grows; None for another target."""
 
     fits_a_peak: bool = False
-    """Whether all that the cache takes while the prompts are read fits a size."""
+    """Whether the size is a limit of the peak while prompts are read."""
 
     plain_if_full: bool = True
-    """Whether nothing is evicted or rounded if budgets keep everything. False if less than all was
-    asked for."""
+    """Whether nothing is evicted or rounded if budgets keep everything. False if a smaller cache
+    was requested."""
 
     page_tokens: int = Field(default=1, ge=1)
     """Tokens of a page, in which memory is accounted."""
 
     policy: Policy
-    """Which entries are kept."""
+    """Policy that picks the kept entries."""
 
     by_prompt: bool = False
-    """The budgets say how many entries are kept in all, and each prompt hands them out among the
-    KV heads by its own scores (`kvalloc.runtime.selection`); what stands in ``budgets`` is then
-    what the heads had in the mean."""
+    """Whether each prompt shares the sum of the budgets among the KV heads by its own scores
+    (`kvalloc.runtime.selection`). ``budgets`` then holds the heads' means."""
 
     bits: IntArray2D | None = None
-    """Bit width at which each KV head stores its entries (`kvalloc.accounting.costs`), 16
-    being half precision; None where all are at 16. Sliding layers are at 16."""
+    """Bit width at which each KV head stores its entries (`kvalloc.accounting.costs`), 16 being
+    half precision; None if all are at 16. Sliding layers are at 16."""
 
     solver: str = ""
     """Name of the requested solver."""
@@ -226,62 +223,62 @@ class BudgetProfile(JsonRecord):
     """The solver that decided: the one that ``auto`` picked, else the same."""
 
     detail: str = ""
-    """The solver's own line: why it was picked, its back end, its parameters."""
+    """The solver's line: why it was picked, its back end, its parameters."""
 
     sense: Literal["max_value", "min_cost"] = "max_value"
-    """What was optimised."""
+    """Optimised side: value, or bytes."""
 
     objective: float = 0.0
     """Value reached (``max_value``) or bytes needed (``min_cost``)."""
 
     bound: float | None = None
-    """Nothing can be better than this; None if unknown."""
+    """Bound on any choice; None if unknown."""
 
     bound_source: str = ""
-    """What proves the bound: ``dual`` (recomputed by kvalloc), else the solver on whose word it
-    stands."""
+    """Proof of the bound: ``dual`` (recomputed by kvalloc), else the name of the solver that claims
+    it."""
 
     prices: tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...] = ()
-    """Prices of a byte of the capacity (or for the target) and of each cap, in units of value,
-    with which the dual bound is proven again; empty where kvalloc finds its own."""
+    """Prices of a byte of the capacity (or for the target) and of each cap, in units of value, that
+    prove the dual bound. Empty if kvalloc finds its own."""
 
     termination: Literal["", "optimal", "heuristic", "gap_limit", "time_limit"] = ""
     """Why the solver stopped."""
 
     value_per_mib: float | None = Field(default=None, ge=0)
-    """Shadow price: what one more MiB would add to the value, at the margin; None if unknown."""
+    """Shadow price: value of one more MiB, at the margin; None if unknown."""
 
     price_source: str = ""
-    """Where that comes from: the next entry, the dual, or a little more of the worst unit; or why
-    it is unknown."""
+    """Source of the price: the next entry, the dual, or a little more of the worst unit; or why it
+    is unknown."""
 
     limits: tuple[Limit, ...] = ()
-    """Which limits bind, what each is worth, and where its price holds; empty if not computed."""
+    """Limits with their use and price; empty if not computed."""
 
     requested: dict[str, Any] = Field(default_factory=dict)
-    """The target of the request: its name and value, and the bytes or the value it stands for.
-    Provenance: nothing that is kept depends on it."""
+    """The target of the request: its name and value, and its bytes or value. Provenance: no kept
+    entry depends on it."""
 
     retention: float | None = Field(default=None, ge=0, le=1 + 1e-9)
-    """Predicted retention at these budgets: mean over layers of the kept share of score mass,
-    whatever width it is kept at."""
+    """Predicted retention at these budgets: mean over layers of the kept share of score mass, at
+    any width."""
 
     predicted_loss: float | None = None
-    """Predicted loss at these budgets, nats per token: the sum of the losses that were measured
-    with each unit reduced alone. None where no losses were measured."""
+    """Predicted loss at these budgets, nats per token: the sum of the losses measured with each
+    unit reduced alone. None if no losses were measured."""
 
     model_error: float | None = Field(default=None, gt=0)
-    """Measured over predicted loss of whole caches at this share that were decided alike; None
-    where it was not measured."""
+    """Measured over predicted loss of whole caches at this share that were decided alike; None if
+    it was not measured."""
 
     measured_loss: MeasuredLoss | None = None
-    """What all units together lose when measured (`kvalloc.solve_measured`)."""
+    """Measured loss of all units together (`kvalloc.solve_measured`)."""
 
     batch: int = Field(default=1, ge=1)
     """Rows that bytes were accounted for."""
 
     score_digest: str = ""
-    """Digest of the score profile that the decision was made from."""
+    """Digest of the score profile of the decision."""
 
     problem_digest: str = ""
     """Digest of the problem that was solved."""
@@ -322,7 +319,7 @@ class BudgetProfile(JsonRecord):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def full_bytes(self) -> int:
-        """Bytes that keeping everything takes at 16 bits, at the reference context and batch."""
+        """Bytes of keeping everything at 16 bits, at the reference context and batch."""
         return full_bytes(self.shape, self.context_tokens, self.batch)
 
     @property
@@ -332,7 +329,7 @@ class BudgetProfile(JsonRecord):
 
     @property
     def reduces(self) -> bool:
-        """Whether a cache evicts or rounds: less than everything is kept, or was asked for."""
+        """Whether a cache evicts or rounds: less than everything is kept, or was requested."""
         kept = self.budgets[list(self.shape.full_layers)]
         if self._rounds or (kept < self.context_tokens).any():
             return True
@@ -346,18 +343,18 @@ class BudgetProfile(JsonRecord):
 
     @property
     def widths(self) -> IntArray:
-        """Bits of each KV head's entries, ``(n_layers, n_kv_heads)``; 16 where none are stated."""
+        """Bits of each KV head's entries, ``(n_layers, n_kv_heads)``; 16 if none are stated."""
         return np.full_like(self.budgets, 16) if self.bits is None else self.bits
 
     @property
     def optimal_by_word(self) -> str:
-        """The solver whose word alone says that this is optimal; empty if a bound shows it."""
+        """The solver that claims optimality; empty if a bound shows it."""
         known = self.termination != "optimal" or self.bound_source == "dual"
         return "" if known else self.bound_source or "nobody"
 
     @property
     def expected_loss(self) -> float | None:
-        """The predicted loss, times what whole caches lost beside it, nats per token."""
+        """The predicted loss times the model error, nats per token."""
         return self.predicted_loss and self.predicted_loss * (self.model_error or 1.0)
 
     def __repr__(self) -> str:
@@ -377,17 +374,12 @@ class BudgetProfile(JsonRecord):
     def budgets_for(self, context_tokens: int) -> IntArray:
         """Return the budgets for a prompt of another length.
 
-        ``proportional``: each head keeps its share of the evictable entries. The sum over all
-        heads is the sum of the real-valued shares, rounded down. The one rounding rule
-        (`kvalloc.accounting.rounding.apportion`) hands it out, so no entry is lost and none is
-        made up. Of a longer prompt at fewer bits, blocks of keys have more scales in some heads:
-        then fewer entries are handed out, so that the share of the bytes is not exceeded.
-        ``fixed``: the same number of entries, or everything of a shorter prompt.
-
-        Parameters
-        ----------
-        context_tokens : int
-            Length of the prompt, tokens.
+        ``proportional``: each head keeps its share of the evictable entries. The sum over all heads
+        is the sum of the real-valued shares, rounded down. The one rounding rule
+        (`kvalloc.accounting.rounding.apportion`) hands it out, so no entry is lost or added. For a
+        longer prompt at fewer bits, blocks of keys have more scales in some heads. Then fewer
+        entries are handed out, so that the share of the bytes is not exceeded. ``fixed``: the same
+        number of entries, or all of a shorter prompt.
 
         Returns
         -------
@@ -408,7 +400,7 @@ class BudgetProfile(JsonRecord):
                 context_tokens,
                 self.widths[full],
                 self.shape,
-                least=self.policy.protected_tokens,
+                minimum=self.policy.protected_tokens,
             )
         elif context_tokens != self.context_tokens:
             fewer, before = 0, budgets[full] - 1
@@ -456,8 +448,8 @@ class BudgetProfile(JsonRecord):
         columns : int, optional
             Length with padding.
         chunked : bool
-            Whether they come in several forwards: before the last one all is at 16 bits, and a
-            layer as the model makes it as long as all of its tokens are within its budgets.
+            Whether they come in several forwards. Before the last one all entries are at 16 bits,
+            and a layer has the model's type as long as all of its tokens are within its budgets.
         """
         shape, kept = self.shape, self.budgets_for(context_tokens)
         profile = self.model_copy(update={"bits": None}) if chunked else self
@@ -468,13 +460,13 @@ class BudgetProfile(JsonRecord):
         return stored * batch + reading_bytes(shape, columns or context_tokens, batch)
 
     def _held_between_chunks(self, kept: IntArray, by_layer: IntArray) -> int:
-        """Return the most bytes of a prompt in chunks, of layers that take ``by_layer`` reduced."""
+        """Return the peak bytes of a prompt in chunks; reduced layers take ``by_layer``."""
         shape, full = self.shape, list(self.shape.full_layers)
         heads, reduced = kept[full], by_layer[full]
-        most = heads.sum(axis=1) if self.by_prompt else heads.min(axis=1) * shape.n_kv_heads
-        read = most[:, None]  # so many entries of each layer have come when one is about to evict
-        held = np.where(most >= read, read * shape.plain_bytes_per_entry, reduced).sum(axis=1)
-        rise = max(int(held.max()) - int(reduced.sum()), 0)
+        entries = heads.sum(axis=1) if self.by_prompt else heads.min(axis=1) * shape.n_kv_heads
+        read = entries[:, None]  # entries of each layer when the layer of this row evicts
+        peaks = np.where(entries >= read, read * shape.plain_bytes_per_entry, reduced).sum(axis=1)
+        rise = max(int(peaks.max()) - int(reduced.sum()), 0)
         return int(by_layer.sum()) + rise
 
     def head_bytes_at(self, context_tokens: int) -> IntArray:
@@ -484,8 +476,8 @@ class BudgetProfile(JsonRecord):
     def _bytes_of(self, kept: IntArray, context_tokens: int) -> IntArray:
         """Return the bytes of budgets for a prompt, ``(n_layers, n_kv_heads)``.
 
-        If anything is evicted or rounded, positions of all kept entries count; layers without
-        budgets are as the model stores them, their bytes spread over the columns.
+        If anything is evicted or rounded, positions of kept entries count. Layers without budgets
+        are as the model stores them, with bytes spread over the columns.
         """
         shape, constant = self.shape, constant_bytes(self.shape, context_tokens)
         rounds = self._rounds or (self.reduces and shape.dtype_bytes > HALF_BYTES)
@@ -505,10 +497,10 @@ class BudgetProfile(JsonRecord):
         return float(stored.mean()) / (context_tokens * self.shape.bytes_per_entry)
 
     def filled_bytes_at(self, context_tokens: int) -> int:
-        """Return the bytes of full attention to which a conversation of some tokens is filled.
+        """Return the bytes of full attention that a conversation of some tokens may fill.
 
-        If a share of the bytes was requested and entries are rounded, it is the share that they
-        take at the reference context; 0 if budgets keep their proportions at any length.
+        If a share of the bytes was requested and entries are rounded, it is their share at the
+        reference context. It is 0 if budgets keep their proportions at any length.
         """
         if self.target_share is None or self.length_rule == "fixed":
             return 0
@@ -519,7 +511,7 @@ class BudgetProfile(JsonRecord):
 
     @property
     def target_text(self) -> str:
-        """The target of the request, in a few words; empty if it is not known."""
+        """The target of the request, in a few words; empty if unknown."""
         kind, value = self.requested.get("target"), self.requested.get("value")
         is_number = isinstance(value, int | float) and 0 <= value < 2**63
         if kind not in _TARGET_TEXTS or not is_number:
@@ -531,13 +523,13 @@ class BudgetProfile(JsonRecord):
     def _fits(self) -> Self:
         check_size(self.shape, self.context_tokens, self.page_tokens, self.batch)
         shape, table = self.shape, (self.shape.n_layers, self.shape.n_kv_heads)
-        full, others = list(shape.full_layers), list(shape.constant_layers)
+        full, constant = list(shape.full_layers), list(shape.constant_layers)
         require_shape("budgets", self.budgets, table)
         self._require_budgets(self.budgets[full])
         if self.bits is not None:
             require_shape("bits", self.bits, table)
             expected = "16 there: nothing is decided"
-            right = (self.bits[others] == 16).all()
+            right = (self.bits[constant] == 16).all()
             require(right, "bits", "another number in a layer without a budget", expected)
             widths, known = np.unique(self.bits).tolist(), ", ".join(map(str, BIT_WIDTHS))
             require({*widths} <= {*BIT_WIDTHS}, "bits", widths, f"one of {known} each")
@@ -568,7 +560,7 @@ class BudgetProfile(JsonRecord):
                 require(alike, name, "different within a layer", expected)
 
     def _require_by_prompt(self) -> None:
-        """Refuse fields that budgets cannot have if each prompt hands them out anew."""
+        """Refuse fields that exclude budgets by prompt."""
         fixed = {
             "layer level": self.level != "head",
             "another policy than scores": self.policy.name not in BY_SCORE,
@@ -608,7 +600,7 @@ class BudgetProfile(JsonRecord):
 def relative_gap(objective: float, bound: float | None) -> float | None:
     """Return the distance between objective and bound over the larger of the two.
 
-    It is 0..1 if both have one sign, also where a loss has a bound of 0.
+    It is 0..1 if both have one sign, also if a loss has a bound of 0.
 
     Examples
     --------

@@ -16,7 +16,7 @@ Pair = tuple[str, str]
 
 
 class EngineSetting(Record):
-    """What an engine is told, its bytes, and the losses that are predicted for it."""
+    """Formats of an engine's layers, their bytes, and predicted losses."""
 
     NAME: ClassVar[str] = "engine setting"
 
@@ -24,7 +24,7 @@ class EngineSetting(Record):
     """Formats of each layer's keys and values, ``(n_layers,)``."""
 
     cache_bytes: int = Field(ge=0)
-    """Of K, V and states of all rows at the context."""
+    """Bytes of K, V and states of all rows at the context."""
 
     mean: float = Field(ge=0)
     """Predicted KL of the next-token distribution, nats per token."""
@@ -36,16 +36,16 @@ class EngineSetting(Record):
     """The same for 99.9%."""
 
     top1: float = Field(ge=0, le=1)
-    """Predicted share of the tokens whose most likely next token stays the same."""
+    """Predicted share of the tokens with the same most likely next token."""
 
 
 class EngineChoice(EngineSetting, JsonRecord):
-    """The setting of an engine that was decided, with a bound and what else it could be told.
+    """The decided setting of an engine, with a bound and alternatives.
 
     Raises
     ------
     InputError
-        If a layer has no pair, or one that the engine cannot have.
+        If a layer has no pair, or an impossible one.
     """
 
     NAME: ClassVar[str] = "engine choice"
@@ -53,10 +53,10 @@ class EngineChoice(EngineSetting, JsonRecord):
     PROVENANCE: ClassVar[tuple[str, ...]] = ("losses_digest",)
 
     kind: Literal["kvalloc.engine_choice"] = "kvalloc.engine_choice"
-    """What the file is."""
+    """Kind of the file."""
 
     schema_version: Literal[1] = 1
-    """How the file is to be read."""
+    """Version of the file's schema."""
 
     engine: str
     """Name of the engine, of `ENGINES`."""
@@ -71,10 +71,10 @@ class EngineChoice(EngineSetting, JsonRecord):
     """Rows."""
 
     requested: str = ""
-    """What was asked for, as an option."""
+    """The target, as an option."""
 
     full_bytes: int = Field(ge=0)
-    """Of the same cache at 16 bits."""
+    """Bytes of the same cache at 16 bits."""
 
     model_error: float = Field(default=1.0, ge=1)
     """Largest factor between measured and predicted losses of whole caches."""
@@ -83,11 +83,11 @@ class EngineChoice(EngineSetting, JsonRecord):
     """Losses of single layers, summed, or of one pair for all layers, nats per token."""
 
     bound: float
-    """No setting of the engine has a smaller sum in the bytes that were asked for, or for a loss
-    fewer bytes."""
+    """No setting of the engine has a smaller sum in the requested bytes, or fewer bytes for the
+    requested loss."""
 
     bound_source: str = ""
-    """Whose word the bound is: kvalloc proves a dual one itself."""
+    """Proof of the bound: ``dual`` (recomputed by kvalloc), or the solver that claims it."""
 
     gap: float | None = None
     """Relative distance to the bound."""
@@ -96,8 +96,7 @@ class EngineChoice(EngineSetting, JsonRecord):
     """The solver."""
 
     frontier: Annotated[tuple[EngineSetting, ...], FailFast()] = ()
-    """Settings by rising bytes, each with a smaller loss than those before it; the chosen one is
-    among them."""
+    """Settings by rising bytes and falling loss; the chosen one is among them."""
 
     losses_digest: str = ""
     """Digest of the measured losses."""
@@ -105,7 +104,7 @@ class EngineChoice(EngineSetting, JsonRecord):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def bits(self) -> float:
-        """Bits an element of K and V, in the mean."""
+        """Bits an element of K and V, on average."""
         return 16 * self.cache_bytes / max(self.full_bytes, 1)
 
     @model_validator(mode="after")

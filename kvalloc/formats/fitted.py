@@ -1,6 +1,6 @@
-"""A fitted file: all that the default needs of one model, as `kvalloc.fit` measures it once.
+"""A fitted file: all that the default needs of one model, measured once by `kvalloc.fit`.
 
-A part of it is a surrogate: one linear map a KV head, from an entry to the log of its score.
+One part is a surrogate: one linear map a KV head, from an entry to the log of its score.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ class SurrogateHeader(MeasuredHeader):
     MADE_BY: ClassVar[str] = "kvalloc fit"
 
     kind: Literal["kvalloc.surrogate"] = "kvalloc.surrogate"
-    """What the file is."""
+    """Kind of the file."""
 
     schema_version: Literal[1] = 1
-    """How the file is to be read."""
+    """Version of the file's schema."""
 
     target: str
-    """Name of the scorer whose log is fitted."""
+    """Name of the scorer of the fitted log scores."""
 
     target_parameters: dict[str, Any]
-    """What rebuilds it."""
+    """Parameters that rebuild it."""
 
     samples: int = Field(ge=2)
     """Number of prompts that it was fitted on."""
@@ -55,11 +55,12 @@ class SurrogateHeader(MeasuredHeader):
     """Added to the diagonal of the features' correlation matrix."""
 
     votes_weight: float = Field(ge=0)
-    """Weight of the largest attention of a prompt's last queries beside the prediction; 0 where
-    they are better left out."""
+    """Weight of the largest attention of a prompt's last queries beside the prediction; 0 if they
+    do not help."""
 
     votes_ratio: float = Field(gt=0)
-    """Loss of the samples' caches with these votes over that without, geometric mean; 1 without."""
+    """Loss of the samples' caches with these queries over the loss without, geometric mean; 1
+    without."""
 
 
 class FittedSurrogate(ArrayRecord, SurrogateHeader):
@@ -102,13 +103,13 @@ class FittedHeader(MeasuredHeader):
     MADE_BY: ClassVar[str] = "kvalloc fit"
 
     kind: Literal["kvalloc.fitted_file"] = "kvalloc.fitted_file"
-    """What the file is."""
+    """Kind of the file."""
 
     schema_version: Literal[1] = 1
-    """How the file is to be read."""
+    """Version of the file's schema."""
 
     parts: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """Headers of the parts by name, as their own files state them."""
+    """Headers of the parts by name, as in their own files."""
 
 
 class FittedModel(ArrayRecord, FittedHeader):
@@ -123,7 +124,7 @@ class FittedModel(ArrayRecord, FittedHeader):
     HEADER: ClassVar[type[FileRecord]] = FittedHeader
 
     surrogate: FittedSurrogate
-    """Predicts what a second read of a prompt would look up."""
+    """Predicts the attention of a second read."""
 
     scores: ScoreProfile
     """Loss curves of every head over entries and widths, by the surrogate's ranking, as the mean
@@ -131,7 +132,7 @@ class FittedModel(ArrayRecord, FittedHeader):
 
     @classmethod
     def of(cls, surrogate: FittedSurrogate, scores: ScoreProfile) -> Self:
-        """Return the file of a surrogate and of losses that were measured by its ranking."""
+        """Return the file of a surrogate and of losses measured by its ranking."""
         scores = mean_scores(scores)
         described = {name: getattr(scores, name) for name in MeasuredHeader.model_fields}
         parts = {"surrogate": surrogate.header(), "scores": scores.header()}
@@ -139,12 +140,12 @@ class FittedModel(ArrayRecord, FittedHeader):
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Widths and mixes of them whose losses were measured, and that its heads can have."""
+        """Widths, and mixes of them, with measured losses that its heads can have."""
         value_dim = self.shape.dims[1]
         return tuple(one for one in self.scores.loss_widths[1:] if not bits_fault(one, value_dim))
 
     def with_errors(self, errors: tuple[ShareError, ...]) -> Self:
-        """Return the same with what whole caches lost that were decided by its losses."""
+        """Return the same with losses of whole caches that were decided by its losses."""
         scores = self.scores.replace(errors=errors)
         return self.replace(scores=scores, parts={**self.parts, "scores": scores.header()})
 
@@ -178,7 +179,7 @@ class FittedModel(ArrayRecord, FittedHeader):
 
 
 def mean_scores(scores: ScoreProfile) -> ScoreProfile:
-    """Return a score profile with the mean over its samples as the only one, and fewer ranks."""
+    """Return a score profile with only the mean over its samples, and fewer ranks."""
     last = scores.evictable_tokens
     spaced = np.rint(np.geomspace(DENSE, last, POINTS - DENSE)) if last > POINTS else scores.ranks
     chosen = np.unique(np.concatenate([np.arange(min(DENSE, last)), spaced])).astype(np.int64)

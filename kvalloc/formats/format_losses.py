@@ -1,4 +1,4 @@
-"""Measured losses of engine formats: what each layer's K or V loses when it is stored in one."""
+"""Measured losses of engine formats: of each layer's K or V in each format."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WHOLE = -1
 
 
 _SMALLEST = 1e-9
-"""A smaller loss is rounding; nats, or a share of tokens."""
+"""Nats, or share of tokens, below which a loss is rounding."""
 
 
 class Predicted(NamedTuple):
@@ -47,7 +47,7 @@ class Predicted(NamedTuple):
     """The KL that 99.9% of the tokens stay below, nats."""
 
     top1: FloatArray
-    """Share of the tokens whose most likely next token stays the same."""
+    """Share of the tokens with the same most likely next token."""
 
 
 class FormatHeader(MeasuredHeader):
@@ -57,25 +57,25 @@ class FormatHeader(MeasuredHeader):
     MADE_BY: ClassVar[str] = "kvalloc profile --formats"
 
     kind: Literal["kvalloc.format_profile"] = "kvalloc.format_profile"
-    """What the file is."""
+    """Kind of the file."""
 
     schema_version: Literal[1] = 1
-    """How the file is to be read."""
+    """Version of the file's schema."""
 
     formats: tuple[str, ...] = Field(min_length=1)
     """Names of the measured engine formats, of `FORMATS`, without ``f16``: the last axis of
-    `losses`, and what `choices` count."""
+    `losses`, and the indices in `choices`."""
 
     n_tokens: int = Field(ge=1)
-    """Predictions that each mixture was measured on."""
+    """Predictions of each mixture."""
 
 
 class FormatLosses(ArrayRecord, FormatHeader):
     """Losses of one model with K or V of single layers, and whole caches, in engine formats.
 
-    A text is read at once. Attention sees keys and values of all its tokens, the newest ones
-    included, as the engine would store them. The loss is the KL of the next-token distribution
-    from that of the unchanged model.
+    A text runs in one forward. Attention sees keys and values of all its tokens, the newest ones
+    included, as the engine would store them. The loss is the KL of the next-token distribution from
+    the unchanged model's.
 
     Raises
     ------
@@ -86,12 +86,12 @@ class FormatLosses(ArrayRecord, FormatHeader):
     HEADER: ClassVar[type[FileRecord]] = FormatHeader
 
     losses: Losses3D
-    """Mean loss of the whole model with K or V of this layer alone in this format, nats per token,
-    ``(n_layers, 2, n_formats)``; the second axis is keys, values. 0 where a layer stores none."""
+    """Mean loss of the whole model with only K or V of this layer in this format, nats per token,
+    ``(n_layers, 2, n_formats)``; the second axis is keys, values. 0 if a layer stores none."""
 
     choices: Choices3D
-    """Whole caches (mixtures) that were measured: index of the format of each layer's keys and
-    values, -1 for 16 bits, ``(n_mixtures, n_layers, 2)``."""
+    """Measured whole caches (mixtures): index of the format of each layer's keys and values, -1 for
+    16 bits, ``(n_mixtures, n_layers, 2)``."""
 
     mean: Losses1D
     """Mean loss of each mixture, nats per token, ``(n_mixtures,)``."""
@@ -103,8 +103,7 @@ class FormatLosses(ArrayRecord, FormatHeader):
     """The same for 99.9%, ``(n_mixtures,)``."""
 
     top1: Shares1D
-    """Share of the tokens whose most likely next token is that of the unchanged model,
-    ``(n_mixtures,)``."""
+    """Share of the tokens with the unchanged model's most likely next token, ``(n_mixtures,)``."""
 
     def sums(self, choices: npt.ArrayLike) -> FloatArray:
         """Return the sum of single losses of whole caches, nats per token, ``(...)``.
@@ -119,7 +118,7 @@ class FormatLosses(ArrayRecord, FormatHeader):
         return np.asarray(single[layers, parts, np.asarray(choices)].sum(axis=(-1, -2)))
 
     def predict(self, choices: npt.ArrayLike) -> Predicted:
-        """Return what whole caches lose.
+        """Return the predicted losses of whole caches.
 
         Parameters
         ----------
@@ -129,9 +128,9 @@ class FormatLosses(ArrayRecord, FormatHeader):
         Returns
         -------
         Predicted
-            Of a mixture what was measured. Else the mean is a correction times the sum of single
-            losses. Correction, tail and top-1 are power laws of the sum, fitted to the mixtures,
-            and below the smallest of these too. All at 16 bits loses nothing.
+            The measured losses of a mixture. Otherwise the mean is a correction times the sum of
+            single losses. Correction, tail and top-1 are power laws of the sum, fitted to the
+            mixtures, and used below the smallest of these too. All at 16 bits loses nothing.
         """
         same = (np.asarray(choices)[..., None, :, :] == self.choices).all(axis=(-2, -1))
         place, known = same.argmax(axis=-1), same.any(axis=-1)
@@ -140,7 +139,7 @@ class FormatLosses(ArrayRecord, FormatHeader):
         return Predicted(*(np.where(known, *pair) for pair in pairs))
 
     def predict_sums(self, sums: FloatArray) -> Predicted:
-        """Return the same for sums of single losses, nats per token, ``(...)``."""
+        """Return predicted losses for sums of single losses, nats per token, ``(...)``."""
         first, slopes, largest = self._fits_of_mixtures
         logs = np.minimum(np.log(np.maximum(sums, _SMALLEST)), largest)
         factors = np.exp(first + np.multiply.outer(logs, slopes))
@@ -153,7 +152,7 @@ class FormatLosses(ArrayRecord, FormatHeader):
         return self.error_among(self.formats)
 
     def error_among(self, names: Collection[str]) -> float:
-        """Return the same of the mixtures that have only these formats, and 16 bits."""
+        """Return the model error of the mixtures that have only these formats, and 16 bits."""
         known = [-1, *(index for index, name in enumerate(self.formats) if name in names)]
         fitted = np.maximum(self.predict_sums(self.sums(self.choices)).mean, _SMALLEST)
         factors = np.exp(np.abs(np.log(np.maximum(self.mean, _SMALLEST) / fitted)))
@@ -161,7 +160,7 @@ class FormatLosses(ArrayRecord, FormatHeader):
 
     @cached_property
     def _fits_of_mixtures(self) -> tuple[FloatArray, FloatArray, float]:
-        """Power laws of mean, 99%, 99.9% and changed tokens over the sum, and its most, as logs.
+        """Power laws of mean, 99%, 99.9% and changed tokens over the sum, and its maximum, as logs.
 
         Their values at 1, and their exponents less 1.
         """

@@ -30,7 +30,7 @@ _MEANINGS = {
 
 
 def on_hub(source: str | Path) -> str | None:
-    """Return the name of a file on the hub, or None; a `Path` has lost one of the slashes.
+    """Return the name of a file on the hub, or None; a `Path` has lost a slash.
 
     Examples
     --------
@@ -51,8 +51,8 @@ def local_file(source: str | Path) -> Iterator[Path]:
     ----------
     source : str or Path
         A path, or ``hf://owner/repo[@revision]/file``; a repository of data sets is
-        ``hf://datasets/owner/repo``, and the address of a file's page in a browser is understood,
-        too. Without a network, the file in the hub's cache is used.
+        ``hf://datasets/owner/repo``. The address of a file's page in a browser works too. Without a
+        network, the file in the hub's cache is used.
 
     Yields
     ------
@@ -62,8 +62,8 @@ def local_file(source: str | Path) -> Iterator[Path]:
     Raises
     ------
     InputError
-        If there is no such repository, revision or file, it is not given to everyone, or it is
-        neither reached nor in the cache.
+        If there is no such repository, revision or file, access is restricted, or it is neither
+        reached nor in the cache.
     MissingDependencyError
         If huggingface_hub is not installed.
     """

@@ -14,10 +14,10 @@ from kvalloc.files import check_writable
 from kvalloc.formats.score_profile import ScoreProfile
 
 _MAY_DIFFER = ("created", "interpolation_error")
-"""Fields of the header whose largest value the merged file has."""
+"""Fields of the header that are merged by their maximum."""
 
 _ASIDE = "set_aside"
-"""Field of the header whose entries of all parts the merged file has."""
+"""Field of the header that is merged as a union."""
 
 
 def merge(parts: Sequence[str | Path], output: str | Path) -> ScoreProfile:
@@ -35,14 +35,14 @@ def merge(parts: Sequence[str | Path], output: str | Path) -> ScoreProfile:
     Returns
     -------
     ScoreProfile
-        As it was written.
+        The written profile.
 
     Raises
     ------
     InputError
-        If parts are missing, overlap or do not belong together.
+        If parts are missing, overlap or belong to different measurements.
     ProfileFileError
-        If a file is no sound part.
+        If a file is no valid part.
     """
     check_writable(output)
     if not parts:

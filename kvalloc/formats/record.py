@@ -34,35 +34,34 @@ _HEADER_BYTES = 100_000_000
 """The longest header that safetensors reads."""
 
 _LISTS, _MAX_ITEMS = ("layer_types", "layers", "versions", "profiles"), 999
-"""Fields of which pydantic would note every wrong item, and how many they have at most."""
+"""Fields with many items, of which pydantic would note every wrong one, and their largest length.
+"""
 
 LARGEST_JSON_BYTES = 2**28
-"""A larger JSON file is not read: an evaluation with a million answers is smaller."""
+"""Bytes of the largest JSON file that is read: an evaluation with a million answers is smaller."""
 
 _LARGE_BYTES, _HOLES = 2**30, 1000
-"""A safetensors file larger than this, of which less than one part in `_HOLES` is stored, is not
-read: it would cost its sender nothing and its reader all memory."""
+"""A larger safetensors file with less than one part in `_HOLES` stored is not read: a sparse file
+could take all memory."""
 
 ROUNDING = 1e-9
-"""How far float64 rounding may take a number beyond a limit."""
+"""Largest excess over a limit by float64 rounding."""
 
 _ON_ONE_LINE = {r",\n *(?=[-\d])": ", ", r"\[\n *(?=[-\d])": "[", r"(?<=\d)\n *\]": "]"}
 """Patterns that put the numbers of a list, such as a row of budgets, on one line of JSON."""
 
 
 def require(holds: bool | np.bool_, field: str, value: object, expected: str) -> None:
-    """Refuse a value from inside the validator of a `Record`.
+    """Refuse a value inside the validator of a `Record`.
 
     Parameters
     ----------
-    holds : bool
-        Whether all is well.
     field : str
-        The field that is wrong, or "" for the one that is validated.
+        The wrong field, or "" for the one that is validated.
     value : object
-        Value that it has.
+        Its value.
     expected : str
-        Value that it should have.
+        Expected value.
     """
     if not holds:
         context = {"field": field, "value": value, "expected": expected}
@@ -85,7 +84,7 @@ class ArrayOf:
     ndim : int
         Number of axes.
     low, high : float
-        Smallest and largest number, infinite where there is no limit.
+        Smallest and largest number; infinite without a limit.
     """
 
     def __init__(
@@ -160,7 +159,7 @@ class Record(BaseModel):
     )
 
     NAME: ClassVar[str] = "record"
-    """What messages call it."""
+    """Name in messages."""
 
     def __init__(self, **values: Any) -> None:
         try:
@@ -175,11 +174,6 @@ class Record(BaseModel):
 
     def replace(self, **changes: Any) -> Self:
         """Return a copy with other values of some fields, checked as a new one is.
-
-        Parameters
-        ----------
-        **changes
-            New values by field.
 
         Raises
         ------
@@ -201,14 +195,14 @@ class Record(BaseModel):
 class FileRecord(Record):
     """A record that is a file, with a digest of its content.
 
-    Two of them are equal where their digests are, so arrays are compared by value.
+    Two of them are equal if their digests are, so arrays are compared by value.
     """
 
     MADE_BY: ClassVar[str] = ""
     """The command that writes the file."""
 
     PROVENANCE: ClassVar[tuple[str, ...]] = ()
-    """Fields that every file must state, though a record that is no file yet has defaults."""
+    """Fields that every file must state, though a record without a file has defaults."""
 
     METADATA: ClassVar[str] = ""
     """Key of the record in a safetensors file's metadata."""
@@ -246,12 +240,12 @@ class FileRecord(Record):
         path : str or Path
             Named in errors.
         stated : object
-            As `record` gives it, with values that follow from others, and a digest.
+            Result of `record`, with derived values and a digest.
 
         Raises
         ------
         ProfileFileError
-            Naming the first field that is wrong.
+            Naming the first wrong field.
         """
         record = cls.parsed(path, stated)
         record.check_digest(path, stated)
@@ -259,7 +253,7 @@ class FileRecord(Record):
 
     @classmethod
     def parsed(cls, path: str | Path, stated: object) -> Self:
-        """Return the same, with the digest not checked."""
+        """Return the same, without a check of the digest."""
         if not isinstance(stated, dict):
             name = type(stated).__name__
             raise cls.file_error(path, "file", name, f"a JSON object, a {cls.NAME}")
@@ -316,7 +310,7 @@ class FileRecord(Record):
 
     @classmethod
     def expected(cls) -> str:
-        """Return what such a file is, for messages."""
+        """Return a description of such a file, for messages."""
         return f"a {cls.NAME} written by '{cls.MADE_BY}'"
 
     @classmethod
@@ -349,7 +343,7 @@ class FileRecord(Record):
 
     @classmethod
     def stated(cls, path: str | Path, file: Any) -> dict[str, Any]:
-        """Return what the header of an open safetensors file states, unchecked."""
+        """Return the content of the header of an open safetensors file, unchecked."""
         try:
             header = from_json((file.metadata() or {}).get(cls.METADATA, "null"))
         except (ValueError, TypeError) as error:  # the latter for halves of surrogate pairs
@@ -416,8 +410,8 @@ class JsonRecord(FileRecord):
         Raises
         ------
         ProfileFileError
-            If the file is missing, not JSON, of another schema version, edited, or holds values
-            that cannot be.
+            If the file is missing, not JSON, of another schema version, edited, or holds impossible
+            values.
         """
         require_kind(path, [cls])
         if (size := os.path.getsize(path)) > LARGEST_JSON_BYTES:
@@ -443,16 +437,16 @@ WHAT_TO_DO = {
     "evaluation": "show it with 'kvalloc report {0} -o report.html'",
     "model": "measure it with 'kvalloc profile {0} -o s.safetensors'",
 }
-"""What to do with a file of each kind, `{0}`, if another kind is needed."""
+"""Use of a file of each kind, `{0}`, if another kind is needed."""
 
 
 def require_kind(path: str | Path, kinds: Sequence[type[FileRecord]]) -> str:
-    """Return the kind that a file states; empty if it states none, and one kind alone may be meant.
+    """Return the kind that a file states; empty if it states none, and only one kind is possible.
 
     Raises
     ------
     ProfileFileError
-        If it states another kind than these, or is no file.
+        If it states another kind, or is no file.
     """
     kind, is_file = kind_of(path), os.path.isfile(path)
     if kind in [one.NAME for one in kinds] or (not kind and is_file and len(kinds) == 1):
@@ -476,7 +470,7 @@ def _with_article(kind: str) -> str:
 
 
 def _foreign_content(path: str | Path) -> str:
-    """Return what a file holds that is none of kvalloc's."""
+    """Return a description of a file that is not kvalloc's."""
     try:
         with open(path, "rb") as file:
             start = file.read(20)
@@ -490,7 +484,7 @@ def _foreign_content(path: str | Path) -> str:
 def kind_of(path: str | Path) -> str:
     """Return the kind that a file states, one of `WHAT_TO_DO`; empty if missing or another.
 
-    Nothing else of it is read or checked. A folder with a ``config.json`` and a ``.gguf`` file are
+    No other part is read or checked. A folder with a ``config.json`` and a ``.gguf`` file are
     models, and so is ``demo``, unless there is a file of that name.
     """
     file = Path(path)
@@ -533,11 +527,6 @@ class ArrayRecord(FileRecord):
     def save(self, path: str | Path) -> None:
         """Write a safetensors file with a JSON header entry, atomically.
 
-        Parameters
-        ----------
-        path : str or Path
-            Usually ``*.safetensors``.
-
         Raises
         ------
         InputError
@@ -553,16 +542,11 @@ class ArrayRecord(FileRecord):
     def load(cls, path: str | Path) -> Self:
         """Read and check a file.
 
-        Parameters
-        ----------
-        path : str or Path
-            A file written by `save`.
-
         Raises
         ------
         ProfileFileError
-            If the file is missing, truncated, of another schema version, edited, or holds values
-            that cannot be; names the file, the field, its value and the way out.
+            If the file is missing, truncated, of another schema version, edited, or holds
+            impossible values; names the file, the field, its value and the way out.
         """
         with cls.opened(path) as file:
             stated = cls.stated(path, file)
@@ -630,7 +614,7 @@ def digest_of(content: dict[str, Any]) -> str:
 
 
 def first_fault(error: ValidationError) -> tuple[str, object, str]:
-    """Return the first fault of a record: field, value found, value expected."""
+    """Return the first fault of a record: field, value, expected value."""
     first = error.errors(include_url=False)[0]
     place, context = [str(part) for part in first["loc"]], first.get("ctx", {})
     if first["type"] == "kvalloc":

@@ -1,7 +1,7 @@
 """The file of a saved cache, read without torch: a JSON header, and tensors checked against it.
 
-Digests have no key, so an edited file can be signed again. Each part of a file is therefore
-compared with its other parts: the kernels that read the tensors later check nothing.
+Digests have no key, so an edited file can be signed again. So each part of a file is compared with
+its other parts: the kernels that read the tensors check nothing.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _TYPES = {
 
 
 MAX_SECONDS = 1e9
-"""A note of a longer time is ignored."""
+"""Longest time in a note that is used."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +66,7 @@ class StoredTensor:
     Attributes
     ----------
     dtype : str
-        As torch calls it.
+        Name in torch.
     shape : tuple of int
     data : ndarray of uint8, (n_bytes,)
     """
@@ -98,10 +98,10 @@ class SavedCacheHeader(FileRecord):
     METADATA: ClassVar[str] = "kvalloc_cache"
 
     kind: Literal["kvalloc.cache"] = "kvalloc.cache"
-    """What the file is."""
+    """Kind of the file."""
 
     schema_version: Literal[8] = 8
-    """How the file is to be read."""
+    """Version of the file's schema."""
 
     model: str
     """Class of the decoder that filled the cache."""
@@ -116,29 +116,29 @@ class SavedCacheHeader(FileRecord):
     """The budgets of each row, if each prompt decided its own."""
 
     longer_profile: _Profile | None = None
-    """By whose budgets the conversation goes once it is longer."""
+    """Profile that takes over once the conversation is long enough, or None."""
 
     dtype: Literal["float64", "float32", "float16", "bfloat16"]
-    """Type of the model's numbers, as torch calls it; a wider one than 16 bits is stored in float16
-    or bfloat16, but for the latest tokens."""
+    """Type of the model's numbers, by its name in torch; a type wider than 16 bits is stored in
+    float16 or bfloat16, except for the latest tokens."""
 
     batch: int = Field(ge=1)
     """Rows."""
 
     seen_tokens: int = Field(ge=1, lt=2**31)
-    """Tokens the cache has seen, prompt included; positions are int32."""
+    """Tokens that the cache has seen, prompt included; positions are int32."""
 
     prompt_tokens: int = Field(ge=1)
     """Tokens of the prompt."""
 
     ranked_tokens: tuple[Annotated[int, Field(ge=1)], ...]
-    """Tokens of each row when all that is kept of it was last ranked."""
+    """Tokens of each row when all its kept entries were last ranked."""
 
     decode_every: int | None = Field(default=None, ge=1)
-    """Tokens after which what followed competes; None for the default."""
+    """Tokens after which kept and new entries are ranked together; None for the default."""
 
     memory: int | None = Field(default=None, ge=1)
-    """Bytes that the cache never exceeds, however long a conversation grows; None for any."""
+    """Bytes that the cache never exceeds; None without a limit."""
 
     tensor_digest: str
     """Digest of all tensors."""
@@ -172,7 +172,7 @@ class SavedCacheHeader(FileRecord):
         Parameters
         ----------
         path : str or Path
-            Written by `BudgetCache.save`.
+            File of `BudgetCache.save`.
 
         Returns
         -------
@@ -183,9 +183,9 @@ class SavedCacheHeader(FileRecord):
         Raises
         ------
         ProfileFileError
-            If the file is missing, truncated, no saved cache or of another schema version; a digest
-            does not match the content; or a tensor is missing or one too many, or its type, its
-            shape or a number in it does not fit the header and the other tensors.
+            If the file is missing, truncated, no saved cache or of another schema version, or a
+            digest does not match the content. If a tensor is missing or superfluous, or its type,
+            shape or a number does not fit the header and the other tensors.
         """
         with cls.opened(path) as file:
             header = cls.from_record(path, cls.stated(path, file))
@@ -197,7 +197,7 @@ class SavedCacheHeader(FileRecord):
 
     @classmethod
     def expected(cls) -> str:
-        """Return what such a file is, for messages."""
+        """Return a description of such a file, for messages."""
         how = by_interface(python="by kvalloc.save_cache()", flags=f"with {option('save_cache')}")
         return f"a cache written {how}"
 
@@ -334,9 +334,9 @@ class _Contents:
     def _take(
         self, name: str, dtype: str | tuple[str, ...], shape: tuple[int | None, ...]
     ) -> npt.NDArray[Any]:
-        """Take a tensor of a type and a shape, None being any length; as numbers if NumPy can.
+        """Return a tensor of a type and a shape, None being any length; as numbers if NumPy can.
 
-        Each is taken once: tensors that are left in the end belong to nothing.
+        Each is taken once: tensors left at the end are superfluous.
         """
         tensor = self._left.pop(name, None)
         dtypes = (dtype,) if isinstance(dtype, str) else dtype
@@ -355,7 +355,7 @@ class _Contents:
 
 
 def _stored_types(dtype: str) -> tuple[str, ...]:
-    """Return the types in which numbers of the model's type are stored at 16 bits."""
+    """Return the types that store numbers of the model's type at 16 bits."""
     return (dtype, "float16", "bfloat16") if dtype in ("float32", "float64") else (dtype,)
 
 

@@ -33,16 +33,16 @@ MAX_SHARDS = 9_999
 """Largest number of parts of a measurement."""
 
 LOSS_NOISE_NATS = 1e-3
-"""A measured loss may be this far below 0 whatever the others are; see `_require_losses`."""
+"""A measured loss may be this far below 0 in any case; see `_require_losses`."""
 
 
 class ShareError(Record):
-    """What whole caches lose at one share, beside what the sum of single losses predicts."""
+    """Measured and predicted loss of whole caches at one share."""
 
     NAME: ClassVar[str] = "error at a share"
 
     share: float = Field(gt=0, le=1)
-    """Of the bytes of a cache at 16 bits."""
+    """Share of the bytes of a cache at 16 bits."""
 
     predicted: float = Field(gt=0)
     """Sum of the losses of single heads, nats per token."""
@@ -51,10 +51,10 @@ class ShareError(Record):
     """Measured loss of the whole cache, nats per token: the mean over tasks."""
 
     interval: tuple[float, float] | None = None
-    """95% bootstrap interval of the loss over the prompts; None where a task has a single one."""
+    """95% bootstrap interval of the loss over the prompts; None if a task has only one."""
 
     prompts: int = Field(ge=1)
-    """Prompts that it was measured on; no curve was."""
+    """Number of prompts, on which no curve was measured."""
 
 
 class ScoreHeader(MeasuredHeader):
@@ -66,16 +66,16 @@ class ScoreHeader(MeasuredHeader):
     OPTIONAL: ClassVar[tuple[str, ...]] = ("errors", "shard", *MeasuredHeader.OPTIONAL)
 
     kind: Literal["kvalloc.score_profile"] = "kvalloc.score_profile"
-    """What the file is."""
+    """Kind of the file."""
 
     schema_version: Literal[2] = 2
-    """How the file is to be read."""
+    """Version of the file's schema."""
 
     scorer: str
     """Name of the scorer."""
 
     scorer_parameters: dict[str, Any]
-    """What rebuilds it: ``get_scorer(scorer, **scorer_parameters)``."""
+    """Parameters that rebuild it: ``get_scorer(scorer, **scorer_parameters)``."""
 
     sinks: int = Field(ge=0)
     """First tokens of the prompt, never evicted and therefore left out of the curves."""
@@ -84,20 +84,20 @@ class ScoreHeader(MeasuredHeader):
     """Last tokens of the prompt, likewise."""
 
     loss_method: Literal["", "measured", "fast"] = ""
-    """Whether losses were measured or estimated (``--loss fast``). Empty where the file has
-    none."""
+    """Whether losses were measured or estimated (``--loss fast``). Empty without losses."""
 
     interpolation_error: float = Field(default=0.0, ge=0, lt=1)
-    """Largest measured difference between a curve and its interpolation on the grid; 0 when
-    ``ranks`` holds every rank."""
+    """Largest measured difference between a curve and its interpolation on the grid; 0 if ``ranks``
+    holds every rank."""
 
     shard: tuple[int, int] | None = None
-    """Of a part of a measurement (``kvalloc profile --shard``): its number, from 1, and the number
-    of shards. Shard i of n has every n-th sample, from the i-th on. None for a whole one."""
+    """For a part of a measurement (``kvalloc profile --shard``): its number, from 1, and the number
+    of shards. Shard i of n has every n-th sample, from the i-th on. None for an undivided
+    measurement."""
 
     errors: tuple[ShareError, ...] = ()
-    """Model error: what whole caches lost whose entries and bits of each head were solved from
-    these losses, the smallest share first."""
+    """Model error: losses of whole caches with entries and bits of each head solved from these
+    losses, the smallest share first."""
 
 
 class ScoreProfile(ArrayRecord, ScoreHeader):
@@ -106,8 +106,8 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
     Raises
     ------
     InputError
-        If arrays do not fit each other, are not finite, curves are not rising, concave and
-        within 0..1, or loss curves are no losses.
+        If arrays do not fit each other, are not finite, curves are not rising, concave and within
+        0..1, or loss curves are invalid.
 
     References
     ----------
@@ -122,7 +122,7 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
         "sample_tokens",
         "losses",
     )
-    """Arrays whose first axis is that of the samples."""
+    """Arrays with the samples as their first axis."""
 
     ranks: IntArray1D
     """Numbers of kept evictable entries, from 0 to ``evictable_tokens``, ``(n_points,)``."""
@@ -133,27 +133,27 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
     """
 
     masses: Masses3D
-    """The evictable score mass itself, ``(n_samples, n_layers, n_kv_heads)``; zero in sliding
-    layers, which have no curve of their own."""
+    """The evictable score mass, ``(n_samples, n_layers, n_kv_heads)``; zero in sliding layers,
+    which have no curve."""
 
     sample_tokens: Tokens1D
-    """Tokens of each sample, ``(n_samples,)``. A sample shorter than the reference context has had
-    its curve stretched over the reference ranks by the share kept."""
+    """Tokens of each sample, ``(n_samples,)``. The curve of a shorter sample is stretched over the
+    reference ranks by the kept share."""
 
     loss_tokens: IntArray1D | None = None
-    """Budgets in tokens at the reference context, everything included, that the loss curves were
-    measured at, ``(n_levels,)``; rising, the last one is the context."""
+    """Budgets of the loss curves, in tokens at the reference context, ``(n_levels,)``; rising, the
+    last one is the context."""
 
     loss_bits: IntArray1D | None = None
-    """Bit widths that losses were measured at, 16 first, ``(n_widths,)``: the unit's entries
-    evicted down to a budget and stored at the width together."""
+    """Bit widths of the losses, 16 first, ``(n_widths,)``: the unit's entries evicted down to a
+    budget and stored at the width."""
 
     losses: FloatArray5D | None = None
     """Loss curves C(n, width): KL(full cache || reduced cache) of the next-token distribution, nats
-    per token, with this unit alone reduced to ``loss_tokens`` and stored at each of ``loss_bits``;
-    one row a layer where whole layers were reduced; ``(n_samples, n_layers, n_kv_heads or 1,
-    n_widths, n_levels)``. 0 at 16 bits and the last level. What was measured, noise included: a
-    curve need not fall, be convex, or stay above 0 everywhere."""
+    per token, with only this unit reduced to ``loss_tokens`` and stored at each of ``loss_bits``.
+    One row a layer if whole layers were reduced; ``(n_samples, n_layers, n_kv_heads or 1, n_widths,
+    n_levels)``. 0 at 16 bits and the last level. Measured values, noise included: a curve need not
+    fall, be convex, or stay above 0."""
 
     def __repr__(self) -> str:
         return (
@@ -197,7 +197,7 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
 
     @cached_property
     def policy(self) -> Policy:
-        """The scorer's best entries: what the curves, and ``losses``, are about."""
+        """The policy of the curves and ``losses``: the scorer's best entries."""
         return Policy(
             scorer=self.scorer,
             scorer_parameters=dict(self.scorer_parameters),
@@ -207,11 +207,11 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
 
     @property
     def loss_widths(self) -> tuple[int, ...]:
-        """Bit widths at which losses were measured, 16 first; none where losses were not."""
+        """Bit widths with measured losses, 16 first; empty without losses."""
         return () if self.loss_bits is None else tuple(self.loss_bits.tolist())
 
     def error_at(self, share: float) -> float | None:
-        """Return measured over predicted loss at a share, between the shares that were measured."""
+        """Return measured over predicted loss at a share, interpolated between measured shares."""
         if not self.errors:
             return None
         shares = np.log([one.share for one in self.errors])
@@ -220,7 +220,7 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
 
     @property
     def part_text(self) -> str:
-        """Shard that a part of a measurement is, and a comma; empty for a whole measurement."""
+        """Shard of a part of a measurement, and a comma; empty for an undivided measurement."""
         return "" if self.shard is None else "shard {} of {}, ".format(*self.shard)
 
     @property
@@ -242,19 +242,18 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
         Returns
         -------
         ndarray, (n_samples, n_layers, n_kv_heads)
-            Sums to 1 over the heads; equal shares where a layer has no mass at all.
+            Sums to 1 over the heads; equal shares if a layer has no mass.
         """
         totals = self.masses.sum(axis=-1, keepdims=True)
         even = np.full_like(self.masses, 1.0 / self.masses.shape[-1])
         return np.asarray(np.divide(self.masses, totals, out=even, where=totals > 0))
 
     def contributions(self, sample: int | None = None) -> FloatArray:
-        """Return what each head adds to its layer's retention, by the entries it keeps.
+        """Return each head's part of its layer's retention, by its kept entries.
 
-        The retention of a layer whose heads keep n_h entries is the sum over its heads of
-        ``share_h * R_h(n_h)``: the kept part of the layer's score mass, each head keeping its own
-        best entries. At equal n_h this is the layer's own curve, so head-level and layer-level
-        budgets are measured by one yardstick.
+        With n_h entries in head h, the retention of a layer is the sum of ``share_h * R_h(n_h)``:
+        the kept part of the layer's score mass, each head keeping its best entries. At equal n_h
+        this is the layer's curve, so head-level and layer-level budgets have one measure.
 
         Parameters
         ----------
@@ -294,10 +293,10 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
         return self
 
     def _require_losses(self) -> None:
-        """Refuse loss curves that cannot be measured ones.
+        """Refuse impossible loss curves.
 
-        Noise is accepted: a curve need not fall, nor stay above 0. Refused are more nats below 0
-        than above it (a reversed sign), and a loss where everything is kept (reversed levels).
+        Noise is accepted: a curve need not fall, nor stay above 0. More nats below 0 than above it
+        (a reversed sign), and a loss at the full budget (reversed levels), are refused.
         """
         levels, widths, losses = self.loss_tokens, self.loss_bits, self.losses
         if levels is None or widths is None or losses is None:
@@ -342,7 +341,7 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
 def _require_curves(
     field: str, curves: FloatArray, ends: FloatArray | float, ranks: IntArray, where: str
 ) -> None:
-    """Refuse retention curves that cannot be, ``(n_kv_heads, n_points)``, or end elsewhere."""
+    """Refuse impossible retention curves, ``(n_kv_heads, n_points)``, or another end."""
     whole = (np.abs(curves[:, -1] - ends) <= ROUNDING).all()
     expected = "R(all evictable entries) = 1 of each layer"
     require(whole, field, f"not whole where everything is kept {where}", expected)
@@ -364,7 +363,7 @@ def interpolate_curves(curves: FloatArray, ranks: IntArray, at: FloatArray) -> F
     ranks : ndarray of int64, (n_points,)
         Strictly rising.
     at : ndarray, (n_at,)
-        Ranks wanted, real numbers within ``ranks[0]..ranks[-1]``.
+        Requested ranks, real numbers within ``ranks[0]..ranks[-1]``.
 
     Returns
     -------

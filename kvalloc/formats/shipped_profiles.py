@@ -1,4 +1,4 @@
-"""Any file of kvalloc by its name: a path, one on the hub, or the name of what ships."""
+"""Any file of kvalloc by its name: a path, a file on the hub, or a shipped one."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ SHIPPED: dict[type[Any], str] = {
     FittedModel: ".fitted.safetensors",
     FormatLosses: ".formats.safetensors",
 }
-"""Endings of what ships, by kind."""
+"""Endings of shipped files, by kind."""
 
 KINDS = (ScoreProfile, BudgetProfile, Evaluation)
-"""What is read from any file."""
+"""Kinds of records that are read from any file."""
 
 
 def shipped_profiles() -> list[str]:
@@ -63,8 +63,8 @@ def load_profile(source: BudgetProfile | str | Path) -> BudgetProfile:
     Parameters
     ----------
     source : BudgetProfile, str or Path
-        A path, ``hf://owner/repo[@revision]/file.json``, a name that `shipped_profiles` lists, or
-        a budget profile, which is given back.
+        A path, ``hf://owner/repo[@revision]/file.json``, a name in `shipped_profiles`, or a budget
+        profile, which is returned.
 
     Returns
     -------
@@ -75,7 +75,7 @@ def load_profile(source: BudgetProfile | str | Path) -> BudgetProfile:
     InputError
         If there is neither such a file nor such a name.
     ProfileFileError
-        If the file is not a sound budget profile.
+        If the file is not a valid budget profile.
     """
     return source if isinstance(source, BudgetProfile) else load_file(source, [BudgetProfile])
 
@@ -86,8 +86,8 @@ def load_scores(source: ScoreProfile | str | Path) -> ScoreProfile:
     Parameters
     ----------
     source : ScoreProfile, str or Path
-        A path, ``hf://owner/repo[@revision]/file.safetensors``, the name of a fitted file that
-        ships, such as ``"smollm2-135m-instruct"``, or a score profile, which is given back.
+        A path, ``hf://owner/repo[@revision]/file.safetensors``, the name of a shipped fitted file,
+        such as ``"smollm2-135m-instruct"``, or a score profile, which is returned.
 
     Returns
     -------
@@ -98,19 +98,19 @@ def load_scores(source: ScoreProfile | str | Path) -> ScoreProfile:
     InputError
         If there is neither such a file nor such a name.
     ProfileFileError
-        If the file is not a sound score profile.
+        If the file is not a valid score profile.
     """
     return source if isinstance(source, ScoreProfile) else load_file(source, [ScoreProfile])
 
 
 def load_surrogate(source: str) -> FittedSurrogate:
-    """Load the surrogate of a fitted file, or one alone, as `kvalloc.fit` has it while it works."""
+    """Load the surrogate of a fitted file, or one alone, as `kvalloc.fit` stores it meanwhile."""
     fitted = _fitted_in(source, (FittedModel, FittedSurrogate))
     return fitted.surrogate if isinstance(fitted, FittedModel) else fitted
 
 
 def load_fitted(source: str) -> FittedModel:
-    """Load a fitted file, one on the hub, or a shipped one by its name; once while it stays.
+    """Load a fitted file, from a path, the hub or a shipped name, cached while it is unchanged.
 
     Parameters
     ----------
@@ -127,14 +127,14 @@ def load_fitted(source: str) -> FittedModel:
     InputError
         If there is neither such a file nor such a name.
     ProfileFileError
-        If the file is not a sound fitted file.
+        If the file is not a valid fitted file.
     """
     fitted: FittedModel = _fitted_in(source, (FittedModel,))
     return fitted
 
 
 def while_unchanged(maxsize: int) -> Callable[[F], F]:
-    """Remember the latest results of a function of a file until that changes.
+    """Cache the latest results of a function of a file until the file changes.
 
     Parameters
     ----------
@@ -163,15 +163,14 @@ def _fitted_in(source: str, kinds: tuple[type[Any], ...]) -> Any:
 
 
 def load_file(source: str | Path, kinds: Sequence[type[Any]] = KINDS) -> Any:
-    """Return the record that a file holds.
+    """Return the record of a file.
 
     Parameters
     ----------
     source : str or Path
         A file of kvalloc, here or on the hub, or the name of a shipped profile.
     kinds : sequence of type
-        Which records to take. A fitted file stands for its score profile where that is wanted and
-        it is not.
+        Records to take. A fitted file stands for its score profile if only that is taken.
 
     Returns
     -------
@@ -182,7 +181,7 @@ def load_file(source: str | Path, kinds: Sequence[type[Any]] = KINDS) -> Any:
     InputError
         If there is neither such a file nor such a name.
     ProfileFileError
-        If it is a file of another kind, which is named, or not a sound one.
+        If it is a file of another kind, which is named, or not a valid one.
     """
     if ScoreProfile in kinds and FittedModel not in kinds:
         loaded = load_file(source, [*kinds, FittedModel])
@@ -198,7 +197,7 @@ def load_file(source: str | Path, kinds: Sequence[type[Any]] = KINDS) -> Any:
 
 
 def _load_shipped(name: str | Path, kinds: Sequence[type[Any]]) -> Any:
-    """Return what ships under a name that is no file; refuse a name that nothing ships under."""
+    """Return the shipped file of a name; refuse an unknown name."""
     name, shipped = str(name), [kind for kind in kinds if kind in SHIPPED]
     for kind in shipped:
         if name in _shipped(kind):
@@ -220,12 +219,12 @@ def fitted_folder() -> Path:
 
 
 def fitted_file(shape: ModelShape) -> Path:
-    """Return where `kvalloc.fit` leaves the file of a model: under the digests of its weights."""
+    """Return the path of `kvalloc.fit` for a model: under the digests of its weights."""
     return fitted_folder() / f"{_name_of(shape)}.safetensors"
 
 
 def formats_file(shape: ModelShape) -> Path:
-    """Return where 'kvalloc advise' leaves the format losses of a model."""
+    """Return the path of 'kvalloc advise' for the format losses of a model."""
     return cache_folder() / "formats" / f"{_name_of(shape)}.formats.safetensors"
 
 
@@ -235,7 +234,7 @@ def find_formats(shape: ModelShape) -> str | None:
     Raises
     ------
     ProfileFileError
-        If the file in the cache folder is not sound.
+        If the file in the cache folder is invalid.
     """
     files = [str(file) for file in [formats_file(shape)] if file.exists()]
     for source in (*files, *shipped_formats()):
@@ -256,12 +255,12 @@ def fitted_files() -> list[Path]:
 
 
 def find_fitted(shape: ModelShape) -> str | None:
-    """Return the fitted file of a model: that in the cache folder, else the name of a shipped one.
+    """Return the fitted file of a model: in the cache folder, else the name of a shipped one.
 
     Raises
     ------
     ProfileFileError
-        If the file in the cache folder is not sound.
+        If the file in the cache folder is invalid.
     """
     keys = _weights_keys(shape)
     by_name = [file for file in fitted_files() if any(key in file.name for key in keys)]
@@ -272,7 +271,7 @@ def find_fitted(shape: ModelShape) -> str | None:
 
 
 def fitted_of_same_sizes(shape: ModelShape) -> str | None:
-    """Return a fitted file of other weights of the same sizes, if there is a sound one."""
+    """Return a valid fitted file of other weights of the same sizes, if any."""
     return _of_same_sizes(str(fitted_folder()), shape)
 
 

@@ -1,4 +1,4 @@
-"""Attention Matching: the head budgets that its code reads, shares of all entries that are kept."""
+"""Attention Matching: head budgets for its code, as shares of all kept entries."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from kvalloc.interop.target import ExportTarget, imported_heads, reading
 class AttentionMatching(ExportTarget):
     """A JSON object with ``L{layer}H{head}`` for each KV head that gets a budget.
 
-    Each number is the head's share of all entries that are kept, so that they add up to 1 and one
-    file serves every total. Layers with a sliding window are left out.
+    Each number is the head's share of all kept entries, so one file serves every total. Layers with
+    a sliding window are left out.
 
     References
     ----------
@@ -43,7 +43,7 @@ class AttentionMatching(ExportTarget):
         ----------
         path : Path
         like : BudgetProfile
-            Has the context, the policy and, unless ``kept`` says it, the total.
+            Has the context, the policy and, by default, the total.
         kept : float, optional
             Share of all entries to keep, 0..1.
         """

@@ -1,4 +1,4 @@
-"""DuoAttention: which heads keep everything, and which keep sinks and recent tokens."""
+"""DuoAttention: heads that keep everything, and heads that keep sinks and recent tokens."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ HEADS = "full_attention_heads.tsv"
 
 
 class DuoAttention(ExportTarget):
-    """A folder with ``full_attention_heads.tsv`` and ``config.json``, as the method's code has it.
+    """A folder with ``full_attention_heads.tsv`` and ``config.json``, as in the method's code.
 
     The table has a row a layer and a number from 0 to 1 a KV head: 1 for a retrieval head, which
-    keeps everything, 0 for a streaming head, which keeps ``sink_size`` and ``recent_size`` tokens.
-    Numbers between, as training leaves them, are cut where so large a share of the heads streams
-    (``sparsity``, there as here).
+    keeps everything, 0 for a streaming head. That keeps ``sink_size`` and ``recent_size`` tokens.
+    Numbers between, from training, are cut so that the share ``sparsity`` of the heads streams.
 
     References
     ----------
@@ -73,8 +72,8 @@ class DuoAttention(ExportTarget):
             The folder.
         like : BudgetProfile
         sparsity : float, optional
-            Share of the heads that stream, those with the smallest numbers; by default those
-            below one half.
+            Share of the heads that stream, the smallest numbers first; by default all numbers below
+            one half.
         """
         with reading(path, f"is no pattern of DuoAttention, a folder with {HEADS} and config.json"):
             rows = [row for row in (path / HEADS).read_text("utf-8").splitlines() if row.strip()]

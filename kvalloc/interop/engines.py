@@ -1,4 +1,4 @@
-"""Engine choices for their engines: the command line that says one, and the file that it reads.
+"""Engine choices for their engines: the command line, and the file of each.
 
 References
 ----------
@@ -24,7 +24,7 @@ from kvalloc.interop.target import reading
 from kvalloc.shape import ModelShape
 
 PAGE_TOKENS = 256
-"""Of exllamav3, whose caches are whole pages."""
+"""Tokens of a page of exllamav3, which stores whole pages."""
 
 _ALGORITHMS: dict[Pair, str] = {
     ("fp8", "fp8"): "FP8",
@@ -44,11 +44,11 @@ for layer, stored in enumerate(json.load(open("{file}"))["layers"]):
     if stored is not None:
         cache[layer] = QuantizedKVCache(**stored)
 print(generate(model, tokenizer, prompt="Hello", prompt_cache=cache))"""
-"""What makes mlx-lm's list of caches of a file, and answers with it."""
+"""Python lines that make mlx-lm's list of caches from a file, and answer with it."""
 
 
 def by_format(setting: EngineSetting, *, brief: bool = False) -> str:
-    """Return the pairs of a setting with their layers, or how many these are, in words."""
+    """Return the pairs of a setting with their layers, or the number of these, in words."""
     layers: dict[Pair, list[int]] = {}
     for layer, pair in enumerate(setting.pairs):
         layers.setdefault(pair, []).append(layer)
@@ -109,7 +109,7 @@ def _exllamav3(choice: EngineChoice) -> str:
 
 
 def _mlx(choice: EngineChoice) -> Any:
-    """Return bits and group size of each layer; None where mlx-lm's own cache stays."""
+    """Return bits and group size of each layer; None if mlx-lm's own cache stays."""
     formats = [FORMATS[key] for key, _ in choice.pairs]
     layers = [
         {"bits": one.code_bits, "group_size": one.block} if one.name != WHOLE else None
@@ -197,10 +197,10 @@ def _read_kvtuner(stated: Any, n_layers: int) -> list[Pair]:
 
 
 class EngineSyntax(NamedTuple):
-    """How an engine is told."""
+    """Syntax of an engine's settings."""
 
     line: Callable[[EngineChoice], str]
-    """Returns a command line, or in words what stands in the file."""
+    """Returns a command line, or a description of the file."""
 
     content: Callable[[EngineChoice], Any]
     """Returns the content of the file: a text, or plain values that are written as JSON."""
@@ -215,7 +215,7 @@ class EngineSyntax(NamedTuple):
     """How the file is used, with ``{model}`` and ``{file}``."""
 
     note: str = ""
-    """What whoever runs it has to know."""
+    """A caution for the user of the engine."""
 
 
 _OPENVINO_USE = "openvino_genai.LLMPipeline('{model}', 'CPU', **json.load(open('{file}')))"
@@ -248,12 +248,7 @@ SYNTAX: dict[str, EngineSyntax] = {
 
 
 def write_choice(choice: EngineChoice, path: str | Path) -> None:
-    """Write what an engine reads of a choice.
-
-    Parameters
-    ----------
-    choice : EngineChoice
-    path : str or Path
+    """Write an engine's file of a choice.
 
     Raises
     ------

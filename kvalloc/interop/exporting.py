@@ -19,7 +19,7 @@ from kvalloc.interop.vllm import VLLM
 
 _KINDS = (OpenVINO, TensorRTLLM, VLLM, DuoAttention, LUKV, AttentionMatching, CSV, Parquet)
 TARGETS: dict[str, ExportTarget] = {kind.name: kind() for kind in _KINDS}
-"""All of them, by name."""
+"""All targets, by name."""
 
 
 def export(
@@ -40,21 +40,21 @@ def export(
     output : str or Path
         The file, or for DuoAttention the folder.
     accept : collection of str
-        What may be lost, by name (`kvalloc.interop.target.RESTRICTIONS`).
+        Losses to accept, by name (`kvalloc.interop.target.RESTRICTIONS`).
     context : int, optional
-        The prompt's length, tokens: budgets of that many count, and for targets with a fixed
-        number of entries that they follow the length is no loss.
+        The prompt's length in tokens: its budgets count, and a target with a fixed number of
+        entries loses no growth.
 
     Returns
     -------
     BudgetProfile
-        What the target says, as a budget profile: evaluate it beside the first one to see what
-        the loss costs. The same one where nothing is lost.
+        The target's part as a budget profile: evaluate it beside the first one to see the cost of
+        the loss. The same object without a loss.
 
     Raises
     ------
     InputError
-        If something would be lost that is not accepted, or the file cannot be written.
+        If a loss is not accepted, or the file cannot be written.
     """
     target = one_of("target", to, TARGETS)
     if target.suffix:

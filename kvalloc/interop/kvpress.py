@@ -30,7 +30,7 @@ _NAME = re.compile(r"kvpress:(\w+)(?:\((\w+)\))?(?:@([\d.]+)%)?(?:@(\d+)bits)?")
 
 @dataclass(frozen=True, kw_only=True)
 class PeerName:
-    """What ``--peer`` takes, read.
+    """A parsed value of ``--peer``.
 
     Attributes
     ----------
@@ -41,7 +41,7 @@ class PeerName:
     share : float or None
         Share of the prompt's entries to keep, 0..1; None if it is not named.
     bits : int
-        To which kvalloc rounds what the press has kept; 16 for not at all.
+        Width to which kvalloc rounds the kept entries; 16 for none.
     """
 
     press: str
@@ -135,14 +135,14 @@ class PeerCompressed(Compressed):
     """A prompt's cache after a press.
 
     Presses that decide per head evict nothing and mark entries as hidden. Here these get no
-    attention at all (a mask of minus infinity). kvpress itself takes made-up keys, which need
-    several tries to find and leave a little weight if many tokens are read at once. Positions go on
-    from the prompt's length.
+    attention at all (a mask of minus infinity). kvpress itself uses made-up keys, which need
+    several tries to find and leave a little weight if many tokens are read at once. Positions
+    continue from the prompt's length.
 
     Attributes
     ----------
     hidden : tuple of (Tensor of bool, (n_kv_heads, n_stored)) or None
-        Of each layer: entries of the prompt that nothing attends to; None where there are none.
+        Hidden entries of the prompt by layer; None for none.
     first_stored : int
         Entries that the first layer stored after the prompt.
     n_prompt : int
@@ -194,18 +194,18 @@ class KvpressMethod:
     Attributes
     ----------
     name : PeerName
-        Which press, and the share of entries to keep.
+        The press, and the share of entries to keep.
     tokenizer_path : str or None
         Where KVzip finds the tokenizer, which it loads again; the model's own name by default.
     make_cache : callable, optional
-        Gives a new cache for the press to reduce, such as transformers' QuantizedCache, whose
-        layers then say what they store (``stored_tensors``); a plain one by default.
+        Returns a new cache for the press to reduce, such as transformers' QuantizedCache, with
+        layers that report their storage (``stored_tensors``); a plain one by default.
 
     Raises
     ------
     InputError
-        If no share of entries is given, kvpress has no such press, or what a cache rounds by
-        itself is to be rounded again.
+        If no share of entries is set, kvpress has no such press, or a cache that rounds is to be
+        rounded again.
     MissingDependencyError
         If kvpress is not installed.
     """
@@ -227,8 +227,8 @@ class KvpressMethod:
         Parameters
         ----------
         model : PreTrainedModel
-            Left as it was but for what kvpress puts there for good: a link from each attention
-            module to the rotary embedding.
+            Unchanged but for kvpress' permanent link from each attention module to the rotary
+            embedding.
         prompt_ids : sequence of int, (n_tokens,)
 
         Raises
@@ -292,8 +292,8 @@ def read_peers(texts: Sequence[str], profiles: Iterable[BudgetProfile]) -> list[
     texts : sequence of str
         Such as ``kvpress:SnapKV`` or ``kvpress:TOVA@20%``.
     profiles : iterable of BudgetProfile
-        What they are compared to: a peer without a share keeps what these keep, once for each
-        share that differs by a thousandth of the entries.
+        Profiles to compare with: a peer without a share keeps theirs, once for each share that
+        differs by a thousandth of the entries.
 
     Returns
     -------
@@ -303,7 +303,7 @@ def read_peers(texts: Sequence[str], profiles: Iterable[BudgetProfile]) -> list[
     Raises
     ------
     InputError
-        If a name is none, or there is neither a share nor a profile.
+        If a name is invalid, or there is neither a share nor a profile.
     MissingDependencyError
         If kvpress is not installed here.
     """
@@ -375,15 +375,15 @@ def _kept_bytes(
 
 
 def _entries(layer: Any) -> int:
-    """Return the entries that a layer stores; a sliding one's length is all that it has seen."""
+    """Return the stored entries of a layer; a sliding one's length counts all seen tokens."""
     return int(layer.keys.shape[2] if layer.is_sliding else layer.get_seq_length())
 
 
 @contextmanager
 def _as_it_was(model: Any, tokenizer_path: str | None) -> Iterator[None]:
-    """Undo changes of presses to the model, and let presses that load its tokenizer find it.
+    """Undo changes of presses to the model, and let presses find its tokenizer.
 
-    Masks of head-wise presses live on the modules and would leak into the next prompt.
+    Masks of head-wise presses are on the modules and would leak into the next prompt.
     """
 
     def clear() -> None:

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 def budget_press(profile: BudgetProfile, press: Any, *, accept: Collection[str] = ()) -> Any:
     """Return a press of kvpress that keeps a profile's budgets.
 
-    Used as kvpress' own are: ``with budget_press(profile, SnapKVPress())(model): ...``. The press
-    inside ranks the entries; sinks and window of the profile stay in any case. A layer with one
-    budget for all heads frees its evicted entries. In other layers the press hides entries and
-    frees nothing, as all of kvpress' head-wise presses do; `kvalloc.make_cache` frees them.
+    Use it like other presses: ``with budget_press(profile, SnapKVPress())(model): ...``. The press
+    inside ranks the entries; sinks and window of the profile always stay. A layer with one budget
+    for all heads frees its evicted entries. In other layers the press hides entries and frees
+    nothing, as all of kvpress' head-wise presses do; `kvalloc.make_cache` frees them.
 
     Parameters
     ----------
@@ -34,7 +34,7 @@ def budget_press(profile: BudgetProfile, press: Any, *, accept: Collection[str] 
     press : kvpress.ScorerPress
         Its compression ratio is not used.
     accept : collection of str
-        What may be lost of the profile, by name, as in `kvalloc.interop.exporting.export`.
+        Losses to accept, by name, as in `kvalloc.interop.exporting.export`.
 
     Returns
     -------
@@ -43,7 +43,7 @@ def budget_press(profile: BudgetProfile, press: Any, *, accept: Collection[str] 
     Raises
     ------
     InputError
-        If something would be lost that is not accepted, or the press gives no scores.
+        If a loss is not accepted, or the press gives no scores.
     MissingDependencyError
         If kvpress is not installed.
     """
@@ -82,7 +82,7 @@ def budget_press(profile: BudgetProfile, press: Any, *, accept: Collection[str] 
 
 
 def _require_scores(press: Any) -> None:
-    """Refuse a press that ranks no entries by themselves."""
+    """Refuse a press without scores of entries."""
     if not isinstance(press, require_kvpress().ScorerPress):
         raise InputError(
             f"{type(press).__name__} gives no scores; take one of kvpress' ScorerPress, such as "
@@ -94,17 +94,17 @@ def _require_scores(press: Any) -> None:
 class PressScorer(Scorer):
     """The scores of a press of kvpress at its own defaults, shifted so that the smallest is 0.
 
-    The press is shown queries, keys and values as the layer's attention has them, in place of the
-    hidden states and the projections: the queries without their positions stand for the hidden
-    states. A press that looks at anything else, such as learnt filters, is refused.
+    The press gets queries, keys and values of the layer's attention, in place of the hidden states
+    and the projections. The queries without their positions stand for the hidden states. A press
+    that reads anything else, such as learnt filters, is refused.
 
     Parameters
     ----------
     press : str
         Name of the press, without "Press".
     window : int
-        Last tokens that are never evicted, tokens; tokens that the press protects come first among
-        the others.
+        Last tokens that are never evicted; tokens that the press protects come first among the
+        others.
 
     Raises
     ------
@@ -132,7 +132,7 @@ class PressScorer(Scorer):
         _require_scores(make_press(read_peer_name(f"kvpress:{self.press}")))
 
     def query_rows(self, n_tokens: int) -> int:
-        """Return the whole prompt: presses look at all of it."""
+        """Return the whole prompt: presses read all of it."""
         return n_tokens
 
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
@@ -141,9 +141,9 @@ class PressScorer(Scorer):
         Raises
         ------
         UnsupportedModelError
-            If it is not known how the model rotates its queries.
+            If the model's rotation of queries is unknown.
         UnsupportedRequestError
-            If the press looks at more than queries, keys and values.
+            If the press reads more than queries, keys and values.
         """
         import torch
 
@@ -200,6 +200,6 @@ def order_of_halves(rotation: Rotation, head_dim: int) -> list[int]:
     """Return all dimensions of a head, so that the pairs are first in each half."""
     dims = range(head_dim)
     first, second = dims[rotation.first], dims[rotation.second]
-    others = [dim for dim in dims if dim not in first and dim not in second]
-    middle = len(others) // 2
-    return [*first, *others[:middle], *second, *others[middle:]]
+    unpaired = [dim for dim in dims if dim not in first and dim not in second]
+    middle = len(unpaired) // 2
+    return [*first, *unpaired[:middle], *second, *unpaired[middle:]]

@@ -29,10 +29,10 @@ except ImportError as error:
     ) from error
 
 MAX_NEW_TOKENS = 256
-"""Longest answer where a task says nothing."""
+"""Longest answer by default."""
 
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-"""What tasks call it, the first of which counts."""
+"""Names of the length in tasks; the first one counts."""
 
 
 @register_model("kvalloc")
@@ -42,14 +42,14 @@ class KVAllocLM(LM):  # type: ignore[misc]  # lm_eval has no types
     Parameters
     ----------
     pretrained : str
-        What `kvalloc.models.loading.load_model` takes: a hub id, a folder, a .gguf file, or
+        Source for `kvalloc.models.loading.load_model`: a hub id, a folder, a .gguf file, or
         ``demo``.
     profile : str, optional
         A budget profile's file or shipped name; the full cache without one.
     after_tokens : int
         Last tokens of a prompt that are read after the compression. With 0, the first token of an
-        answer is predicted before anything is evicted, and an answer of one token, as in multiple
-        choice, shows nothing of the reduction.
+        answer is predicted before any eviction, so an answer of one token, as in multiple choice,
+        shows no effect.
     dtype, device : str, optional
         As for `kvalloc.models.loading.load_model`.
     allow_other_model : bool
@@ -115,11 +115,11 @@ class KVAllocLM(LM):  # type: ignore[misc]  # lm_eval has no types
         return [self._likelihood(*request.args) for request in requests]
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
-        """Refuse: a text on its own has no prompt that could be compressed.
+        """Refuse: a text without a prompt cannot be compressed.
 
         Raises
         ------
-        InputError
+        Always.
             Always.
         """
         raise InputError(
@@ -127,12 +127,12 @@ class KVAllocLM(LM):  # type: ignore[misc]  # lm_eval has no types
         )
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
-        """Return greedy answers, cut at the first stop text, blanks in front of them included.
+        """Return greedy answers, cut at the first stop text, leading blanks included.
 
         Parameters
         ----------
         requests : sequence of lm_eval.api.instance.Instance
-            With ``args`` (context, options): ``until``, the length, and what ``generate()`` takes.
+            With ``args`` (context, options): ``until``, the length, and options of ``generate()``.
 
         Returns
         -------
@@ -153,7 +153,7 @@ class KVAllocLM(LM):  # type: ignore[misc]  # lm_eval has no types
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Return a chat in the model's own form, for ``--apply_chat_template``."""
+        """Return a chat in the model's form, for ``--apply_chat_template``."""
         return str(
             self._tokenizer.apply_chat_template(
                 chat_history,
@@ -191,7 +191,7 @@ class KVAllocLM(LM):  # type: ignore[misc]  # lm_eval has no types
         return total, bool((logits.argmax(dim=-1) == chosen).all())
 
     def _generated(self, context: str, options: dict[str, Any]) -> str:
-        """Let the model's own ``generate()`` answer, as the harness's own models do."""
+        """Let the model's ``generate()`` answer, as the harness's own models do."""
         import torch
 
         more, tokenizer = dict(options), self._tokenizer

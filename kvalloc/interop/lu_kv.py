@@ -19,14 +19,14 @@ TOTALS = np.arange(1, 100) / 100
 class LUKV(ExportTarget):
     """An array ``[99, n_layers, n_kv_heads]``: row i prunes i + 1 percent of all entries.
 
-    Each number is the share that a head evicts. The row nearest to what the profile evicts has
-    its budgets; the others have them scaled to their total by the one rounding rule. Which entries
-    stay is not in the file: LUKVPress is given a press, ``sink`` and ``window``.
+    Each number is the share that a head evicts. The row nearest to the profile's evicted share has
+    its budgets; other rows have them scaled to their total by the one rounding rule. The policy is
+    not in the file: LUKVPress takes a press, ``sink`` and ``window``.
 
     References
     ----------
-    Predicting Future Utility: Global Combinatorial Optimization for Task-Agnostic KV Cache
-    Eviction (arXiv 2602.08585); kvpress 0.5.5, ``LUKVPress``.
+    Predicting Future Utility: Global Combinatorial Optimization for Task-Agnostic KV Cache Eviction
+    (arXiv 2602.08585); kvpress 0.5.5, ``LUKVPress``.
     """
 
     name = "lu-kv"
@@ -62,7 +62,7 @@ class LUKV(ExportTarget):
         ----------
         path : Path
         like : BudgetProfile
-            Has the context, the policy and, unless ``evicted`` says it, the total.
+            Has the context, the policy and, by default, the total.
         evicted : float, optional
             Share of all entries to evict, kvpress' ``compression_ratio``, 0.01..0.99.
         """

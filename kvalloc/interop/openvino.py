@@ -13,15 +13,15 @@ from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.interop.target import ExportTarget, reading, scored
 
 BLOCK_TOKENS = 32
-"""Of the CPU; a GPU has blocks of 16, of which these are whole numbers, too."""
+"""Tokens of a CPU's block; a GPU has blocks of 16, so these are whole numbers of them."""
 
 
 class OpenVINO(ExportTarget):
-    """A ``CacheEvictionConfig``: first and last tokens, and as many entries in every head.
+    """A ``CacheEvictionConfig``: first and last tokens, and equally many entries in each head.
 
     It evicts whole blocks of a layer, the same tokens in all of its heads. They are ranked by the
-    sum of the attention of the prompt's last tokens (as in SnapKV) and of generated tokens. Other
-    than a budget of kvalloc, ``max_cache_size`` holds for generated tokens, too.
+    sum of the attention of the prompt's last tokens (as in SnapKV) and of generated tokens. Unlike
+    a budget of kvalloc, ``max_cache_size`` also counts generated tokens.
 
     References
     ----------
@@ -47,7 +47,7 @@ class OpenVINO(ExportTarget):
         return scored("snapkv", sinks=sinks, window=window)
 
     def write(self, profile: BudgetProfile, path: Path) -> None:
-        """Write what `scheduler_config` reads.
+        """Write the file of `scheduler_config`.
 
         Raises
         ------
@@ -91,7 +91,7 @@ def scheduler_config(path: str | Path) -> Any:
     MissingDependencyError
         If openvino_genai is not installed.
     InputError
-        If the file is none of these.
+        If the file is not valid.
     """
     try:
         import openvino_genai

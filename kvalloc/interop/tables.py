@@ -25,8 +25,8 @@ Table = Mapping[str, Sequence[Any]]
 class CSV(ExportTarget):
     """A table of budgets: layer, head, tokens, bits, policy.
 
-    It is for people and their notebooks: model, context and parameters of policies stay in the
-    profile, on which a table is read back.
+    It is for people and their notebooks. Model, context and parameters of policies stay in the
+    profile, which is needed to read a table.
     """
 
     name = "csv"
@@ -125,9 +125,9 @@ def curve_table(scores: ScoreProfile) -> Table:
     Returns
     -------
     mapping of str to list
-        ``curve`` is "retention" (share of the head's score mass that its best entries hold) or
-        "loss" (nats per token; the same in every head where a layer's was measured); both are the
-        mean over the samples, and ``tokens`` include sinks and window.
+        ``curve`` is "retention" (share of the head's score mass in its best entries) or "loss"
+        (nats per token; equal in all heads if layers were measured). Both are the mean over the
+        samples, and ``tokens`` include sinks and window.
     """
     full = np.array(scores.shape.full_layers)
     curves = [("retention", scores.protected_tokens + scores.ranks, scores.curves.mean(axis=0))]

@@ -1,8 +1,8 @@
-"""Budget profiles for foreign engines: the parts that one cannot express, and the nearest profile.
+"""Budget profiles for other engines: the parts that one cannot express, and the nearest profile.
 
 A profile says more than most engines can express. Nothing is dropped silently: each loss has a
-name, a `Restriction`, that the user accepts. The result is a budget profile again, at the bytes of
-the first, so that ``kvalloc eval`` measures the cost of the loss.
+name, a `Restriction`, that the user accepts. The result is a budget profile with the bytes of the
+first, so that ``kvalloc eval`` measures the cost of the loss.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class ExportTarget(ABC):
     summary : str
         The written file and its reader.
     says : str
-        The parts of a profile that stand in it.
+        The parts of a profile that it expresses.
     restrictions : tuple of str
-        Names of the parts that it cannot say (`RESTRICTIONS`), in any order.
+        Names of the parts that it cannot express (`RESTRICTIONS`), in any order.
     suffix : str
         Usual ending of its files.
     widths : mapping of int to str
@@ -54,7 +54,7 @@ class ExportTarget(ABC):
     block_tokens : int
         Entries of a block; it keeps whole blocks.
     engine_keeps : str
-        Which entries it keeps, in words, if it picks them itself.
+        Entries that it keeps, in words, if it picks them itself.
     """
 
     name: ClassVar[str]
@@ -68,7 +68,7 @@ class ExportTarget(ABC):
     engine_keeps: ClassVar[str] = ""
 
     def policy(self, profile: BudgetProfile) -> Policy:
-        """Return kvalloc's policy that is nearest to how the engine picks entries."""
+        """Return the policy that is nearest to the engine's choice of entries."""
         return profile.policy
 
     @abstractmethod
@@ -81,7 +81,7 @@ class ExportTarget(ABC):
         Raises
         ------
         UnsupportedRequestError
-            If files of this kind say too little.
+            If files of this kind hold too little.
         InputError
             If the file does not fit the model.
         """
@@ -91,11 +91,12 @@ class ExportTarget(ABC):
 Loss = tuple[str, dict[str, Any]]
 """The loss of a profile, in words, and the changes of fields that leave the nearest profile.
 
-``real_budgets`` among the changes may be any real numbers; they are scaled to the bytes that the
-profile had."""
+``real_budgets`` among the changes may be any real numbers; they are scaled to the bytes of the
+profile.
+"""
 
 Restriction = Callable[[BudgetProfile, ExportTarget], "Loss | None"]
-"""Returns the loss of a profile by something that an engine cannot say; None for no loss."""
+"""Returns the loss of a profile by a part that an engine cannot express; None for no loss."""
 
 
 def restrict(
@@ -113,14 +114,14 @@ def restrict(
     Returns
     -------
     BudgetProfile
-        The same where nothing is lost. Otherwise its budgets keep no more bytes at the reference
-        context than the first ones, unless the target can evict nothing; who solved it, and how
-        well, is no longer stated.
+        The same object without a loss. Otherwise its budgets keep no more bytes at the reference
+        context than the first ones, unless the target cannot evict. Solver, bound and objective are
+        no longer stated.
 
     Raises
     ------
     InputError
-        If something would be lost that is not accepted, or there is no such restriction.
+        If a loss is not accepted, or there is no such restriction.
     """
     for name in accept:
         one_of("loss to accept", name, RESTRICTIONS)
@@ -180,9 +181,9 @@ def full_profile(shape: ModelShape, context_tokens: int) -> BudgetProfile:
     Parameters
     ----------
     shape : ModelShape
-        `kvalloc.models.loading.shape_of` has it for a model.
+        `kvalloc.models.loading.shape_of` returns it for a model.
     context_tokens : int
-        Prompt that budgets are of, tokens.
+        Prompt length of the budgets, tokens.
     """
     budgets = constant_entries(shape, context_tokens)
     budgets[list(shape.full_layers)] = context_tokens
@@ -209,10 +210,6 @@ def reading(path: str | Path, what: str) -> Iterator[None]:
     path : str or Path
     what : str
         The fault, such as ``"is no file of LU-KV"``.
-
-    Raises
-    ------
-    InputError
     """
     try:
         yield
@@ -234,7 +231,7 @@ def imported(like: BudgetProfile, path: Path, **values: Any) -> BudgetProfile:
     Parameters
     ----------
     like : BudgetProfile
-        Has model, context and all that ``values`` do not.
+        Has model, context and all fields beside ``values``.
     path : Path
         The file.
     **values
@@ -281,7 +278,7 @@ _UNDECIDED: dict[str, Any] = {
         "page_tokens",
     )
 }
-"""Defaults of the fields that no longer hold once budgets are changed."""
+"""Defaults of the fields that no longer hold with changed budgets."""
 
 
 def _changed(
@@ -382,7 +379,7 @@ def _one_width(profile: BudgetProfile, target: ExportTarget) -> Loss | None:
 
 
 def _more_than_scores(profile: BudgetProfile) -> list[str]:
-    """Return what a profile needs beside the best entries by one score."""
+    """Return the needs of a profile beside the best entries by one score."""
     needs = ["budgets that each prompt hands out among the heads"] if profile.by_prompt else []
     if (name := profile.policy.name) != "score":
         needs.append(f"the policy {name} (fitted values and all)")
@@ -440,7 +437,7 @@ def _whole_blocks(profile: BudgetProfile, target: ExportTarget) -> Loss | None:
 
 
 def _uniform(profile: BudgetProfile, target: ExportTarget) -> dict[str, Any]:
-    """Return the largest common budget, in whole blocks, that takes no more bytes."""
+    """Return the largest common budget, in whole blocks, within the same bytes."""
     mean = _full(profile, profile.budgets).mean() // target.block_tokens * target.block_tokens
     return {"level": "layer", "budgets": with_decided(profile, int(mean))}
 
@@ -457,4 +454,4 @@ RESTRICTIONS: dict[str, Restriction] = {
     "layers-to-uniform": _layers_to_uniform,
     "whole-blocks": _whole_blocks,
 }
-"""All of them, in the order in which they are applied."""
+"""All restrictions, in the order of their application."""

@@ -15,8 +15,8 @@ class TensorRTLLM(ExportTarget):
     """The part ``kv_cache_config`` of the YAML file that ``trtllm-serve --config`` reads.
 
     A layer's window holds its sinks and its most recent tokens, and moves on with generated ones.
-    Other than here, the window holds while the prompt is read, too: there a layer's queries never
-    see the tokens before it.
+    There the window also holds while the prompt is read: a layer's queries never see earlier
+    tokens.
 
     References
     ----------

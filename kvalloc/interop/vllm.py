@@ -1,4 +1,4 @@
-"""vLLM: the cache's data type, and the layers that it leaves out."""
+"""vLLM: the cache's data type, and the layers that it does not round."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from kvalloc.interop.target import ExportTarget
 
 
 class VLLM(ExportTarget):
-    """Engine arguments: of a profile's bits by layer, the data type and the layers at 16 bits.
+    """Engine arguments from a profile's bits by layer: the data type and the layers at 16 bits.
 
     vLLM evicts nothing within a layer: it has no budgets of heads or layers, no scores, no fitted
     values. Sliding windows are the model's own and stay. Its 8 bits are fp8 with one scale a
-    tensor, its 4 bits integers with a scale for each token and head; here numbers have a scale
-    for each group of 64.
+    tensor, its 4 bits integers with a scale for each token and head. Here numbers have a scale for
+    each group of 64.
 
     References
     ----------
@@ -39,7 +39,7 @@ class VLLM(ExportTarget):
         Raises
         ------
         InputError
-            If every entry is at 16 bits: then nothing of the profile is left.
+            If every entry is at 16 bits: then no part of the profile can be written.
         """
         bits, full = profile.widths[:, 0].tolist(), profile.shape.full_layers
         width = min(bits[layer] for layer in full)

@@ -1,4 +1,4 @@
-"""What a whole reduced cache loses: all layers and heads at their budgets at once."""
+"""Loss of a whole reduced cache: all layers and heads at their budgets at once."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class CacheLosses:
     Parameters
     ----------
     model : transformers.PreTrainedModel
-        The same afterwards.
+        Unchanged afterwards.
     samples : sequence of Sample
         Prompts with their answers; without an answer, the model writes one with the full cache.
     continuation_tokens : int
-        Predictions that are compared, at most.
+        Largest number of compared predictions.
     kept : Checkpoint, optional
-        Where finished measurements are kept.
+        Stores finished measurements.
     """
 
     def __init__(
@@ -55,13 +55,6 @@ class CacheLosses:
     @torch.no_grad()
     def loss(self, index: int, profile: BudgetProfile) -> float:
         """Return mean KL(full cache || reduced cache) of one prompt's answer, nats per token.
-
-        Parameters
-        ----------
-        index : int
-            Which sample.
-        profile : BudgetProfile
-            Budgets, widths and policy of the reduced cache.
 
         Raises
         ------
@@ -95,7 +88,7 @@ class CacheLosses:
         return loss
 
     def _ids(self, index: int, name: str) -> Tensor:
-        """Return token ids of a sample, (1, n); n is 0 where it has none."""
+        """Return token ids of a sample, (1, n); n is 0 without any."""
         ids, device = getattr(self._samples[index], name), input_device(self._model)
         row = [] if ids is None else ids.tolist()
         return torch.tensor([row], dtype=torch.long, device=device)
@@ -118,7 +111,7 @@ class CacheLosses:
     def _predictions(
         self, cache: Any, prompt: Tensor, following: Tensor, n_question: int
     ) -> Tensor:
-        """Return logits after the question's last token and all that follow it, (n, vocabulary)."""
+        """Return logits from the question's last token on, (n, vocabulary)."""
         self._model(input_ids=prompt, logits_to_keep=1, **cache_keyword(self._model, cache))
         keyword = cache_keyword(self._model, cache)
         logits: Tensor = self._model(input_ids=following, **keyword).logits

@@ -1,4 +1,4 @@
-"""Finished pieces of a job on disk, so that a killed job loses nothing that was finished."""
+"""Checkpoint: finished pieces of a job on disk, which survive a killed job."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ _DIGEST = "kvalloc.digest"
 class Checkpoint:
     """A folder that one process owns, with a manifest of its job and a file for each piece.
 
-    It is used in a ``with``. When that ends, the folder stays if it holds a finished piece and
-    `finish` was not called.
+    Used in a ``with``. At its end the folder stays if it holds a finished piece and `finish` was
+    not called.
 
     Parameters
     ----------
     output : str or Path
-        What the job writes in the end; the folder is ``OUTPUT.partial``.
+        Final output of the job; the folder is ``OUTPUT.partial``.
     job : mapping
-        Everything that decides the numbers, as plain JSON values.
+        All settings that decide the numbers, as plain JSON values.
     resume : bool
-        Whether to go on with what the folder holds.
+        Whether to continue from the folder's pieces.
 
     Raises
     ------
     InputError
-        On entering: if another process works in the folder, it holds finished pieces and `resume`
-        is False or they are of another job, or it is a link, holds what kvalloc did not put there,
-        or cannot be written to. Nothing is changed then.
+        On entering, if another process uses the folder; if it holds pieces of another job, or
+        `resume` is False; or if it is a link, holds foreign files, or cannot be written to. Nothing
+        is changed then.
     """
 
     def __init__(self, output: str | Path, job: Mapping[str, Any], *, resume: bool) -> None:
@@ -92,7 +92,7 @@ class Checkpoint:
             ) from None
 
     def _leave(self) -> None:
-        """Delete a folder without pieces, its lock last: nobody enters before all is gone."""
+        """Delete a folder without pieces, its lock last, so that nobody enters earlier."""
         if not _holds_pieces(self.folder):
             self._clear()
             delete_file(self.folder / _LOCK)
@@ -101,7 +101,7 @@ class Checkpoint:
         self._lock.release()
 
     def _clear(self) -> None:
-        """Delete all files that kvalloc made but the lock."""
+        """Delete all files of kvalloc but the lock."""
         for ours in (f"*{_PIECE}", _MANIFEST):
             for file in self.folder.glob(ours):
                 delete_file(file)
@@ -109,12 +109,7 @@ class Checkpoint:
             shutil.rmtree(left, ignore_errors=True)
 
     def save(self, name: str, arrays: Mapping[str, Array]) -> None:
-        """Keep a finished piece: whole or not at all.
-
-        Parameters
-        ----------
-        name : str
-        arrays : mapping of str to ndarray
+        """Store a finished piece: whole or not at all.
 
         Raises
         ------
@@ -130,13 +125,12 @@ class Checkpoint:
     def load(
         self, name: str, shapes: Mapping[str, tuple[int, ...]] | None = None
     ) -> dict[str, Array] | None:
-        """Return the arrays of a finished piece; None when none can be trusted.
+        """Return the arrays of a finished piece; None if they cannot be trusted.
 
         Parameters
         ----------
-        name : str
         shapes : mapping, optional
-            Of all arrays, by name, which then have to be finite, too.
+            Shapes of all arrays, by name; the arrays then have to be finite too.
         """
         from safetensors import SafetensorError, safe_open
 
@@ -158,7 +152,7 @@ class Checkpoint:
             delete_file(file)
 
     def stage(self, name: str) -> Self:
-        """Return the same for one stage of the job, with names of its own for pieces."""
+        """Return the checkpoint of one stage of the job, with its own names of pieces."""
         staged = copy.copy(self)
         staged._prefix = f"{name}-"
         return staged
@@ -167,7 +161,7 @@ class Checkpoint:
         return self.folder / f"{self._prefix}{name}{_PIECE}"
 
     def _begin(self) -> None:
-        """Write the manifest, or compare pieces' manifest with it."""
+        """Write the manifest, or compare the pieces' manifest with it."""
         manifest = self.folder / _MANIFEST
         with suppress(OSError):  # for another process's message; a full disk does not matter
             (self.folder / _LOCK).write_text(str(os.getpid()), encoding="ascii")
@@ -190,13 +184,12 @@ class Checkpoint:
 def kept_work(
     output: str | Path | None, job: Callable[[], Mapping[str, Any]], *, resume: bool
 ) -> AbstractContextManager[Checkpoint | None]:
-    """Return a `Checkpoint` beside an output; a context of None where there is no output.
+    """Return a `Checkpoint` for an output, or a context of None without an output.
 
     Parameters
     ----------
-    output : str or Path or None
     job : callable
-        Gives everything that decides the numbers.
+        Returns the settings that decide the numbers.
     resume : bool
 
     Raises
@@ -212,13 +205,13 @@ def kept_work(
 
 
 def check_output(output: str | Path, *, resume: bool) -> None:
-    """Refuse, before anything is loaded, what cannot be written or would work in another's folder.
+    """Refuse an output that cannot be written, or a folder in use, before anything is loaded.
 
     Raises
     ------
     InputError
-        If the output cannot be written, another process works in its folder of finished pieces, or
-        that holds some and `resume` is False.
+        If the output cannot be written, another process uses its folder of pieces, or the folder
+        holds pieces and `resume` is False.
     """
     check_writable(output)
     _check_unfinished(checkpoint_folder(output), resume=resume)
@@ -238,7 +231,7 @@ def _check_unfinished(folder: Path, *, resume: bool) -> None:
 
 
 def _check_made_here(folder: Path) -> None:
-    """Refuse a folder of finished work that kvalloc did not make: its files are deleted later."""
+    """Refuse a folder of pieces that kvalloc did not make: its files are deleted later."""
     fault = "is a link" if folder.is_symlink() else "" if folder.is_dir() else "is no folder"
     if not fault:
         before = _begun(folder)  # read twice: another process may be making or deleting it
@@ -265,23 +258,23 @@ def _begun(folder: Path) -> dict[str, Any]:
 
 
 def _holds_pieces(folder: Path) -> bool:
-    """Return whether there is finished work; all else that a kill leaves can be made anew."""
+    """Return whether there is a finished piece."""
     return any(folder.glob(f"*{_PIECE}"))
 
 
 _WAIT = 1.0
-"""Seconds. A process that only looks, or is just leaving, has the lock for a moment."""
+"""Seconds to wait for the lock. A process that only looks, or that leaves, has it for a moment."""
 
 
 def _locked(folder: Path) -> BaseFileLock:
-    """Return the folder's lock, which the system releases when this process ends in any way.
+    """Return the folder's lock, which the system releases when this process ends.
 
     Raises
     ------
     InputError
-        If another process has it for longer than a moment, or it cannot be had.
+        If another process keeps it for longer than a moment, or it cannot be taken.
     FileNotFoundError
-        If the folder is not there.
+        If the folder does not exist.
     """
     from filelock import FileLock, Timeout
 

@@ -15,22 +15,22 @@ from kvalloc.formats.score_profile import interpolate_curves
 from kvalloc.units import parse_numbers
 
 EXACT_CONTEXT_TOKENS = 4096
-"""Up to this context the curves hold every rank; above it, a grid."""
+"""Largest context with all ranks on the curves; above it they have a grid."""
 
 GRID_POINTS = 4097
-"""Ranks of that grid at most."""
+"""Largest number of ranks on that grid."""
 
 
 def retention_curves(scores: npt.NDArray[Any]) -> tuple[FloatArray, FloatArray]:
-    """Share of the score mass in the best entries, for every number of entries.
+    """Return the share of the score mass in the best entries, for each number of entries.
 
-    ``R(n) = sum of the n largest scores / sum of all scores``. A head without any mass loses
-    nothing at any budget: its curve is 1 from no entry on.
+    ``R(n) = sum of the n largest scores / sum of all scores``. A head without any mass has the
+    curve 1.
 
     Parameters
     ----------
     scores : ndarray, (..., n_evictable)
-        Finite scores >= 0 of the entries that can be evicted.
+        Finite scores >= 0 of evictable entries.
 
     Returns
     -------
@@ -68,7 +68,7 @@ def rank_grid(evictable_tokens: int, context_tokens: int) -> IntArray:
     evictable_tokens : int
         Largest rank.
     context_tokens : int
-        Reference context: up to `EXACT_CONTEXT_TOKENS` every rank is stored. Above that, half of
+        Reference context: up to `EXACT_CONTEXT_TOKENS` all ranks are stored. Above it, half of
         `GRID_POINTS` are the first ranks, where a curve bends most; the others are spaced
         geometrically.
 
@@ -92,15 +92,14 @@ def on_grid(curves: FloatArray, ranks: IntArray) -> tuple[FloatArray, float]:
     curves : ndarray of float64, (..., n_own + 1)
         Exact curves, one value for each number of entries.
     ranks : ndarray of int64, (n_points,)
-        Ranks wanted, from 0 to the profile's evictable entries. When the sample has fewer, its
-        curve is stretched by the share kept, linear in between.
+        Requested ranks, from 0 to the profile's evictable entries. The curve of a shorter sample is
+        stretched by the kept share, linear in between.
 
     Returns
     -------
     values : ndarray of float64, (..., n_points)
     error : float
-        The largest difference between a curve and the straight lines between its stored points;
-        0 when every rank is stored.
+        The largest difference between a curve and the straight lines between its stored points.
     """
     n_own, n_wanted = curves.shape[-1] - 1, int(ranks[-1])
     every_rank = ranks.size == n_wanted + 1

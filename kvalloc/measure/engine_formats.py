@@ -1,4 +1,4 @@
-"""Keys and values as they come back from the storage of another engine."""
+"""Keys and values after a round trip through another engine's storage."""
 
 from __future__ import annotations
 
@@ -15,41 +15,42 @@ if TYPE_CHECKING:
     from kvalloc.models.rope import Rotation
 
 _TURN = 64
-"""Numbers that ggml turns together; of keys, the largest power of two that divides the head."""
+"""Numbers that ggml turns as one block; a block of keys is the largest power of two that divides
+the head."""
 
 _IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E4M3 = torch.float8_e4m3fn
 
 
-def round_trip(numbers: Tensor, name: str, *, keys: bool, order: list[int] | None = None) -> Tensor:
+def round_trip(entries: Tensor, name: str, *, keys: bool, order: list[int] | None = None) -> Tensor:
     """Return keys or values as an engine's attention sees them.
 
     Parameters
     ----------
-    numbers : Tensor, (batch, n_kv_heads, n_tokens, dim)
+    entries : Tensor, (batch, n_kv_heads, n_tokens, dim)
     name : str
-        Of `FORMATS`; it can hold heads of ``dim`` numbers.
+        Format in `FORMATS` that can hold heads of ``dim`` numbers.
     keys : bool
         Whether they are keys, which ggml turns in larger blocks.
     order : list of int, (dim,), optional
-        Channels of a key in the order in which ggml stores them; see `gguf_order`.
+        Channels of a key in ggml's order; see `gguf_order`.
 
     Returns
     -------
-    Tensor, as ``numbers``
-        Neither turned nor in another order. Scales are rounded as ggml and exllamav3 store them;
-        those of the model's type (mlx, KVTuner) and of float32 (OpenVINO) are not.
+    Tensor, as ``entries``
+        Turned back, in the original order. Scales are rounded as ggml and exllamav3 store them;
+        scales of the model's type (mlx, KVTuner) and of float32 (OpenVINO) are not.
 
     References
     ----------
     ggml (quantize_row_*_ref), mlx (affine quantize), vLLM (fp8_e4m3), NVFP4, OpenVINO (u8, u4),
     KVTuner (VanillaQuantizer) and exllamav3 (quant_cache, without its option to compand).
     """
-    format, dim = FORMATS[name], int(numbers.shape[-1])
-    if format.grid == "whole" or not numbers.numel():
-        return numbers
-    stored, turn = numbers.float(), 0
+    format, dim = FORMATS[name], int(entries.shape[-1])
+    if format.grid == "whole" or not entries.numel():
+        return entries
+    stored, turn = entries.float(), 0
     if format.ggml:
         stored = stored if order is None else stored[..., order]
         turn = 0 if dim % _TURN else dim & -dim if keys else _TURN
@@ -65,20 +66,13 @@ def round_trip(numbers: Tensor, name: str, *, keys: bool, order: list[int] | Non
     if format.ggml and order is not None:
         places = torch.tensor(order, device=stored.device)
         stored = torch.empty_like(stored).index_copy_(-1, places, stored)
-    return stored.to(numbers.dtype)
+    return stored.to(entries.dtype)
 
 
 def gguf_order(model: Any, rotation: Rotation, dim: int) -> list[int] | None:
-    """Return the channels of a key as a GGUF file of the model has them; None for the same order.
+    """Return the channels of a key in the order of a GGUF file; None for the same order.
 
-    Pairs that a layer rotates by the position are neighbours there in models of the Llama family.
-
-    Parameters
-    ----------
-    model : transformers.PreTrainedModel
-    rotation : Rotation
-        Of the layer, as `kvalloc.models.attention.AttentionStates` has it.
-    dim : int
+    In models of the Llama family, rotated pairs are neighbours in the file.
     """
     if not (rotation.known and reorders_keys(model.config)):
         return None
@@ -88,21 +82,21 @@ def gguf_order(model: Any, rotation: Rotation, dim: int) -> list[int] | None:
     return [*order, *(channel for channel in dims if channel not in order)]
 
 
-def _blocks(numbers: Tensor, block: int) -> Tensor:
+def _blocks(entries: Tensor, block: int) -> Tensor:
     """Return numbers with the last axis in blocks, (..., n_blocks, block)."""
-    return numbers.reshape(*numbers.shape[:-1], -1, block)
+    return entries.reshape(*entries.shape[:-1], -1, block)
 
 
-def _turned(numbers: Tensor, block: int) -> Tensor:
+def _turned(entries: Tensor, block: int) -> Tensor:
     """Return numbers times a Hadamard matrix in blocks; twice gives them back."""
-    return rotated(_blocks(numbers, block)).flatten(-2) if block else numbers
+    return rotated(_blocks(entries, block)).flatten(-2) if block else entries
 
 
-def _in_blocks_of_tokens(numbers: Tensor, format: EngineFormat) -> Tensor:
-    """Return numbers rounded in blocks of tokens of a channel; the last token fills a block."""
-    n_tokens = int(numbers.shape[-2])
-    last = numbers[..., -1:, :].expand(*numbers.shape[:-2], -n_tokens % format.block, -1)
-    rows = _blocks(torch.cat([numbers, last], dim=-2).mT, format.block)
+def _in_blocks_of_tokens(entries: Tensor, format: EngineFormat) -> Tensor:
+    """Return numbers rounded in blocks of tokens of a channel; the last token pads a block."""
+    n_tokens = int(entries.shape[-2])
+    last = entries[..., -1:, :].expand(*entries.shape[:-2], -n_tokens % format.block, -1)
+    rows = _blocks(torch.cat([entries, last], dim=-2).mT, format.block)
     return _GRIDS[format.grid](rows, format).flatten(-2).mT[..., :n_tokens, :]
 
 
@@ -112,7 +106,7 @@ def _half(scales: Tensor) -> Tensor:
 
 
 def _inverse(scales: Tensor) -> Tensor:
-    """Return one over scales, 0 for 0."""
+    """Return the inverse of scales, 0 for 0."""
     return (1 / scales).masked_fill(scales == 0, 0.0)
 
 
@@ -192,9 +186,9 @@ def _e5m2(blocks: Tensor, format: EngineFormat) -> Tensor:
     return _as_float8(blocks, torch.float8_e5m2)
 
 
-def _as_float8(numbers: Tensor, kind: torch.dtype) -> Tensor:
+def _as_float8(entries: Tensor, kind: torch.dtype) -> Tensor:
     largest = torch.finfo(kind).max
-    return numbers.clamp(-largest, largest).to(kind).float()
+    return entries.clamp(-largest, largest).to(kind).float()
 
 
 def _largest(blocks: Tensor) -> Tensor:
@@ -202,9 +196,9 @@ def _largest(blocks: Tensor) -> Tensor:
     return blocks.gather(-1, blocks.abs().argmax(dim=-1, keepdim=True))
 
 
-def _nearest(numbers: Tensor, levels: Tensor) -> Tensor:
+def _nearest(entries: Tensor, levels: Tensor) -> Tensor:
     """Return the nearest of some rising levels for each number."""
-    return levels[torch.bucketize(numbers.contiguous(), (levels[1:] + levels[:-1]) / 2)]
+    return levels[torch.bucketize(entries.contiguous(), (levels[1:] + levels[:-1]) / 2)]
 
 
 _BY_BLOCK = (_amax, _signed, _minmax, _iq4_nl, _affine, _zero, _exl3, _e2m1, _e4m3, _e5m2)

@@ -32,12 +32,12 @@ SAMPLES, CONTEXT_TOKENS = 3, 600
 """Texts, and tokens of each, by default."""
 
 SINGLE_SHARE, SINGLE_TOKENS = 6, 96
-"""Single losses are measured on one part in so many of each text, its first tokens, and on so many
-at least: on fewer they are chance, which a solver takes for worth."""
+"""Single losses are measured on the first tokens of each text: the text's length over the first
+number, and at least the second. On fewer tokens they are noise."""
 
 RANDOM_MIXTURES = 6
-"""Whole caches with a random pair of formats in each layer; in half of them some stay at 16
-bits."""
+"""Number of whole caches with random pairs of formats by layer; half of them leave some layers at
+16 bits."""
 
 
 def profile_formats(
@@ -56,33 +56,31 @@ def profile_formats(
 ) -> FormatLosses:
     """Measure what a model loses if K or V are stored in the formats of other engines.
 
-    Each text is read at once. The unchanged model reads it once; a layer's K or V in one format
-    need one forward from that layer on.
+    Each text runs in one forward. After one forward of the unchanged model, K or V of a layer in
+    one format need one forward from that layer on.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel or Engine
-        A causal language model, the same afterwards.
-    tokenizer : transformers.PreTrainedTokenizerBase
-        Its tokenizer.
+        A causal language model, unchanged afterwards.
     texts : iterable of str, Document or Prompt
         As for `kvalloc.profile`.
     formats : sequence of str
         Engines or formats; see `kvalloc.accounting.engine_formats.formats_of`.
     output : str or Path, optional
-        The file to write, atomically. Finished layers are kept in ``OUTPUT.partial`` until then.
+        The file to write, atomically. Finished layers are stored in ``OUTPUT.partial`` until then.
     resume : bool
-        Go on with what an earlier, killed call left there.
+        Continue from the pieces of an earlier, killed call.
     progress : callable, optional
         Called with (layers done, layers in all).
     model_id : str, optional
-        Instead of what the model's config says.
+        Replaces the id in the model's config.
     samples : int, optional
         Texts to measure; 3 by default.
     context : int
         Tokens of each.
     seed : int
-        Of the choice of samples.
+        Seed of the choice of samples.
 
     Returns
     -------
@@ -91,8 +89,8 @@ def profile_formats(
     Raises
     ------
     InputError
-        If an engine or format is not known, a format cannot hold the model's heads, or text or
-        options cannot be used.
+        If an engine or format is unknown, a format cannot hold the model's heads, or text or
+        options are invalid.
     UnsupportedModelError
         If the model's attention cannot be seen, or it stores latents.
     """
@@ -129,16 +127,10 @@ def profile_formats(
 
 
 def mixtures_of(names: Sequence[str], n_layers: int) -> IntArray:
-    """Return the whole caches that are measured, as `FormatLosses.choices` has them.
+    """Return the measured whole caches, as in `FormatLosses.choices`.
 
-    Each format everywhere; keys in the format of most bits with values in that of fewest, and the
-    other way round; and random pairs by layer.
-
-    Parameters
-    ----------
-    names : sequence of str
-        Formats.
-    n_layers : int
+    Each format everywhere; keys at the most bits with values at the fewest, and the reverse; and
+    random pairs by layer.
 
     Returns
     -------
@@ -157,7 +149,7 @@ def mixtures_of(names: Sequence[str], n_layers: int) -> IntArray:
 class _Work:
     """Measures a piece: single losses of one layer on one text, or all mixtures on it.
 
-    A worker keeps what the unchanged model makes of a text for the pieces that follow.
+    A worker stores the unchanged model's outputs of a text for later pieces.
     """
 
     def __init__(self, shape: ModelShape, samples: SampleSet, names: tuple[str, ...]) -> None:
@@ -207,12 +199,12 @@ class _Work:
 
 
 class FormatProbe:
-    """The unchanged predictions of one text, and the harm of formats.
+    """Predictions of the unchanged model on one text, and losses of formats.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel
-        The same afterwards.
+        Unchanged afterwards.
     token_ids : ndarray of int64, (n_tokens,)
         The text.
     names : sequence of str
@@ -271,7 +263,7 @@ class FormatProbe:
         Returns
         -------
         dict
-            ``kls``: nats, (n_mixtures, n_tokens). ``agrees``: 1 where the most likely next token is
+            ``kls``: nats, (n_mixtures, n_tokens). ``agrees``: 1 if the most likely next token is
             the same.
         """
         rows = []

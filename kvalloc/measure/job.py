@@ -1,4 +1,4 @@
-"""One profiling job: everything that decides its numbers, and the samples done already."""
+"""Job: one profiling job with all settings that decide its numbers, and its finished samples."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ LossLevel = Literal["layer", "head"]
 LossMethod = Literal["measured", "fast"]
 
 DEFAULT_SHARES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4, 0.7)
-"""Shares of the evictable entries that a unit is reduced to, besides keeping all of them."""
+"""Shares of the evictable entries that a unit is reduced to, besides all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossPlan:
-    """How losses are measured.
+    """Settings of the measurement of losses.
 
     Attributes
     ----------
@@ -41,10 +41,10 @@ class LossPlan:
     shares : tuple of float
         Shares of the evictable entries that each unit is reduced to.
     continuation_tokens : int
-        Tokens after the prompt on which the distributions are compared, at most.
-    matched, every : int
-        The policy `attention_matching` fits the values of what stays to so many of the prompt's
-        last queries, each N-th of them; 0 for none: values stay.
+        Largest number of tokens after the prompt on which the distributions are compared.
+    matched, interval : int
+        The policy `attention_matching` fits the kept values to ``matched`` of the prompt's last
+        queries, at this interval; 0 leaves values unchanged.
 
     Raises
     ------
@@ -57,7 +57,7 @@ class LossPlan:
     shares: tuple[float, ...] = DEFAULT_SHARES
     continuation_tokens: int = 24
     matched: int = 0
-    every: int = 1
+    interval: int = 1
 
     def __post_init__(self) -> None:
         for name, choices in (("method", LossMethod), ("level", LossLevel)):
@@ -80,7 +80,7 @@ class LossPlan:
 
         if not self.matched:
             return Score(scorer=scorer)
-        return AttentionMatching(scorer=scorer, rows=self.matched, every=self.every)
+        return AttentionMatching(scorer=scorer, rows=self.matched, every=self.interval)
 
     def levels(self, context_tokens: int, protected_tokens: int) -> IntArray:
         """Return the budgets at which losses are measured.
@@ -145,25 +145,21 @@ def measured_samples(
 
     Parameters
     ----------
-    engine : Engine
     measure : callable
         Measures the sample of a place, as `Engine.run` calls it.
-    places : sequence of int
-        Places of the samples.
     kept : Checkpoint or None
-        Keeps finished samples.
-    steps : Steps
+        Stores finished samples.
     sample_steps : int
         Steps of one sample.
     sizes : mapping, optional
-        Shapes that the arrays of a kept sample must have.
+        Required shapes of the arrays of a stored sample.
 
     Returns
     -------
     measured : dict of int to Measured
-        Arrays of each sample by its place, in order: workers finish in any order.
+        Arrays of each sample by its place, in order.
     failed : dict of int to Failed
-        Why the other samples failed by themselves.
+        Reasons why the other samples failed.
     """
     measured, failed, left = dict[int, Measured](), dict[int, Failed](), dict[int, int]()
     for place in places:
@@ -196,16 +192,17 @@ class Job:
     shape : ModelShape
     scorer : Scorer
     sinks, context_tokens : int
-        Of the score profile.
+        As in the score profile.
     samples : SampleSet
     losses : LossPlan or None
-        How losses are measured, if they are.
+        None if losses are not measured.
     bits : tuple of int
-        Bit widths whose losses are measured, beside 16.
+        Bit widths of losses, beside 16.
     shard : tuple of int or None
-        Number of the measured shard, from 1, and of shards: every n-th sample; None for all.
+        Number of the shard, from 1, and number of shards; a shard has every n-th sample. None for
+        all.
     chunk : int or None
-        Tokens of a sample that run at once; see `chunk_of`.
+        Tokens of a sample in one forward; see `chunk_of`.
     """
 
     shape: ModelShape
@@ -230,7 +227,7 @@ class Job:
 
     @property
     def loss_levels(self) -> IntArray:
-        """Budgets at which losses are measured; none where they are not."""
+        """Budgets at which losses are measured; may be empty."""
         if self.losses is None:
             return np.empty(0, dtype=np.int64)
         return self.losses.levels(self.context_tokens, self.protected_tokens)
@@ -250,12 +247,12 @@ class Job:
 
     @property
     def loss_bits(self) -> tuple[int, ...]:
-        """Widths at which losses are measured: as the model made entries, then the others."""
+        """Widths of losses: unrounded, then the others."""
         return (16, *self.bits)
 
     @cached_property
     def places(self) -> Sequence[int]:
-        """Places of the samples that are measured among all of them, rising.
+        """Rising places of the measured samples among all.
 
         Raises
         ------
@@ -271,7 +268,7 @@ class Job:
         return range(number - 1, n_samples, of)
 
     def chunk_of(self, n_tokens: int) -> int:
-        """Return the tokens of a sample that run at once, at least as the scorer needs queries.
+        """Return the tokens of a sample in one forward, at least the queries of the scorer.
 
         By default all of them, up to the context with exact curves.
         """
@@ -300,7 +297,7 @@ class Job:
         return sizes
 
     def record(self, facts: ModelFacts) -> dict[str, Any]:
-        """Return everything that decides the numbers, for the manifest of a checkpoint."""
+        """Return all settings that decide the numbers, for the manifest of a checkpoint."""
         return {
             **facts.record(),
             "scorer": self.scorer.name,

@@ -1,4 +1,4 @@
-"""How far a reduced cache moves the model's next-token distribution."""
+"""KL: distance of a reduced cache's next-token distribution from the full cache's."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Divergence:
 
     @property
     def top1_agreement(self) -> float:
-        """Share of predictions whose most likely token is the same, 0..1."""
+        """Share of predictions with the same most likely token, 0..1."""
         return sum(self.agrees) / len(self.agrees)
 
 
@@ -76,7 +76,7 @@ def divergence(full_logits: Tensor, reduced_logits: Tensor) -> Divergence:
 
 
 class Predictions:
-    """The full cache's predictions, which those of reduced caches are compared to.
+    """Predictions of the full cache, with which others are compared.
 
     Parameters
     ----------

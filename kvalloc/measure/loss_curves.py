@@ -1,4 +1,4 @@
-"""Loss curves: what reducing one layer, or one KV head, does to the next-token distribution."""
+"""Loss curves: change of the next-token distribution if one layer or KV head is reduced."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from kvalloc.measure.job import Job, Measured
 from kvalloc.measure.loss_probe import LossProbe
 
 BATCH = 8
-"""Variants that run together."""
+"""Variants in one batch."""
 
 _Place = tuple[int, ...]
-"""Width and level of a loss; its KV head stands in front if one head alone is reduced."""
+"""Width and level of a loss, after the KV head if only one head is reduced."""
 
 
 class _Variant(NamedTuple):
-    """Entries that are kept of a layer, and the places of the losses that they give."""
+    """Kept entries of a layer, and the places of the losses that they give."""
 
     places: list[_Place]
     keep: Tensor
@@ -39,14 +39,10 @@ def sample_losses(
     *,
     layer_done: Callable[[], None],
 ) -> Measured:
-    """Return the loss curves of one sample of a job, as its plan says.
+    """Return the loss curves of one sample of a job, by its plan.
 
     Parameters
     ----------
-    model : transformers.PreTrainedModel
-    job : Job
-    index : int
-        Of the sample.
     layer_done : callable
         Called after each layer.
 
@@ -88,15 +84,15 @@ def measure_losses(
     *,
     layer_done: Callable[[], None] = lambda: None,
 ) -> Measured:
-    """Reduce every unit alone to every level, and measure.
+    """Measure the loss of each unit at each level, reduced alone.
 
     Parameters
     ----------
     probe : LossProbe
         The prompt.
     job : Job
-        What the figures are for. Its `loss_levels` are budgets at the reference context; a prompt
-        of another length is reduced to the same shares of its evictable entries.
+        The job of these losses. Its `loss_levels` are budgets at the reference context; a prompt of
+        another length is reduced to the same shares of its evictable entries.
     layer_done : callable
         Called after each measured layer.
 
@@ -104,8 +100,7 @@ def measure_losses(
     -------
     Measured
         ``losses``: mean over the continuation's predictions of KL(full cache || reduced cache),
-        nats per token; 0 in sliding layers, and at 16 bits at the last level, where nothing is
-        hidden.
+        nats per token. They are 0 in sliding layers, and at 16 bits at the last level.
     """
 
     def of_layer(layer: int) -> Iterator[tuple[list[_Place], FloatArray]]:
@@ -125,12 +120,12 @@ def estimate_losses(
     seed: int = 0,
     layer_done: Callable[[], None] = lambda: None,
 ) -> Measured:
-    """Estimate the same to second order, from one forward in place of one for each figure.
+    """Estimate the losses to second order, from one forward.
 
     Hiding and rounding entries moves the outputs of a unit's heads by a known ``d``. To second
-    order ``KL = d' F d / 2`` with F the Fisher information of those outputs; ``d' F d`` is the mean
-    of ``(g' d)^2`` over gradients g of next tokens drawn from the model's own predictions. It is
-    a local estimate: it overstates the loss of what flips an answer.
+    order ``KL = d' F d / 2`` with F the Fisher information of those outputs. ``d' F d`` is the mean
+    of ``(g' d)^2`` over gradients g of next tokens drawn from the model's predictions. It is a
+    local estimate: it overstates the loss of a unit that flips an answer.
 
     Parameters
     ----------
@@ -139,7 +134,7 @@ def estimate_losses(
     n_draws : int
         Draws of next tokens; the relative standard error falls with their square root.
     seed : int
-        Of the draws.
+        Seed of the draws.
 
     Returns
     -------
@@ -148,8 +143,8 @@ def estimate_losses(
 
     References
     ----------
-    S. Amari, Natural Gradient Works Efficiently in Learning (1998): the Fisher information as
-    the second-order term of the KL divergence. Its use for cache budgets is ours.
+    S. Amari, Natural Gradient Works Efficiently in Learning (1998): the Fisher information as the
+    second-order term of the KL divergence. Its use for cache budgets is ours.
     """
     gradients = probe.sensitivities(n_draws, seed=seed)
     heads = job.sizes()["losses"][1]
@@ -197,7 +192,7 @@ def _by_unit(outputs: Tensor, heads: int) -> Tensor:
 
 
 def _figures(probe: LossProbe, layer: int, job: Job) -> list[_Variant]:
-    """Return a layer at each width and level, reduced as a whole; not all of it at 16 bits."""
+    """Return a layer at each width and level, reduced as a whole; not full at 16 bits."""
     budgets = [probe.budget(level, job.context_tokens) for level in job.loss_levels.tolist()]
     kept = probe.kept(layer, budgets)
     return [

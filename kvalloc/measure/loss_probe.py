@@ -1,8 +1,7 @@
-"""Predictions of a model with a smaller cache in one layer, for many variants at once.
+"""Predictions with a reduced cache in one layer, for many variants in one batch.
 
-One prompt is run once with the full cache. Its continuation is then run again and again with
-entries of one layer hidden: from that layer on only, since everything before it is the same, and
-many variants in one batch that share the prompt's keys and values.
+One prompt runs once with the full cache. Its continuation then runs with entries of one layer
+hidden, from that layer on only. Variants are a batch that shares the prompt's keys and values.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from kvalloc.models.names import cache_keyword
 from kvalloc.models.structure import end_tokens, evaluating, input_device, text_config
 from kvalloc.runtime.policies.base import Limits
 from kvalloc.runtime.quantization import quantised_values, round_kept_keys
-from kvalloc.runtime.second_read import Held
+from kvalloc.runtime.second_read import PromptLayer
 from kvalloc.runtime.selection import chosen_widths, evictable, gathered, keep_best, put_at
 
 if TYPE_CHECKING:
@@ -44,15 +43,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Reduced:
-    """Entries and numbers of a prompt that variants see in one layer.
+    """Entries of a prompt that variants see in one layer.
 
     Attributes
     ----------
     keep : Tensor of bool, (n_variants, n_kv_heads, n_tokens)
-        Which entries.
+        Visible entries.
     keys, values : Tensor, (n_kv_heads, n_variants, n_tokens, head_dim), or None
-        The prompt's, as they come back from storage at fewer bits; None if all variants see them as
-        the model made them.
+        The prompt's entries after rounding; None if all variants see them unrounded.
     """
 
     keep: Tensor
@@ -61,35 +59,34 @@ class Reduced:
 
 
 class LossProbe:
-    """The full cache of one prompt, and the harm of hiding or rounding entries of one layer.
+    """The full cache of one prompt, and losses from hiding or rounding entries of one layer.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel
-        A causal language model; the same afterwards.
+        A causal language model; unchanged afterwards.
     sample : Sample
         The prompt, which is reduced. Its answer is the continuation; by default the model writes
-        one with the full cache, greedily, up to its end-of-turn token. Its question is read
-        between the two; it is not reduced, and no prediction inside it counts.
+        one with the full cache, greedily, up to its end-of-turn token. Its question comes between
+        the two; it is not reduced, and predictions inside it do not count.
     policy : Score
-        Ranks the entries of every full-attention layer, and fits values of those that stay.
+        Ranks the entries of each full-attention layer, and may fit kept values.
     sinks : int
-        First tokens, which the scorer leaves out.
+        First tokens, without scores.
     shape : ModelShape
-        Of the model: entries of its full-attention layers can be hidden.
+        Entries of its full-attention layers can be hidden.
     continuation_tokens : int
-        Largest number of tokens of the answer that are written or used.
+        Largest number of answer tokens.
 
     Attributes
     ----------
     prompt_ids : Tensor of int64, (n_tokens,)
         The prompt.
-    scores : dict of int to Tensor, (n_kv_heads, n_tokens)
+    The scorer's scores of each full-attention layer.
         The scorer's scores of each full-attention layer.
     continuation_ids : Tensor of int64, (n_continuation,)
-        Tokens read after the prompt, the question first. Losses are measured on the predictions
-        after each of these tokens, or after the question's last one and the later ones:
-        ``n_measured`` of them.
+        Tokens read after the prompt, the question first. Losses belong to the ``n_measured``
+        predictions after each of these tokens, or from the question's last one on.
 
     Raises
     ------
@@ -136,11 +133,11 @@ class LossProbe:
 
     @property
     def n_measured(self) -> int:
-        """Predictions that losses are of."""
+        """Number of measured predictions."""
         return int(self.continuation_ids.numel()) - self._unmeasured
 
     def budget(self, tokens: int, context_tokens: int) -> int:
-        """The same share of the prompt's evictable entries as `tokens` are of a context's."""
+        """Return the budget with the share of evictable entries that `tokens` have in a context."""
         protected = self._sinks + self._scorer.window
         share = (tokens - protected) / (context_tokens - protected)
         evictable = max(0, self.n_tokens - protected)
@@ -149,12 +146,6 @@ class LossProbe:
     @torch.no_grad()
     def kept(self, layer: int, budgets: Sequence[int]) -> list[Tensor]:
         """Return the kept entries of a layer at some budgets, all from the same prefill.
-
-        Parameters
-        ----------
-        layer : int
-        budgets : sequence of int
-            Sinks and window included.
 
         Returns
         -------
@@ -171,16 +162,16 @@ class LossProbe:
         Parameters
         ----------
         layer : int
-            The one layer with hidden entries.
+            Layer with hidden entries.
         keep : Tensor of bool, (n_variants, n_kv_heads, n_tokens)
-            Which entries of the prompt each variant keeps there.
+            Entries of the prompt that each variant keeps.
         bits : ndarray of int64, (n_variants, n_kv_heads), optional
-            At which width it stores them; as the model made them by default.
+            Width of the kept entries; unrounded by default.
 
         Returns
         -------
         Tensor of float64, (n_variants, n_measured)
-            Nats. Rounding may take a loss of nothing a little below 0.
+            Nats. Rounding may take a loss of 0 slightly below 0.
         """
         reduced = {layer: self._reduced(layer, keep, bits)}
         with self._inputs.begun(layer, len(keep)):
@@ -188,12 +179,7 @@ class LossProbe:
 
     @torch.no_grad()
     def joint_losses(self, keep: Mapping[int, Tensor]) -> Tensor:
-        """Return KL(full cache || reduced cache) where all these layers are reduced at once.
-
-        Parameters
-        ----------
-        keep : mapping of int to Tensor of bool, (n_variants, n_kv_heads, n_tokens)
-            Which entries of the prompt each variant keeps in each layer.
+        """Return KL(full cache || reduced cache) of each prediction with all these layers reduced.
 
         Returns
         -------
@@ -217,9 +203,9 @@ class LossProbe:
         """Return the view of variants that keep these entries at these widths."""
         if bits is None or (bool((bits == 16).all()) and not self._policy.combines):
             return Reduced(keep=keep)
-        stored, numbers = self._entries(layer), keep.sum(dim=-1).cpu()
+        stored, kept_counts = self._entries(layer), keep.sum(dim=-1).cpu()
         keys, values = (one.expand(len(keep), -1, -1, -1) for one in stored)
-        counts = counts_of(numbers.numpy(), np.broadcast_to(bits, numbers.shape))
+        counts = counts_of(kept_counts.numpy(), np.broadcast_to(bits, kept_counts.shape))
         limits = Limits(sinks=self._sinks, window=self._scorer.window)
         free, scores = evictable(keep, **limits), self.scores[layer].expand(keep.shape)
         of = chosen_widths(scores, keep, counts, free)
@@ -227,7 +213,7 @@ class LossProbe:
             queries = seen.queries.expand(len(keep), -1, -1, -1)
             widths = ChosenWidths(counts=counts, of=of)
             states = replace(seen, queries=queries, keys=keys, values=values, widths=widths)
-            made = self._policy.combine(states, keep, numbers, **limits)
+            made = self._policy.combine(states, keep, kept_counts, **limits)
             keys, values = (keys, values) if made is None else made
         keys, values = (one.clone(memory_format=torch.contiguous_format) for one in (keys, values))
         order = keep.byte().argsort(dim=-1, descending=True, stable=True)
@@ -242,16 +228,12 @@ class LossProbe:
 
     @torch.no_grad()
     def outputs(self, layer: int, keep: Tensor | None, bits: IntArray | None = None) -> Tensor:
-        """Return the outputs of a layer's heads on the continuation with reduced entries there.
+        """Return the outputs of a layer's heads on the continuation with reduced entries.
 
         Parameters
         ----------
-        layer : int
-            Which layer; all before it have the full cache.
         keep : Tensor of bool, (n_variants, n_kv_heads, n_tokens), or None
-            Which entries each variant keeps; None for one variant that keeps all.
-        bits : ndarray of int64, (n_variants, n_kv_heads), optional
-            At which width it stores them, as for `losses`.
+            Entries of each variant; None for one variant with all.
 
         Returns
         -------
@@ -269,16 +251,16 @@ class LossProbe:
     def sensitivities(self, n_draws: int, *, seed: int = 0) -> dict[int, Tensor]:
         """Return gradients of drawn tokens' log probability with respect to the heads' outputs.
 
-        The tokens are drawn from the full cache's own predictions, so that the mean outer product
-        of the gradients is the Fisher information of the heads' outputs.
+        The tokens are drawn from the full cache's predictions, so the mean outer product of the
+        gradients is the Fisher information of the heads' outputs.
 
         Parameters
         ----------
         n_draws : int
-            Independent draws, each one of a token at every position; one forward pass in all, and a
+            Independent draws, each of a token at every position: one forward pass in all, and a
             backward pass each.
         seed : int
-            Of the draws.
+            Seed of the draws.
 
         Returns
         -------
@@ -309,7 +291,7 @@ class LossProbe:
         return dict(zip(offsets, gradients, strict=True))
 
     def _prefill(self) -> Tensor:
-        """Run the prompt into the cache; return the logits of the token that follows it."""
+        """Run the prompt into the cache; return the logits of the next token."""
         seen: set[int] = set()
 
         def handler(states: AttentionStates, compute: Compute) -> tuple[Tensor, Tensor | None]:
@@ -332,20 +314,20 @@ class LossProbe:
         return logits
 
     def _entries(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return what a layer reads of the prompt, ``(n_kv_heads, n_tokens, dim)`` each.
+        """Return a layer's entries of the prompt, ``(n_kv_heads, n_tokens, dim)`` each.
 
-        A sliding layer's are those of the last tokens.
+        A sliding layer has only the last tokens.
         """
         stored = self._cache.layers[self._shape.source(layer)]
         return stored.keys[0], stored.values[0]
 
     def _seen_as(self, layer: int, entries: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return entries as attention shows them."""
+        """Return entries as attention sees them."""
         latent = self._shape.layer_types[layer] == "latent"
         return latent_states(*entries) if latent else entries
 
     def _measured(self, logits: Tensor) -> Tensor:
-        """Return the predictions of the answer: those inside the question do not count."""
+        """Return the predictions of the answer, without those inside the question."""
         return logits[..., self._unmeasured :, :]
 
     def _written(self, logits: Tensor, question: Tensor, n_tokens: int) -> Tensor:
@@ -387,15 +369,14 @@ class LossProbe:
             if getattr(layer, "keys", None) is not None:
                 empty = (one[:, :, :0] for one in (layer.keys, layer.values))
                 entries = [one.expand(n_variants, -1, -1, -1) for one in empty]
-            held = Held(source=layer, rows=rows, entries=entries)
-            layers.append(held.layer(None, self.n_tokens))
+            prompt_layer = PromptLayer(source=layer, rows=rows, entries=entries)
+            layers.append(prompt_layer.layer(None, self.n_tokens))
         return cache_keyword(self._model, Cache(layers=layers))
 
     def _attend(self, states: AttentionStates, reduced: Reduced | None) -> Tensor:
         """Return attention of new tokens over stored ones and over each other.
 
-        Variants that see the same keys are folded into the rows of one product with them, so that
-        they are never copied.
+        Variants with the same keys become rows of one product, so that keys are never copied.
 
         Parameters
         ----------
@@ -441,13 +422,13 @@ class LossProbe:
 
 
 def check_continues(model: Any, token: int, *, where: str = "") -> None:
-    """Refuse a prompt that the model has no more to say to.
+    """Refuse a prompt after which the model ends at once.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel
     token : int
-        The first one that it writes.
+        First token that it writes.
     where : str
         Beginning of the message.
 

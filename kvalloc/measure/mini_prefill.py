@@ -1,6 +1,6 @@
-"""Mini-prefill: a forward pass that exists only to be looked at.
+"""Mini-prefill: a forward pass that only shows attention.
 
-No KV cache is kept, the language-model head never runs, and the pass ends where the last layer's
+It stores no KV cache, does not run the language-model head, and ends where the last layer's
 attention would begin (XKV, Section IV-A and Figure 7).
 """
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class _Seen(Exception):
-    """Nothing that follows is needed. Never leaves this module."""
+    """Ends the forward. Never leaves this module."""
 
 
 def mini_prefill(
@@ -34,28 +34,26 @@ def mini_prefill(
     layers: Collection[int],
     chunk: int | None = None,
 ) -> None:
-    """Run a model's decoder up to the last layer that is wanted.
+    """Run a model's decoder up to the last requested layer.
 
-    In chunks, all of them run through one layer before any runs through the next. So only the keys
-    and values of one layer are stored at a time, beside its hidden states.
+    With chunks, all of them run through one layer before any runs through the next. So keys and
+    values of only one layer are stored at a time, beside its hidden states.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel
-        A causal language model. Its config, hooks and training flags are the same afterwards.
+        A causal language model. Its config, hooks and training flags are unchanged afterwards.
     input_ids : Tensor of int64, (batch, n_tokens)
         Prompts of equal length, without padding.
     look : callable
-        Called with what each wanted layer's attention sees, in the order of the layers. It must
-        not keep the tensors.
+        Called with the attention states of each requested layer, in order. It must not keep the
+        tensors.
     layers : collection of int
-        The wanted layers. The last one's attention output, its MLP, all later layers, the final
-        norm and the head are never computed, but for the few tokens by which the model's rotation
-        is found out, once for a model.
+        Requested layers. The last one's attention output and all later parts are not computed,
+        except once for a model, to find its rotation on a few tokens.
     chunk : int, optional
-        Tokens that run at once, as many in the last chunk; all by default, and where layers do not
-        `run_apart`. `look` is then called with each chunk's queries, and all keys and values up to
-        it.
+        Tokens in one forward; all by default, and if layers do not `run_apart`. `look` is then
+        called with each chunk's queries, and all keys and values up to it.
 
     Raises
     ------
@@ -102,12 +100,12 @@ def _one_layer(
     Parameters
     ----------
     entering : Tensor, (batch, n_tokens, hidden_size), or None
-        What enters the layer; changed into what leaves it. None for the first one.
+        Input of the layer; overwritten by its output. None for the first one.
 
     Returns
     -------
     Tensor, the same, or None
-        None of the last layer, which nothing leaves.
+        None for the last layer.
     """
     from transformers import DynamicCache
 
@@ -155,20 +153,19 @@ def check_seen(model: Any, layers: Iterable[int], seen: Container[int]) -> None:
 
 
 def run_apart(model: Any, *, states: bool = False) -> bool:
-    """Return whether each layer of a model runs on what the one before it makes, and that alone.
+    """Return whether each layer of a model runs on the output of the previous one alone.
 
-    A layer may get the tokens, too. It must not read another's entries, or return anything else.
+    A layer may also get the tokens. It must not read another's entries, or return anything else.
 
     Parameters
     ----------
-    model : transformers.PreTrainedModel
     states : bool
         Whether layers may have states.
     """
     probe = probe_of(model)
-    others = any(one.kind == "shared" or (one.state_bytes and not states) for one in probe.layers)
-    others |= len(layers_of(model)) != len(probe.layers)  # LongCat's layers attend twice
-    return not (others or probe.passes_more)
+    special = any(one.kind == "shared" or (one.state_bytes and not states) for one in probe.layers)
+    special |= len(layers_of(model)) != len(probe.layers)  # LongCat's layers attend twice
+    return not (special or probe.passes_more)
 
 
 def layers_of(model: Any) -> Any:
@@ -177,7 +174,7 @@ def layers_of(model: Any) -> Any:
     Raises
     ------
     UnsupportedModelError
-        If they are not where they are in transformers' decoders.
+        If they are not in the usual place.
     """
     layers = decoder_layers(model)
     if layers is None:
@@ -189,17 +186,7 @@ def layers_of(model: Any) -> Any:
 
 
 class LayerInputs:
-    """What enters each decoder layer in one forward, so that later forwards can begin at a layer.
-
-    Parameters
-    ----------
-    model : transformers.PreTrainedModel
-
-    Raises
-    ------
-    UnsupportedModelError
-        As `layers_of`.
-    """
+    """Inputs of each decoder layer in one forward, so that later forwards can begin at a layer."""
 
     def __init__(self, model: Any) -> None:
         self._layers, self._apart = layers_of(model), run_apart(model, states=True)
@@ -207,7 +194,7 @@ class LayerInputs:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Record what enters the layers in a forward."""
+        """Record the inputs of the layers in a forward."""
 
         def record(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._entering[layer] = args[0] if args else kwargs["hidden_states"]
@@ -218,7 +205,7 @@ class LayerInputs:
             yield
 
     def begun(self, layer: int, n_rows: int) -> AbstractContextManager[None]:
-        """Let forwards of so many rows of those tokens begin at a layer, if each runs apart."""
+        """Let forwards of ``rows`` copies of those tokens begin at a layer, if each runs apart."""
         if not self._apart:
             return nullcontext()
         hidden = self._entering[self._layers[layer]].repeat(n_rows, 1, 1)
@@ -229,7 +216,7 @@ class LayerInputs:
 def begun_at(layers: Any, begin: int, hidden: Tensor) -> Iterator[None]:
     """Let the decoder begin at one layer, with known hidden states.
 
-    It gets its tokens, too: some models add their embeddings later on.
+    It gets its tokens too: some models add their embeddings later.
     """
 
     def enter(

@@ -46,45 +46,44 @@ SCORES, LOSSES, MORE = "What is measured", "Losses", "Other measurements"
 
 
 class ProfileOptions(TypedDict, total=False):
-    """What decides the numbers of a score profile, beside model and text."""
+    """Settings of a score profile, beside model and text."""
 
     samples: Annotated[int | None, Option("N", SCORES)]
-    """Samples to measure; a tenth of those that the text gives by default. With `tasks` two of
-    each."""
+    """Samples to measure; by default a tenth of the text's samples. With `tasks` two of each."""
 
     context: int
     """Reference context, tokens; 1024 by default."""
 
     scorer: Annotated[str | Scorer, Option("NAME", SCORES)]
-    """What is measured; see 'kvalloc list scorers'. Its options after colons, such as
+    """Scorer to measure; see 'kvalloc list scorers'. Its options follow colons, such as
     snapkv:window=32:pool=7; xkv by default."""
 
     sinks: Annotated[int, Option("N", SCORES)]
-    """First tokens that are never evicted, and left out of the curves; 0 counts them as XKV does; 4
-    by default."""
+    """First tokens that are never evicted, and left out of the curves; 4 by default. 0 counts them,
+    as XKV does."""
 
     seed: int
-    """Of the choice of samples; 0 by default."""
+    """Seed of the choice of samples; 0 by default."""
 
     loss: Annotated[LossMethod | LossPlan | None, Option("[measured|fast]", LOSSES)]
-    """Also measure what reducing each unit alone does to the next-token distribution: a forward for
-    every unit and level, or a second-order estimate at the price of a few prefills. It is measured
-    on the prompts' answers, or on what the model itself writes next."""
+    """Also measure how reducing each unit alone changes the next-token distribution: by a forward
+    for every unit and level, or by a second-order estimate at the price of a few prefills. It is
+    measured on the prompts' answers, or on the model's own continuation."""
 
     loss_level: Annotated[LossLevel, Option("", LOSSES)]
-    """What is reduced alone for `loss`; layer by default."""
+    """Unit that is reduced alone for `loss`; layer by default."""
 
     bits: Annotated[str | Sequence[int] | None, Option("16,8,4", MORE)]
-    """With `loss`, also measure what is lost at each of these bit widths and each budget together,
-    for 'kvalloc solve --bits'; 16 is measured in any case."""
+    """With `loss`, also measure the loss at each of these bit widths and each budget, for 'kvalloc
+    solve --bits'; 16 is always measured."""
 
-    chunk: Annotated[int | None, Option("N", MORE, least=1)]
-    """Tokens of a sample that run through a layer at once; memory grows with it. All of them by
-    default up to 4,096, and 1,024 of longer samples. Losses take the whole sample."""
+    chunk: Annotated[int | None, Option("N", MORE, minimum=1)]
+    """Tokens of a sample that run through a layer at once; memory grows with it. By default all up
+    to 4,096 tokens, and 1,024 of longer samples. Losses take the whole sample."""
 
     shard: Annotated[str | None, Option("I/N", SCORES)]
-    """Measure every N-th sample alone, such as 2/8: with all N shards, on as many machines,
-    'kvalloc merge' makes the same file as one call."""
+    """Measure only every N-th sample, such as 2/8. From all N shards, which may run on N machines,
+    'kvalloc merge' makes the file of a single call."""
 
 
 @keywords_of(ProfileOptions)
@@ -102,49 +101,47 @@ def profile(
     """Measure how concentrated the attention of every layer and KV head is.
 
     Each sample runs through the decoder once, without a KV cache and without the head. In each
-    full-attention layer the scorer's scores are turned into the head's retention curve at once
-    and dropped. Curves are exact up to 4096 tokens of context; above that they are stored on a
-    grid and the interpolation error is measured.
+    full-attention layer the scores become the head's retention curve at once. Curves are exact up
+    to 4096 tokens of context; above that they are stored on a grid, with the measured interpolation
+    error.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel or Engine
-        A causal language model, the same afterwards; or workers that have loaded one, see
+        A causal language model, unchanged afterwards; or workers that have loaded one, see
         `kvalloc.engine.ray.RayEngine`.
-    tokenizer : transformers.PreTrainedTokenizerBase
-        Its tokenizer.
     texts : iterable of str, Document or Prompt
-        Running text (a string counts as such) is cut into samples of exactly `context` tokens;
-        a prompt is one sample, its middle dropped when it is longer, its curve stretched over
-        the reference ranks by the share kept when it is shorter.
+        Running text, also a string, is cut into samples of exactly `context` tokens. A prompt is
+        one sample: a longer one loses its middle, and a shorter one's curve is stretched over the
+        reference ranks by the kept share.
     output : str or Path, optional
-        The score profile to write, atomically. Each finished sample is kept in ``OUTPUT.partial``
+        The score profile to write, atomically. Finished samples are stored in ``OUTPUT.partial``
         until then.
     resume : bool
-        Go on with what an earlier, killed call left there; the arrays are bit-identical to an
+        Continue from the samples of an earlier, killed call; the arrays are bit-identical to an
         unbroken run.
     progress : callable, optional
         Called with (layers done, layers in all); measuring a layer's losses counts as several.
     model_id : str, optional
-        Instead of what the model's config says.
+        Replaces the id in the model's config.
     **options
         See `ProfileOptions`.
 
     Returns
     -------
     ScoreProfile
-        Sliding layers have the curve 1 and mass 0: nothing is decided there. A sample that fails by
-        itself is set aside, and named in ``set_aside``: its scores are not finite, it does not fit
-        into memory, or it kills its worker twice. All else is as if it had not been asked for.
+        Sliding layers have the curve 1 and mass 0. A sample fails if its scores are not finite, it
+        does not fit into memory, or it kills its worker twice. It is then named in ``set_aside``.
+        All other arrays are as without it.
 
     Raises
     ------
     InputError
-        If text, prompts or options cannot be used, the context is beyond the model's limit, every
-        sample fails, or the output cannot be written or has unfinished work of another job beside
+        If text, prompts or options are invalid, the context is beyond the model's limit, or every
+        sample fails. If the output cannot be written, or has unfinished work of another job beside
         it.
     UnsupportedModelError
-        If the model has no attention that kvalloc can see.
+        If kvalloc cannot see the model's attention.
     MissingDependencyError
         If torch or transformers is missing.
 
@@ -176,7 +173,7 @@ def prompt_scores(
     Parameters
     ----------
     model : transformers.PreTrainedModel
-        A causal language model, or its decoder; the same afterwards.
+        A causal language model, or its decoder; unchanged afterwards.
     token_ids : ndarray of int64, (n_tokens,)
         The prompt, without padding.
     scorer : Scorer
@@ -184,12 +181,12 @@ def prompt_scores(
     sinks : int
         First tokens, never evicted.
     shape : ModelShape
-        The model's sizes, under the name that the profile is to bear.
+        The model's sizes, with the name for the profile.
 
     Returns
     -------
     ScoreProfile
-        Of one sample; its context is the prompt's length.
+        One sample; its context is the prompt's length.
 
     Raises
     ------
@@ -227,7 +224,7 @@ def read_options(options: ProfileOptions) -> dict[str, Any]:
     Raises
     ------
     InputError
-        If an option cannot be used with any model, or some contradict each other.
+        If an option is invalid for all models, or some contradict each other.
     """
     scorer, losses = options.get("scorer", "xkv"), options.get("loss")
     if not isinstance(scorer, Scorer):
@@ -260,7 +257,7 @@ def job_of(
     shape: ModelShape,
     options: ProfileOptions,
 ) -> Job:
-    """Return the options as a job; refuse what cannot be, before anything is measured."""
+    """Return the options as a job; refuse impossible ones before anything is measured."""
     decided = read_options(options)
     context, sinks, window = decided["context_tokens"], decided["sinks"], decided["scorer"].window
     _check_sizes(shape, context, sinks, window)

@@ -1,4 +1,4 @@
-"""From texts to the token ids that are measured: which samples, and where they are cut."""
+"""Sampling: from texts to the token ids that are measured."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvalloc.prompts.texts import Document, Prompt
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """A prompt that is measured as one, with its question and answer.
+    """A measured prompt, with its question and answer.
 
     Attributes
     ----------
@@ -46,12 +46,7 @@ class Sample:
 
 
 def read_shard(text: str) -> tuple[int, int]:
-    """Read a shard as it is written, such as ``2/8``: its number, from 1, and that of the shards.
-
-    Raises
-    ------
-    InputError
-    """
+    """Read a shard such as ``2/8``: its number, from 1, and the number of shards."""
     match = re.fullmatch(r"\s*(\d{1,4})\s*/\s*(\d{1,4})\s*", text)
     number, of = map(int, match.groups()) if match else (0, 0)
     if not 1 <= number <= of or of < 2:
@@ -70,14 +65,14 @@ class SampleSet:
     ----------
     samples : tuple of Sample
     description : str
-        Where they came from, for people.
+        Origin, for people.
     """
 
     samples: tuple[Sample, ...]
     description: str
 
     def set_aside(self, failed: Mapping[int, Failed]) -> dict[int, str]:
-        """Return the name of each sample that failed, and why, by its place, as files say it."""
+        """Return the name of each failed sample and the reason, by its place."""
         return {
             place: f"{self.samples[place].name or f'sample {place}'}: {failed[place].reason}"
             for place in sorted(failed)
@@ -95,7 +90,7 @@ class SampleSet:
 
 
 def _digest(arrays: Sequence[IntArray | None]) -> str:
-    """Return SHA-256 over lengths, -1 where there is nothing, and token ids."""
+    """Return SHA-256 over lengths, -1 for None, and token ids."""
     hasher = hashlib.sha256()
     for ids in arrays:
         hasher.update(np.array([-1 if ids is None else ids.size], dtype="<i8").tobytes())
@@ -115,27 +110,22 @@ def choose_samples(
 ) -> SampleSet:
     """Choose samples, spread evenly over the texts.
 
-    Running text is joined, tokenised and cut into pieces of exactly `context_tokens` tokens
-    (the tokenizer's start token included, if it has one). A prompt is one sample: a longer one
-    loses its middle, a shorter one keeps its length.
+    Running text is joined, tokenised and cut into pieces of exactly `context_tokens` tokens, with
+    the tokenizer's start token, if any. A prompt is one sample: a longer one loses its middle, a
+    shorter one keeps its length.
 
     Parameters
     ----------
     texts : iterable of str, Document or Prompt
         A string is running text.
-    tokenizer : transformers.PreTrainedTokenizerBase
-        The model's tokenizer.
-    context_tokens : int
-        Reference context.
     least_tokens : int
-        The fewest tokens that a sample must have.
+        Fewest tokens of a sample.
     samples : int, optional
-        How many; by default the share `sampling_ratio` of all candidates, rounded up.
+        Number of samples; by default the share `sampling_ratio` of all candidates, rounded up.
     sampling_ratio : float
         Share of the candidates (XKV, Section IV-C: 10%).
     seed : int
-        The candidates are split into as many stretches as there are samples, and one is drawn
-        from each.
+        Seed. One sample is drawn from each of equally long stretches of the candidates.
 
     Returns
     -------
@@ -145,9 +135,8 @@ def choose_samples(
     Raises
     ------
     InputError
-        If there is no text, it is too short, there are fewer candidates than samples asked for,
-        or a chosen prompt is too short; names the file and line of the prompt. If a text is one
-        of those kept for the final evaluation.
+        If there is no text, or it is too short; if there are too few candidates, or a chosen prompt
+        is too short, named by file and line. If a text is reserved for the final evaluation.
     """
     documents, prompts = _sort_out(texts)
     refuse_held_out([*documents, *prompts])
@@ -202,7 +191,7 @@ def _sort_out(
 
 
 def _of_prompt(prompt: Prompt, tokenizer: Any, context_tokens: int, least_tokens: int) -> Sample:
-    """Return one sample; after a text that ends in a word a space comes before the answer."""
+    """Return one sample; a space separates a text that ends in a word from the answer."""
     ids = cut_middle(np.asarray(prompt_ids(tokenizer, prompt), dtype=np.int64), context_tokens)
     if ids.size < least_tokens:
         raise InputError(
@@ -229,7 +218,7 @@ def _of_prompt(prompt: Prompt, tokenizer: Any, context_tokens: int, least_tokens
 
 
 def _ids(ids: tuple[int, ...], text: str, tokenizer: Any) -> IntArray | None:
-    """Return tokens, those of the text by default; None if there is neither."""
+    """Return tokens, of the text by default; None without either."""
     if ids:
         return np.asarray(ids, dtype=np.int64)
     return _encode(tokenizer, text) if text else None
@@ -240,14 +229,14 @@ def _encode(tokenizer: Any, text: str, *, special: bool = False) -> IntArray:
 
 
 def _start_tokens(tokenizer: Any) -> IntArray:
-    """Return the start token, if the tokenizer puts one before a text."""
+    """Return the start token, if the tokenizer adds one."""
     start = getattr(tokenizer, "bos_token_id", None)
     ids = _encode(tokenizer, "a", special=True)
     return ids[: int(start is not None and ids.size > 1 and ids[0] == start)]
 
 
 def cut_middle(ids: IntArray, context_tokens: int) -> IntArray:
-    """Drop the middle of a text that is too long: the question stands at its beginning or end."""
+    """Drop the middle of a text that is too long: the question is at its beginning or end."""
     if ids.size <= context_tokens:
         return ids
     head = (context_tokens + 1) // 2
@@ -270,7 +259,7 @@ def _chosen(n_candidates: int, samples: int | None, ratio: float, seed: int) -> 
 
 
 def spread(n: int, count: int, seed: int) -> list[int]:
-    """Draw one index below `n` from each of `count` stretches of equal length; they rise."""
+    """Draw one rising index below `n` from each of `count` stretches of equal length."""
     random = np.random.default_rng(seed)
     edges = [index * n // count for index in range(count + 1)]
     return [int(random.integers(low, high)) for low, high in pairwise(edges)]

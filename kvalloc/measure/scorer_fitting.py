@@ -1,6 +1,6 @@
 """Fitting the scorer ``surrogate``: ridge regression over streamed normal equations.
 
-And the weight of a prompt's last queries beside a second read, if their attention helps.
+It also fits the weight of a prompt's last queries beside a second read.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ if TYPE_CHECKING:
     from kvalloc.models.attention import AttentionStates
 
 RIDGES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
-"""Candidates; that which predicts the other half best is taken."""
+"""Candidates; the best predictor of the other half is taken."""
 
 SINKS = 4
-"""First tokens of a prompt, which are never evicted: nothing is learnt from them."""
+"""First tokens of a prompt, which are never evicted, and not learnt from."""
 
 LEAST_SCORE = 1e-6
-"""Smaller attention counts as this: its log would outweigh what matters."""
+"""Smaller attention counts as this, so that its log does not dominate."""
 
 PIECE = 256
-"""Tokens of the second copy that look up at once, as in the default: with 2,048
+"""Tokens of the second copy in one forward, as in the default. With 2,048
 reconstruction loses twice as much at 10% of the bytes on a model's own answers."""
 
 TARGET = Reconstruction(chunk=PIECE)
-"""The scorer that is fitted."""
+"""The fitted scorer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NormalEquations:
-    """All that least squares need of some rows ``(x, y)``, for each of several problems.
+    """Normal equations of rows ``(x, y)``, for each of several problems.
 
-    The sums of parts of the rows add up to the sums of all rows.
+    Sums of parts of the rows add up to the sums of all rows.
 
     Attributes
     ----------
@@ -77,10 +77,10 @@ class NormalEquations:
         return replace(self, moments=self.moments + other.moments)
 
     def fit(self, ridge: float) -> FloatArray:
-        """Return weights and, last, the constant that predict the target.
+        """Return the weights that predict the target, the constant last.
 
         ``(C + ridge I) w = c`` with the correlations C of the features and c with the target, so
-        that one ridge suits features of any size; a feature that never changes gets weight 0.
+        that one ridge suits features of any size. A constant feature gets weight 0.
 
         Parameters
         ----------
@@ -110,7 +110,7 @@ class NormalEquations:
     def r_squared(self, weights: FloatArray) -> FloatArray:
         """Return the share of the targets' variance that weights explain on these rows, ``(...)``.
 
-        1 is all; below 0 is worse than the mean; 0 where the targets never change.
+        Below 0 is worse than the mean; 0 if the targets are constant.
         """
         signed = np.concatenate(
             [weights[..., :-1], -np.ones_like(weights[..., :1]), weights[..., -1:]], axis=-1
@@ -124,16 +124,16 @@ class NormalEquations:
 
 
 class FitOptions(TypedDict, total=False):
-    """What decides a surrogate, beside model and text."""
+    """Settings of a surrogate, beside model and text."""
 
     samples: Annotated[int | None, Option("N", "On which text or prompts")]
-    """Prompts to fit on, at least 2; of text, a tenth of all that there are by default."""
+    """Prompts to fit on, at least 2; by default a tenth of the text's samples."""
 
     context: int
-    """Longest prompt, tokens; each is read twice, one reading after the other; 1024 by default."""
+    """Longest prompt in tokens, 1024 by default; each is read twice."""
 
     seed: int
-    """Of the choice of samples; 0 by default."""
+    """Seed of the choice of samples; 0 by default."""
 
 
 def fit_surrogate(
@@ -144,13 +144,12 @@ def fit_surrogate(
     kept: Checkpoint | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> FittedSurrogate:
-    """Fit the scorer ``surrogate``: it predicts from one read what a second read attends to.
+    """Fit the scorer ``surrogate``, which predicts the attention of a second read from one read.
 
-    Each sample runs through the decoder once, written twice. The target is the largest attention
-    that a token gets from the second copy, as in the scorer ``reconstruction``. Its log is fitted
-    for each KV head of every full-attention layer. Only sums over the tokens are kept.
-    A reduced cache of each sample then shows whether attention of a prompt's last queries helps
-    beside such scores, and at which weight.
+    Each sample runs through the decoder once, written twice. The target is the largest attention to
+    a token from the second copy, as in the scorer ``reconstruction``. Its log is fitted for each KV
+    head of every full-attention layer. Only sums over the tokens are stored. A reduced cache of
+    each sample then shows whether attention of a prompt's last queries helps, and at which weight.
 
     Each half of the samples is fitted and tested by the other half, and the best ridge is taken.
 
@@ -165,23 +164,22 @@ def fit_surrogate(
     engine : Engine
         Where the model runs.
     kept : Checkpoint, optional
-        Keeps the sums of each finished sample.
+        Stores the sums of each finished sample.
     progress : callable, optional
         Called with (layers done, layers in all).
 
     Returns
     -------
     FittedSurrogate
-        Fitted without the samples that failed by themselves, as in `kvalloc.profile`; the
-        others stay in the half that they would have been in.
+        Fitted without failed samples, as in `kvalloc.profile`; the others stay in their half.
 
     Raises
     ------
     InputError
-        If there is too little text, two readings are beyond the model's limit, or every sample of
-        a half fails.
+        If there is too little text, two reads are beyond the model's limit, or all samples of a
+        half fail.
     UnsupportedModelError
-        If the model has no attention that kvalloc can see, or it is not known how it rotates keys.
+        If kvalloc cannot see the model's attention or its rotation of keys.
 
     References
     ----------
@@ -228,7 +226,7 @@ def fit_surrogate(
 
 
 def _check_samples(shape: ModelShape, samples: SampleSet, context: int) -> None:
-    """Refuse what cannot be read twice, and text with fewer tokens than a fit has weights."""
+    """Refuse samples too long to be read twice, and text with fewer tokens than weights."""
     limit = shape.max_context_tokens
     if limit is not None and 2 * context > limit:
         raise InputError(
@@ -306,7 +304,7 @@ def _rows(
 
 
 WEIGHTS = (0.0, 1.0, 2.0, 5.0, 10.0, 20.0)
-"""Candidates, 0 for no use of the last queries."""
+"""Candidates; 0 ignores the last queries."""
 
 WINDOW = 8
 """Last tokens of the prompt, which are never evicted."""
@@ -315,7 +313,7 @@ KEPT = 0.3
 """Share of the evictable entries that stay."""
 
 CONTINUATION = 24
-"""Tokens on which a loss is measured, at most; the last ones of a sample without an answer."""
+"""Largest number of tokens of a loss; the last ones of a sample without an answer."""
 
 LEAST_LOSS = 1e-4
 """Nats per token below which two losses count as equal."""
@@ -331,10 +329,8 @@ def vote_losses(
 
     Parameters
     ----------
-    model : transformers.PreTrainedModel
-    shape : ModelShape
     sample : Sample
-        Its answer is the continuation; without one its last tokens are.
+        Its answer is the continuation; by default its last tokens are.
     logs : ndarray, (n_full_layers, n_kv_heads, n_tokens - sinks)
         Log of the score of a second read.
     sinks : int
@@ -377,14 +373,14 @@ def vote_losses(
 def best_weight(losses: FloatArray) -> tuple[float, float]:
     """Return the weight of the last queries, and the ratio of its loss to the loss without them.
 
-    It is the smallest weight with a loss that is not surely larger than the best one's, if it is
-    surely smaller than without them. Surely is by more than the standard error of the mean log
-    ratio over the samples.
+    It is the smallest weight with a loss not surely larger than the best one's, if it is surely
+    smaller than without them. Surely means by more than the standard error of the mean log ratio
+    over the samples.
 
     Parameters
     ----------
     losses : ndarray, (n_samples, n_weights)
-        As `vote_losses` gives them.
+        Result of `vote_losses`.
 
     Returns
     -------

@@ -24,15 +24,15 @@ DEVICES = {
     "h100": (3.35e12, 989.4e12),
     "h200": (4.8e12, 989.4e12),
 }
-"""Bytes of memory and products and sums at 16 bits a second, as NVIDIA's data sheets state them:
-A100 80GB SXM, H100 SXM, H200 SXM, without sparsity."""
+"""Bytes of memory a second, and multiply-adds at 16 bits a second, from NVIDIA's data sheets: A100
+80GB SXM, H100 SXM, H200 SXM, without sparsity."""
 
 ROWS = (1, 2, 4, 8, 16, 32)
-"""Rows at which a step of the model is measured, and those of the caches that are."""
+"""Rows of the measured steps of the model."""
 
 CACHE_ROWS, ROUNDS, FEW_TOKENS, FOLLOWED = 8, 6, 8, 32
-"""Rows of the measured caches, rounds of each step, tokens of a cache that takes no time, and new
-tokens behind a prompt whose time is measured."""
+"""Rows of the measured caches, rounds of each step, tokens of a cache of no cost, and new tokens
+after a prompt."""
 
 
 class Line(NamedTuple):
@@ -60,20 +60,20 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimes:
-    """Seconds of a decoding step: the model's once for all rows, and each row's of its cache.
+    """Seconds of a decoding step: the model's part for all rows, and each row's part for its cache.
 
     Attributes
     ----------
     rows : tuple of int
-        Rows at which the model is known, rising; linear between and beyond.
+        Rows at which the model was measured, rising; linear between and beyond.
     model_seconds : tuple of float
-        Seconds of a step of this many rows with an empty cache.
+        Seconds of a step of these rows with an empty cache.
     plain, kept, followed : Line
-        A step's part for a plain cache, for a reduced one's kept entries, and for the new ones
-        behind them, over their bytes.
+        A row's part for a plain cache, for a reduced one's kept entries, and for newer entries,
+        over their bytes.
     evicting, entered : Line
-        Time of an eviction that ranks kept entries and new ones together: over the tokens seen
-        before, and the part that each new token adds.
+        Time of an eviction that ranks kept and new entries: over the tokens seen before, and over
+        the new tokens.
     source : str
         Origin of the figures, for people.
     """
@@ -103,7 +103,6 @@ def device_steps(model: Any, name: str) -> StepTimes:
 
     Parameters
     ----------
-    model : transformers.PreTrainedModel
     name : str
         One of `DEVICES`.
     """
@@ -134,9 +133,8 @@ def measure_steps(
 ) -> StepTimes:
     """Measure the steps of a model on its own device.
 
-    One prompt is read for each reduced cache, and its row repeated. A plain cache has one row of
-    the full length, since its time for a byte is another for many short rows. All compared steps
-    run alternately.
+    One prompt is read for each reduced cache, and its row repeated. A plain cache has one long row,
+    since many short rows take another time for a byte. All compared steps run alternately.
 
     Parameters
     ----------
@@ -153,7 +151,7 @@ def measure_steps(
     begun, shape = time.perf_counter(), shape_of(model)
 
     def read(cache: Any, tokens: int, rows: int) -> Callable[[int], object]:
-        """Read a prompt into a cache; return what adds as many tokens to each of its rows."""
+        """Read a prompt into a cache; return a function that adds tokens to each of its rows."""
 
         def forward(rows: int, tokens: int) -> None:
             ids = torch.ones((rows, tokens), dtype=torch.long, device=model.device)
@@ -164,7 +162,7 @@ def measure_steps(
         return lambda tokens: forward(rows, tokens)
 
     def plain(rows: int, tokens: int = FEW_TOKENS) -> Callable[[int], object]:
-        """Read a few tokens into a plain cache; copies of them make it as long as wanted."""
+        """Read a few tokens into a plain cache, and copy them up to its length."""
         cache: Any = DynamicCache(config=model.config)
         add = read(cache, FEW_TOKENS, rows)
         more = (1, 1, -(-tokens // FEW_TOKENS) - 1, 1)
@@ -213,13 +211,13 @@ def measure_steps(
 
 
 def _in_turns(calls: Mapping[Any, Callable[[], object]]) -> dict[Any, float]:
-    """Return the lowest seconds of each call: other work on the machine can only add to them."""
+    """Return the lowest seconds of each call: other work can only add to them."""
     rounds = [{name: _seconds(call) for name, call in calls.items()} for _ in range(ROUNDS)]
     return {name: min(one[name] for one in rounds) for name in calls}
 
 
 def _seconds(call: Callable[[], object]) -> float:
-    """Return the seconds of a call, with the work that is still queued on a device."""
+    """Return the seconds of a call, with work still queued on a device."""
     _wait()
     begun = time.perf_counter()
     call()

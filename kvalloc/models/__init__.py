@@ -1,1 +1,1 @@
-"""All that touches the inside of transformers: loading, the attention hook, RoPE, GGUF."""
+"""Models: all code that touches the inside of transformers."""

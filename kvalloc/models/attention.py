@@ -1,13 +1,12 @@
-"""See, and if wanted replace, what every attention layer of a transformers model computes.
+"""Interception of the attention of every layer of a transformers model.
 
-Profiling needs a layer's queries, keys and values; the runtime needs to change a layer's mask.
-Both go through one door: the table of attention functions that transformers itself offers for
-adding implementations. Nothing is registered at import, and a model is touched only while an
-`AttentionSwitch` is on: its attention modules then hold a view of their config. A forward that is
-intercepted reads there the name of a wrapper of the model's own implementation; everybody else,
-another thread over the same model included, reads what the config says. The config itself, which
-models and threads share, is never written to. With no handler the wrapper calls the model's own
-implementation with the very same arguments, so the result is bit-identical.
+Profiling needs a layer's queries, keys and values; the runtime changes a layer's mask. Both use the
+table of attention functions that transformers offers for adding implementations. Nothing is
+registered at import. Only while an `AttentionSwitch` is on, the model's attention modules hold a
+view of their config. In an intercepted forward the view names a wrapper of the model's
+implementation. All others, such as another thread, read the config. The config itself, which models
+and threads share, is never written to. Without a handler the wrapper calls the model's
+implementation with the same arguments, so the result is bit-identical.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ _HEAD = "head"
 """Key of the states of one KV head in `AttentionStates.shared`."""
 
 _BY_KV_HEAD = ("keys", "values", "absent", "counts", "positions")
-"""Attributes of `AttentionStates` whose second axis is of KV heads."""
+"""Attributes of `AttentionStates` with KV heads as their second axis."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,9 +58,9 @@ class AttentionStates:
     layer : int
         Index of the layer in the model.
     queries : Tensor, (batch, n_query_heads, n_new_tokens, head_dim)
-        Queries of the new tokens, with their positions applied.
+        Queries of the new tokens, rotated to their positions.
     keys : Tensor, (batch, n_kv_heads, n_tokens, head_dim)
-        All keys, old and new, with their positions applied, not repeated for grouped queries.
+        All keys, old and new, rotated to their positions, not repeated for grouped queries.
     values : Tensor, (batch, n_kv_heads, n_tokens, head_dim)
         All values, old and new, not repeated for grouped queries.
     scaling : float
@@ -72,50 +71,48 @@ class AttentionStates:
     softcap : float or None
         The logits are ``softcap * tanh(logits / softcap)`` before the mask, as in Gemma 2.
     sink_logits : Tensor or None, (n_query_heads,)
-        One more logit a query head that takes part in the softmax and has no value, as in gpt-oss.
+        One more logit a query head, without a value, as in gpt-oss.
     output_projection : Tensor, (hidden_size, all query heads * head_dim), or callable, or None
-        Weight of the layer's output projection, of all heads also where `first_head` is not 0; or
-        what returns it, for a layer that torch has quantized. None where there is none that can
-        be read.
+        Weight of the layer's output projection for all heads, for any `first_head`; or a function
+        that returns it, for a layer quantized by torch. None if it cannot be read.
     rotation : Rotation
-        The pairs of a head's dimensions that the layer rotates by the position (RoPE), and their
-        frequencies; none if it has no positions, or gets them with its input.
+        Pairs of a head's dimensions that the layer rotates by the position (RoPE), and their
+        frequencies; none without positions.
     observed : Observed or None
-        What the scorer's `observe` left of the earlier chunks of this prompt; None for the first.
+        Notes of the scorer's `observe` on earlier chunks of this prompt; None for the first.
     older : int
-        How many of the first queries are of earlier chunks.
+        Number of first queries that belong to earlier chunks.
     first_head : int
-        Number of the first KV head: not 0 if heads are shown separately.
+        Number of the first KV head: not 0 if heads are passed separately.
     gaps : bool
-        Whether entries between the queries' own tokens are evicted, so that the last keys
-        are of other tokens; the mask tells which keys each query sees.
+        Whether entries between the queries' tokens are evicted. Then the last keys are of other
+        tokens, and the mask tells which keys each query sees.
     displaced : bool
-        Whether all queries stand behind the newest token: without a mask, each sees every key.
+        Whether all queries come after the newest token: without a mask, each sees every key.
     positions : Tensor of int32, (batch, n_kv_heads, n_tokens), or None
-        Position of each key, where some between them are gone; None where they are 0, 1, 2, ...
+        Position of each key, if some between them were evicted; None for 0, 1, 2, ...
     later : Observed or None
-        Notes of the scorer about a second read of the prompt; its columns may be those of all query
-        heads.
+        Notes of the scorer about a second read of the prompt; its columns may be by query head.
     absent : Tensor of bool, (batch, n_kv_heads, n_tokens), or None
-        True at places of no entry, where heads hold different numbers; no query sees them. Scorers
-        that observe chunks are not shown any.
+        True at padding of heads with fewer entries, which no query sees. Scorers that observe
+        chunks get none.
     counts : Tensor of int64, (batch, n_kv_heads), or None
-        How many entries each head has, on the host, where some places are of none.
+        Number of entries of each head, on the host, if `absent` is set.
     widths : ChosenWidths or None
-        At which kept entries will be stored; None where they stay as they are.
+        Widths of kept entries; None if they are not rounded.
     layers : tuple of int
-        Where the heads of several layers are shown as those of one: these layers, each with as
-        many heads. Empty for one layer, and for scorers that do not ask for more.
+        If heads of several layers are passed as one layer's: these layers, with equal numbers of
+        heads. Empty for one layer.
     latents : (Tensor, Tensor) or None
-        Of a layer that stores latents: these and their rotary keys, (batch, 1, n_tokens, dim) each.
-        Keys are then both, values the latents, the same for all query heads, and queries what they
-        are against such keys: logits and weights are those of the layer.
+        For a layer that stores latents: these and their rotary keys, (batch, 1, n_tokens, dim)
+        each. Keys are then both of them, values the latents, the same for all query heads. Queries
+        are transformed so that logits and weights equal the layer's.
     latest : int
-        How many of the last entries have come since the latest eviction; 0 if there was none.
+        Number of last entries since the latest eviction; 0 without one.
     biased : bool
         Whether the layer adds numbers to its logits, beside the mask.
     shared : dict
-        Results from these very states that will be needed again; `replace` copies none.
+        Cached results from these states; `replace` copies none.
     """
 
     layer: int
@@ -145,7 +142,7 @@ class AttentionStates:
     shared: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     def kv_head(self, head: int) -> AttentionStates:
-        """Return one KV head with the query heads that share it, without notes; always the same."""
+        """Return one KV head with its query heads, without notes; always the same object."""
         if (known := self.shared.get((_HEAD, head))) is not None:
             return known  # type: ignore[no-any-return]
         n_heads = int(self.keys.shape[1])
@@ -175,9 +172,9 @@ class AttentionStates:
 
     @classmethod
     def joined(cls, shown: Sequence[AttentionStates]) -> AttentionStates:
-        """Return several layers of equal sizes as one, which has the heads of all of them.
+        """Return several layers of equal sizes as one with the heads of all.
 
-        They have no mask, notes or evicted entries.
+        They must have no mask, notes or evicted entries.
         """
         import torch
 
@@ -203,21 +200,21 @@ class AttentionStates:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChosenWidths:
-    """At how many bits the kept entries of heads will be stored.
+    """Bits of the kept entries of heads.
 
     Attributes
     ----------
     counts : mapping of int to ndarray of int64, (batch, n_kv_heads)
-        By width, how many entries.
+        Number of entries by width.
     of : Tensor of int16, (batch, n_kv_heads, n_tokens), or None
-        The width of each, 0 where it is evicted; None where each head has one for all.
+        Width of each entry, 0 if evicted; None if each head has one for all.
     """
 
     counts: Mapping[int, IntArray]
     of: Tensor | None = None
 
     def of_places(self, heads: slice, places: Tensor) -> ChosenWidths:
-        """Return those of some heads and of some of their tokens, (batch, n_heads, n_places)."""
+        """Return the widths of some heads and tokens, (batch, n_heads, n_places)."""
         counts = {width: number[:, heads] for width, number in self.counts.items()}
         of = None if self.of is None else self.of[:, heads].gather(2, places)
         return ChosenWidths(counts=counts, of=of)
@@ -225,16 +222,16 @@ class ChosenWidths:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observed:
-    """What a scorer has seen of the chunks of a prompt that came before, for one layer.
+    """Notes of a scorer about earlier chunks of a prompt, for one layer.
 
-    It belongs to the cache, so that scorers hold nothing between calls.
+    They belong to the cache; scorers keep no state between calls.
 
     Attributes
     ----------
     n_tokens : int
-        Tokens of the prompt seen so far.
+        Prompt tokens seen so far.
     columns : Tensor or None, (batch, n_kv_heads, n_stored)
-        One number an entry: follows the entry where entries are evicted or rows reordered.
+        One number an entry, which follows the entry in evictions and reorderings.
     totals : dict of Tensor, each (batch, ...)
         Sums over tokens, which no eviction changes.
     """
@@ -244,13 +241,7 @@ class Observed:
     totals: dict[str, Tensor] = field(default_factory=dict)
 
     def kept(self, indices: Tensor) -> Observed:
-        """Return the notes after an eviction.
-
-        Parameters
-        ----------
-        indices : Tensor of int64, (batch, n_kv_heads, n_kept)
-            Stored entries that stay.
-        """
+        """Return the notes after an eviction."""
         columns = None if self.columns is None else self.columns.gather(-1, indices)
         return replace(self, columns=columns)
 
@@ -259,28 +250,27 @@ AttentionResult: TypeAlias = "tuple[Tensor, Tensor | None]"
 
 
 class Compute(Protocol):
-    """Runs the model's own attention of this layer with that mask.
+    """Runs the model's attention of this layer with a mask.
 
-    Over all the keys and values of the states, or over others, (batch, n_kv_heads, n_read,
-    head_dim), which no layer of latents has.
+    Other keys and values, (batch, n_kv_heads, n_read, head_dim), may replace the states' ones,
+    except in a layer of latents.
     """
 
     def __call__(
         self, mask: Tensor | None, keys: Tensor | None = None, values: Tensor | None = None
     ) -> AttentionResult:
-        """Return the attention output, and the weights where the implementation gives them."""
+        """Return the attention output, and the weights if the implementation gives them."""
 
 
 Handler: TypeAlias = Callable[[AttentionStates, Compute], AttentionResult]
-"""``handler(states, compute)`` returns what the layer's attention returns."""
+"""``handler(states, compute)`` returns the result of the layer's attention."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Active:
     """One open interception.
 
-    Modules are compared by identity, so that a second model that runs inside the ``with`` of
-    the first is left alone.
+    Modules are compared by identity, so a second model that runs inside the ``with`` is left alone.
     """
 
     handler: Handler
@@ -290,7 +280,7 @@ class _Active:
 
 
 class _ConfigView:
-    """An attention module's config, but for the implementation that an intercepted forward reads.
+    """An attention module's config with another implementation for intercepted forwards.
 
     Copies and pickles are the config itself; its type and attributes are the config's.
     """
@@ -341,9 +331,9 @@ _lock = threading.Lock()
 
 
 def _lend(module: nn.Module) -> None:
-    """Give a module what it has while it is intercepted; its view remembers what was there.
+    """Give a module its view while it is intercepted; the view remembers the config.
 
-    With threads or nesting, the first one to leave must not take away what another still needs.
+    With threads or nesting, the first one to leave must not take away a view still in use.
     """
     attributes, kind = vars(module), type(module)
     view: Any = module.config
@@ -373,7 +363,7 @@ def _take_back(module: nn.Module) -> None:
 
 
 def _call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a module that several layers share, and note the layer that it is called for."""
+    """Run a module that several layers share, and note the layer that calls it."""
     token = _called_layer.set(kwargs.get(LAYER))
     try:
         return forward(*args, **kwargs)
@@ -382,16 +372,16 @@ def _call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _expand(module: nn.Module, latents: Tensor, rotary: Tensor) -> Any:
-    """Return keys and values of all heads as a layer makes them, and note what it expands."""
+    """Return keys and values of all heads as a layer makes them, and note the latents."""
     if _active.get() is not None:
         _expanded.set((id(module), latents, rotary))
     return getattr(type(module), EXPANSION)(module, latents, rotary)
 
 
 def _matrices(module: Any, latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what a layer expands these by, (1, n_query_heads, n, dim) for keys and for values.
+    """Return the matrices that expand latents, (1, n_query_heads, n, dim), to keys and to values.
 
-    And what it adds to values, (1, n_query_heads, 1, dim); what it adds to keys is the same for all
+    The bias of values follows, (1, n_query_heads, 1, dim). A bias of keys is the same for all
     tokens, and changes no weight.
     """
     import torch
@@ -420,11 +410,10 @@ def intercept_attention(model: nn.Module, handler: Handler) -> AbstractContextMa
     model : transformers.PreTrainedModel
         A decoder-only model, with or without its language-model head.
     handler : callable
-        ``handler(states, compute)``; `states` is an `AttentionStates`, ``compute(mask)`` runs
-        the layer's own attention (sdpa, eager, flash, ...) and returns
-        ``(output (batch, n_new_tokens, n_query_heads, head_dim), weights or None)``. The layer goes
-        on with the handler's result, so a handler that only looks ends with
-        ``return compute(states.mask)``.
+        ``handler(states, compute)``: `states` is an `AttentionStates`, ``compute(mask)`` runs the
+        layer's attention (sdpa, eager, flash, ...). It returns ``(output (batch, n_new_tokens,
+        n_query_heads, head_dim), weights or None)``. The layer continues with the handler's result,
+        so a handler that only reads ends with ``return compute(states.mask)``.
 
     Raises
     ------
@@ -433,19 +422,18 @@ def intercept_attention(model: nn.Module, handler: Handler) -> AbstractContextMa
 
     Notes
     -----
-    Nested use is safe: the innermost handler for a module answers, and leaving the inner
-    ``with`` brings back the outer handler. Handlers are found through a context variable, so
-    another thread that runs the same model meanwhile is not intercepted.
+    Nested use is safe: the innermost handler for a module answers. Handlers are found through a
+    context variable, so another thread that runs the same model is not intercepted.
     """
     return AttentionSwitch(model).intercepting(handler)
 
 
 class AttentionSwitch:
-    """The reusable half of `intercept_attention`: facts that are looked up once for a model.
+    """The reusable half of `intercept_attention`, with the facts about a model.
 
-    The first switch of a decoder runs it over a few tokens (`kvalloc.models.probe`).
-    Entering sets one context variable and lends each attention module its view, as long as anybody
-    is within. Each `enter` must be answered by one `leave`, in reverse order.
+    The first switch of a decoder runs it over a few tokens (`kvalloc.models.probe`). Entering sets
+    one context variable and gives each attention module its view. Each `enter` needs one `leave`,
+    in reverse order.
 
     Parameters
     ----------
@@ -456,7 +444,7 @@ class AttentionSwitch:
     ------
     UnsupportedModelError
         If the model's attention does not go through transformers' attention interface, a layer
-        attends to anything but what its cache returned, or heads are not as the config says.
+        attends to anything but its cache's output, or heads differ from the config.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -464,7 +452,7 @@ class AttentionSwitch:
         check_decoder_only(model)
         modules: list[Any] = list(decoder.modules())
         self.module_ids = frozenset(map(id, modules))
-        # those that look their attention function up and pass themselves to it
+        # modules that look their attention function up and pass themselves to it
         self._modules = [
             one
             for one in modules
@@ -482,7 +470,7 @@ class AttentionSwitch:
 
     @classmethod
     def of(cls, model: nn.Module) -> AttentionSwitch:
-        """Return the switch of a model that is held already, or a new one."""
+        """Return the existing switch of a model, or a new one."""
         decoder = decoder_of(model)
         switch = _switches.get(decoder, lambda: None)()
         if switch is None:
@@ -492,12 +480,10 @@ class AttentionSwitch:
         return switch
 
     def answer(self, handler: Handler, layer: int, *states: Any, **kwargs: Any) -> AttentionResult:
-        """Return what a handler answers for one layer, without interception.
+        """Return a handler's answer for one layer, without interception.
 
         Parameters
         ----------
-        handler : callable
-        layer : int
         *states : Tensor or None
             Query, key, value and mask, as an attention function gets them.
         **kwargs
@@ -508,9 +494,9 @@ class AttentionSwitch:
         return _answered(active, base_implementation(module.config), module, *states, **kwargs)
 
     def enter(self, handler: Handler, *, known: bool = False) -> Token[_Active | None]:
-        """Switch interception on; returns what `leave` needs.
+        """Switch interception on; return the token for `leave`.
 
-        If the handler knows the layers, states show it no output projection and no rotation.
+        If the handler knows the layers, states carry no output projection and no rotation.
         """
         with _lock:
             for module in self._modules:
@@ -518,7 +504,7 @@ class AttentionSwitch:
         return _active.set(_Active(handler, self, _active.get(), known))
 
     def leave(self, token: Token[_Active | None]) -> None:
-        """Switch interception off again."""
+        """Switch interception off."""
         with _lock:
             for module in self._modules:
                 _take_back(module)
@@ -538,7 +524,7 @@ class AttentionSwitch:
 
 
 def probe_of(model: nn.Module) -> Probe:
-    """Return what a probe has shown of a model.
+    """Return the probe of a model.
 
     Raises
     ------
@@ -580,7 +566,7 @@ def _answered(
     *more: Any,  # dropout, if another package calls this one: kvpress wraps all implementations
     **kwargs: Any,
 ) -> AttentionResult:
-    """Return what a handler answers in place of an implementation."""
+    """Return a handler's answer in place of an implementation's."""
     kind: Any = type(module)
     function = attention_function(kind, base)
     tensors = query, key, value, attention_mask
@@ -615,7 +601,7 @@ def _states(
     tensors: tuple[Tensor, Tensor, Tensor, Tensor | None],
     kwargs: dict[str, Any],
 ) -> tuple[AttentionStates, tuple[Tensor, Tensor] | None]:
-    """Return what a handler is shown of a layer's attention, and what expands latents to values."""
+    """Return the states for a handler, and the matrix that expands latents to values."""
     query, key, value, mask = tensors
     scaling, softcap = kwargs.get("scaling"), kwargs.get("softcap")
     scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
@@ -630,8 +616,8 @@ def _states(
             "rotation": active.switch.probe.rotations.get(layer, UNKNOWN),
             "biased": any(getattr(one, "ndim", 0) == 4 for one in kwargs.values()),
         }
-    if (noted := _expanded.get()) is not None and noted[0] == id(module):
-        latents = noted[1:]
+    if (expanded := _expanded.get()) is not None and expanded[0] == id(module):
+        latents = expanded[1:]
         to_keys, matrix, bias = _matrices(module, *latents)
         to_values = matrix, bias
         _expanded.set(None)

@@ -1,7 +1,7 @@
-"""What each layer of a model stores, and what of it can be reduced.
+"""Families of models: what each layer stores, and how much of it can be reduced.
 
-The kinds of layers are those of the cache that transformers makes for a model. Sizes, and which
-layer reads another one's entries, are seen in a forward of a few tokens (`kvalloc.models.probe`).
+A layer's kind is the kind of its layer in transformers' cache. Sizes, and layers that read another
+one's entries, are seen in a forward of a few tokens (`kvalloc.models.probe`).
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ def cached_layers(model: Any, name: str | None = None) -> list[Any]:
 
     Parameters
     ----------
-    model : transformers.PreTrainedModel
     name : str, optional
-        Class of the model whose decoder it is, for messages.
+        Class of the model, for messages.
 
     Raises
     ------
     UnsupportedModelError
-        If there is none of a kind that kvalloc knows.
+        If a layer is of an unknown kind.
     """
     from transformers import DynamicCache
 
@@ -60,20 +59,19 @@ def layer_shapes(
     reads: Mapping[int, int],
     latents: Collection[int],
 ) -> tuple[LayerShape, ...]:
-    """Return what layers store after a forward has shown it.
+    """Return the shapes of layers after a forward has shown them.
 
     Parameters
     ----------
-    model : transformers.PreTrainedModel
     cached : sequence of transformers' layers
         After the forward.
     stored : mapping of int to mapping of str to int
-        KV heads, and numbers of a key and of a value, of each layer that stores entries, as
-        `LayerShape` names them.
+        KV heads, and numbers of a key and of a value, of each layer that stores entries, as in
+        `LayerShape`.
     reads : mapping of int to int
-        Of each layer that attends to another one's entries, which.
+        For each layer that reads another one's entries, that layer.
     latents : collection of int
-        Layers whose entries are latents.
+        Layers that store latents.
     """
     configured = dict(enumerate(getattr(text_config(model), "layer_types", None) or ()))
     shapes = []

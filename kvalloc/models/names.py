@@ -1,8 +1,8 @@
 """Names of transformers and torch that are private or change between versions.
 
-No other file of kvalloc contains one (``tests/unit/models/test_names.py``). Each is looked up when
-it is needed. If a version lacks a name, only the ability that needs it is lost, and one line says
-which. Public names of the package ``transformers`` itself may stand anywhere.
+No other file of kvalloc contains one (``tests/unit/models/test_names.py``). Each is looked up at
+its first use. If a version lacks a name, only the ability that needs it is lost, with one line of
+explanation. Public names of the package ``transformers`` itself may be used anywhere.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 CACHE_ARGUMENTS = ("cache", "past_key_values")
-"""Names of the cache in arguments and outputs of models, that of transformers 5.24 first."""
+"""Names of the cache in arguments and outputs of models, newest (transformers 5.24) first."""
 
 COLUMN = "cache_position"
 """Argument of older versions: the columns of new tokens in the cache, (n_new_tokens,)."""
 
 IMAGE_PLACES, IMAGE_FEATURES = "visual_pos_masks", "deepstack_visual_embeds"
-"""Arguments of a decoder: which new tokens are of images, and what its first layers add to these,
-a list of tensors, (n_image_tokens, hidden_size)."""
+"""Arguments of a decoder: the new tokens of images, and the list of tensors that its first layers
+add to them, (n_image_tokens, hidden_size)."""
 
 BY_TOKEN = {
     **dict.fromkeys(("inputs_embeds", "per_layer_inputs"), 1),
@@ -40,22 +40,22 @@ BY_TOKEN = {
     **dict.fromkeys(("moe_mm_token_type_ids", "ple_input_ids", "task_type_ids"), -1),
     **dict.fromkeys(("input_shape_ids", "input_pronunciation_ids"), -1),
 }
-"""Arguments of a decoder with an axis of new tokens, and which one it is."""
+"""Arguments of a decoder with an axis of new tokens, and the index of that axis."""
 
 IMAGE_AXES = "get_rope_index"
-"""Method of a model that gives tokens of an image positions on several axes."""
+"""Method of a model that gives image tokens positions on several axes."""
 
 LAYER = "layer_idx"
-"""Attribute of an attention: the number of its layer; argument where layers share it."""
+"""Attribute of an attention: its layer's index; an argument if layers share it."""
 
 KEPT_LOGITS = "logits_to_keep"
-"""Argument of a forward: of how many of the latest tokens logits are wanted; 0 for all."""
+"""Argument of a forward: number of latest tokens with logits; 0 for all."""
 
 ENCODED = "mm_encoder_outputs"
-"""Argument of ``generate()``: images and the like as their encoders have returned them."""
+"""Argument of ``generate()``: outputs of encoders, such as of images."""
 
 READ_AGAIN = tuple(one for one in BY_TOKEN if one not in ("position_ids", COLUMN, IMAGE_PLACES))
-"""Arguments of a decoder, (batch, n_new_tokens, ...), that say what the tokens are."""
+"""Arguments of a decoder, (batch, n_new_tokens, ...), that identify the tokens."""
 
 IMPLEMENTATION = "_attn_implementation"
 """Attribute of a config: the name of the attention implementation that its model uses."""
@@ -80,7 +80,7 @@ def lookup(path: str, ability: str) -> Any:
     path : str
         Module and name, as ``"torch.nn:Module.forward"``.
     ability : str
-        The ability that needs it, for the message.
+        Ability that needs it, for the message.
 
     Raises
     ------
@@ -109,7 +109,7 @@ def cache_argument(model: Any) -> str:
     """Return the name of the cache among the arguments of a model's forward.
 
     A wrapper that takes any argument, such as PEFT's or torch.compile's, passes it to a model of
-    transformers, so the name is that of `generation_argument`.
+    transformers, so the name is `generation_argument`.
 
     Raises
     ------
@@ -176,7 +176,7 @@ _LAYER_KINDS: dict[str, LayerType] = {
 
 
 def layer_kind(layer: Any) -> LayerType | None:
-    """Return the kind of a cache layer of transformers; None if it is another one's, or older."""
+    """Return the kind of a cache layer of transformers, or None."""
     if has_state(layer) and not hasattr(layer, "number_of_states"):
         return None
     return _LAYER_KINDS.get(type(layer).__name__)
@@ -214,7 +214,7 @@ def takes(function: Callable[..., Any], argument: str) -> bool:
     """Return whether a function has an argument of this name.
 
     An attention that several layers share takes the layer. Older versions of transformers pass
-    the columns of new tokens to forwards and mask functions; newer ones pass lengths.
+    columns of new tokens to forwards and mask functions; newer ones pass lengths.
     """
     return argument in inspect.signature(function).parameters
 
@@ -241,10 +241,10 @@ def base_implementation(config: Any) -> str:
 
 
 def set_implementation(config: Any, name: str) -> None:
-    """Let a model that Dynamo traces read the name of another implementation in its config.
+    """Set another implementation in the config of a model that Dynamo traces.
 
-    Dynamo writes the last value to the config when the graph has run, so set the model's own name
-    again before the graph ends.
+    Dynamo writes the last value to the config after the graph, so restore the name before the graph
+    ends.
     """
     config._attn_implementation_internal = name
 
@@ -258,16 +258,9 @@ def register_implementation(name: str, function: Callable[..., Any]) -> None:
 def attention_function(kind: Any, base: str) -> AttentionFunction:
     """Return the function that a layer calls for an attention implementation.
 
-    A modeling file may override an implementation in its own table, and the eager function is in
-    no table but in the modeling file. So the file of the attention class comes first, then the
-    files of its parent classes, since a user's subclass is in another file.
-
-    Parameters
-    ----------
-    kind : type
-        The class of the layer's attention.
-    base : str
-        Name of the implementation.
+    A modeling file may override an implementation in its own table, and only it has the eager
+    function. So the file of the attention class comes first, then the files of its parent classes,
+    for a user's subclass.
 
     Raises
     ------
@@ -292,17 +285,8 @@ def attention_function(kind: Any, base: str) -> AttentionFunction:
 def mask_function(base: str) -> MaskFunction | None:
     """Return the mask function of an attention implementation, or None if it is unknown.
 
-    An implementation that another package registers, such as flash attention from the kernels
-    hub, is recognised by the mask function registered for it.
-
-    Parameters
-    ----------
-    base : str
-        Its name in transformers' tables, e.g. ``"sdpa"``.
-
-    Raises
-    ------
-    MissingDependencyError
+    An implementation of another package, such as flash attention from the kernels hub, is
+    recognised by its registered mask function.
     """
     ability = f"a reduced cache on {base} attention"
     functions = lookup("transformers:AttentionMaskInterface", ability)()
@@ -347,11 +331,11 @@ _FLOATS = {float, np.float64}
 
 
 def own_parts(module: Any) -> Iterator[tuple[str, Any]]:
-    """Yield by name what a module computes with: numbers, tensors, active adapters, modules.
+    """Yield by name a module's parts: numbers, tensors, active adapters, modules.
 
-    PEFT puts a module around the layer that an adapter changes. Adapters that are off, or merged
-    into the layer, are left out, so that the result is the same as without the module around it.
-    bitsandbytes stores scales beside a weight. Dropout changes no answer.
+    PEFT wraps the layer that an adapter changes. Adapters that are off, or merged into the layer,
+    are left out, so the result is the same without the wrapper. bitsandbytes stores scales beside a
+    weight. Dropout is left out.
     """
     attributes, wraps = vars(module), hasattr(type(module), "adapter_layer_names")
     if not _FLOATS.isdisjoint(map(type, attributes.values())):  # few modules have any
@@ -378,12 +362,12 @@ def own_parts(module: Any) -> Iterator[tuple[str, Any]]:
 
 
 def packed_numbers(module: Any) -> Any:
-    """Return the object in which a module that torch has quantized has its weight and bias."""
+    """Return the object that holds weight and bias of a module quantized by torch."""
     return getattr(getattr(module, "_packed_params", None), "_packed_params", None)
 
 
 def version(tensor: Tensor) -> int:
-    """Return how often torch saw a tensor written to."""
+    """Return how often a tensor was written to, as counted by torch."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -421,7 +405,7 @@ def start_no_graph_at(function: Any) -> None:
 def set_frame_callback(callback: Any) -> Any:
     """Set Dynamo's callback for Python frames, None for no tracing; return the previous one.
 
-    Does nothing if this version of torch lacks it, since no compiled model is served then.
+    Does nothing if this version of torch lacks it: then no compiled model is served.
     """
     if compile_obstacle() is not None:
         return None
@@ -439,7 +423,7 @@ def mark_constant(function: Callable[..., Any]) -> None:
 
 
 def is_tracing() -> bool:
-    """Return whether this thread makes a graph just now, outside of what is traced."""
+    """Return whether this thread builds a graph, outside of traced code."""
     from torch._guards import TracingContext
 
     return TracingContext.try_get() is not None

@@ -1,4 +1,4 @@
-"""Models and tokenizers as transformers reads them, without its messages."""
+"""Reading of models and tokenizers with transformers, without its messages."""
 
 from __future__ import annotations
 
@@ -37,18 +37,16 @@ def quiet_transformers() -> Iterator[None]:
 def read_pretrained(
     folder: str, name: str, options: dict[str, Any] | None, **where: Any
 ) -> tuple[Any, Any]:
-    """Read a causal language model, which may see images beside the text, and its tokenizer.
+    """Read a causal language model, which may also take images, and its tokenizer.
 
     Parameters
     ----------
-    folder : str
-        Transformers' source.
     name : str
-        The model's, for messages.
+        Name of the model, for messages.
     options : dict, or None
-        Of the model, which is None without them.
+        Options of the model; None reads no model.
     **where
-        The file in the folder.
+        File in the folder.
 
     Returns
     -------
@@ -57,7 +55,7 @@ def read_pretrained(
     Raises
     ------
     MissingDependencyError
-        If a package is missing that reads it.
+        If a required package is missing.
     UnsupportedModelError
         If transformers cannot read it, or weights are missing.
     """

@@ -1,8 +1,8 @@
-"""A look at a model before it is used: one forward of a few tokens with a cache.
+"""Probe of a model before its use: one forward of a few tokens with a cache.
 
-It shows how each layer rotates its queries, which heads each layer has, and whether each layer
-attends, once in a forward, to exactly what its cache returned. Of a layer that does anything else,
-nothing can be evicted or rounded: its answers would be wrong without a word.
+It shows how each layer rotates its queries, which heads it has, and whether it attends exactly once
+to exactly its cache's output. No entry of any other layer may be evicted or rounded: its answers
+would be silently wrong.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _POSITIONS = (0, 1, 17, 200)
 """Positions of a probe: small ones for pairs that rotate fast, large ones for slow pairs."""
 
 _TOKENS = (1, 2)
-"""Tokens of a probe: two, because one may be the padding token, whose embedding is zero."""
+"""Tokens of a probe: two, because one may be the padding token with the embedding zero."""
 
 _ONCE = (
     "kvalloc evicts and rounds what a cache stores, so each layer has to attend, once in a "
@@ -46,20 +46,20 @@ _ONCE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """What a probe has shown of a decoder.
+    """Findings about a decoder.
 
     Attributes
     ----------
     rotations : dict of int to Rotation
-        Of each layer that attends. It has no strong reference to the decoder.
+        Rotation of each layer that attends. It has no strong reference to the decoder.
     layers : tuple of LayerShape
-        What each layer stores.
+        Stored entries of each layer.
     n_query_heads : int
         Query heads of a layer that attends.
     passes_more : bool
         Whether decoder layers return more than hidden states.
     final : bool
-        Whether a later probe would find the same. Not if queries were zeros.
+        Whether a later probe would find the same. False if queries were zeros.
     """
 
     rotations: Mapping[int, Rotation] = field(default_factory=dict)
@@ -70,17 +70,17 @@ class Probe:
 
     @property
     def moves_queries(self) -> bool:
-        """Return whether queries can be put elsewhere, in each layer that attends."""
+        """Whether queries can be rotated to other positions, in each layer that attends."""
         return all(one.fixed is None for one in self.rotations.values())
 
     @property
     def knows_rotations(self) -> bool:
-        """Return whether it is known how each layer that attends rotates, if it does."""
+        """Whether the rotation of each layer that attends is known."""
         return all(one.known for one in self.rotations.values())
 
     @property
     def tables(self) -> set[int]:
-        """Return the modules that have frequencies of the rotations, by `id`."""
+        """Modules with frequencies of the rotations, by `id`."""
         used = [(one.source, *(one.scales or ())) for one in self.rotations.values()]
         return {id(one.module()) for one in chain(*used) if isinstance(one, Buffer)}
 
@@ -99,17 +99,16 @@ def probe(
         The model without its language-model head. Its own hooks are skipped, since they may be
         kvalloc's; hooks of its parts run, since they may load weights.
     layers : mapping of int to nn.Module
-        Gets the attention module of each layer while the decoder runs.
+        Receives the attention module of each layer while the decoder runs.
     intercepting : callable
-        Takes a handler of attention calls, and returns the ``with`` in which it is called.
+        Takes a handler of attention calls, and returns a context in which it is called.
     name : str
         Class of the model, for messages.
 
     Raises
     ------
     UnsupportedModelError
-        If the model does not run, a layer attends to anything but what its cache returned, or not
-        once in a forward.
+        If the model does not run, or a layer does not attend exactly once to its cache's output.
     """
     seen = _Seen(decoder, layers, cached_layers(decoder, name))
     try:
@@ -120,7 +119,7 @@ def probe(
         raise
     except Exception as error:  # models fail in any way
         raised = f"it raises {type(error).__name__}: {one_line(error)}"
-        why = next(iter(seen.others), raised)
+        why = next(iter(seen.faults), raised)
         raise UnsupportedModelError(
             f"{name} does not run over a few tokens, which shows what its layers store: {why}; try "
             f"a newer transformers, or {WITH_FULL_CACHE}"
@@ -154,25 +153,25 @@ def probe(
 
 @dataclass
 class _Seen:
-    """What layers store and attend to in one forward.
+    """Stored entries and attention calls of one forward.
 
     Attributes
     ----------
     decoder : nn.Module
     modules : mapping of int to nn.Module
-        Each layer's attention, once it has attended.
+        Attention of each layer that has attended.
     layers : list
-        Of the cache.
+        Layers of the cache.
     calls : list of AttentionStates
-        Of all attention calls, in order.
+        States of all attention calls, in order.
     reads : dict of int to int
-        Of each layer that attends to what another one's cache returned, which.
+        For each layer that attends to another one's entries, that layer.
     stored : dict of int to list
-        What the cache returned, and copies of it, by layer.
-    others : list of str
-        What attention is computed of, or adds, that no cache returned.
+        Outputs of the cache, and copies of them, by layer.
+    faults : list of str
+        Sentences about attention to tensors that no cache returned.
     returned : list
-        What each decoder layer returned.
+        Outputs of each decoder layer.
     """
 
     decoder: Any
@@ -181,7 +180,7 @@ class _Seen:
     calls: list[Any] = field(default_factory=list)
     reads: dict[int, int] = field(default_factory=dict)
     stored: dict[int, list[Any]] = field(default_factory=lambda: defaultdict(list))
-    others: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
     returned: list[Any] = field(default_factory=list)
 
     @property
@@ -214,9 +213,9 @@ class _Seen:
         return cache
 
     def attend(self, states: Any, compute: object) -> tuple[Tensor, None]:
-        """Answer as attention to a single key does, which returns its value.
+        """Answer as attention to a single key does, with its value.
 
-        A layer with sinks would compute something that depends on the position, too.
+        A layer with sinks would compute a result that depends on the position.
         """
         layer, mask = states.layer, states.mask
         self.calls.append(states)
@@ -224,7 +223,7 @@ class _Seen:
         biased = floats is not None and floats() and (mask * (mask > -1e4)).any()
         name = f"layer {layer} of {self.kind(layer)}"
         if states.biased or biased:
-            self.others.append(f"{name} adds numbers to its logits")
+            self.faults.append(f"{name} adds numbers to its logits")
         source = layer
         if layer not in self.stored:  # it may attend to what another layer stores
             source = next((i for i, one in self.stored.items() if one[-1][0][0] is states.keys), -1)
@@ -239,13 +238,13 @@ class _Seen:
                 if now.shape == was.shape:
                     difference = "of the same size, changed or copied after they were stored"
                 difference = f"than its cache returned: {difference}"
-                self.others.append(f"{name} attends to other {part} {difference}")
+                self.faults.append(f"{name} attends to other {part} {difference}")
         group = states.queries.shape[1] // states.values.shape[1]
         values = _newest(states.values).repeat_interleave(group, dim=1)
         return values.transpose(1, 2).contiguous(), None
 
     def fault(self) -> str | None:
-        """Return which layer has not stored and attended once, or another fault, if any."""
+        """Return a sentence on a layer that has not stored and attended once, or a fault."""
         calls = Counter(states.layer for states in self.calls)
         for layer in sorted(calls.keys() | self.stored.keys()):
             updates, expected = len(self.stored[layer]), 1 - (layer in self.reads)
@@ -254,7 +253,7 @@ class _Seen:
                     f"layer {layer} of {self.kind(layer)} makes {calls[layer]} attention calls and "
                     f"{updates} updates of the cache in one forward, expected 1 and {expected}"
                 )
-        return next(iter(self.others), None)
+        return next(iter(self.faults), None)
 
 
 def _rotations(seen: _Seen, positions: Tensor) -> tuple[dict[int, Rotation], bool]:
@@ -284,12 +283,12 @@ def _rotations(seen: _Seen, positions: Tensor) -> tuple[dict[int, Rotation], boo
 
 
 def _newest(states: Tensor) -> Tensor:
-    """Return the states of a probe's token: a layer that runs several times has others, too."""
+    """Return the states of a probe's token: a layer that runs several times has others too."""
     return states[:, :, -1:]
 
 
 def _is_same(states: Tensor, returned: Tensor, copy: Tensor) -> bool:
-    """Return whether attention is given what the cache returned, and nobody wrote to it."""
+    """Return whether attention gets the cache's output unchanged."""
     same = states is returned or states.is_set_to(returned)
     return same and not float((states - copy).abs().nansum())
 
@@ -301,8 +300,8 @@ def _size(states: Tensor) -> str:
 def _run(decoder: Any, seen: _Seen) -> Tensor:
     """Run a decoder over a few tokens at several positions, and return the positions.
 
-    Each token is a row of its own. Its queries then depend on the token and the position alone,
-    even if attention, a convolution or a recurrence mixes the tokens of a row.
+    Each token is a row of its own. So its queries depend on the token and the position alone, even
+    if a layer mixes the tokens of a row.
     """
     import torch
 

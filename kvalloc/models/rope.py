@@ -1,9 +1,9 @@
 """Rotary position embeddings (RoPE): the pairs of dimensions that a layer rotates, and how fast.
 
-Transformers has no interface that tells whether and how a layer rotates its queries, so a layer is
-judged by a run (`kvalloc.models.probe`): its queries and keys of a token at several positions are
-compared with those at position 0, rotated by `rotate`. What cannot be compared counts as unknown,
-never as plain rotation.
+Transformers has no interface for a layer's rotation, so it is found by a run
+(`kvalloc.models.probe`). Queries and keys of a token at position 0 are rotated by `rotate`, and
+compared with its queries and keys at other positions. If they cannot be compared, the rotation is
+unknown.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ than 0.005, and in bfloat16 by less than 0.003.
 
 @dataclass(frozen=True)
 class Buffer:
-    """A module's buffer or weight, which the model may replace, as it does as a text grows.
+    """A module's buffer or weight, which the model may replace as a text grows.
 
     Attributes
     ----------
@@ -66,13 +66,13 @@ class Rotation:
     first, second : slice
         Dimensions of the pairs: the first one of each, and the second one.
     fixed : str or None
-        Why no query can be put at another position, as a sentence; None if `rotate` does it.
+        Sentence why no query can be rotated to another position; None if `rotate` does it.
     known : bool
-        Whether it is known how the layer rotates; if not, `fixed` says why.
+        Whether the layer's rotation is known; if not, `fixed` says why.
     scales : (Buffer, Buffer) or None
         Weights, (head_dim,), by which the layer multiplies queries, and keys, after the rotation.
     error : float
-        How far what a probe saw lies from it: see `rotation_of`.
+        Relative difference from the probe's states: see `rotation_of`.
     """
 
     source: Callable[[], Tensor]
@@ -85,7 +85,7 @@ class Rotation:
 
     @property
     def frequencies(self) -> Tensor:
-        """The angle per position of each pair as it is now, radians, (n_pairs,)."""
+        """Angle per position of each pair as it is now, radians, (n_pairs,)."""
         return self.source()
 
 
@@ -99,24 +99,21 @@ NO_ROTATION = Rotation(_no_frequencies, slice(0), slice(0))
 """The rotation of a layer without positions: `rotate` changes nothing."""
 
 UNKNOWN = replace(NO_ROTATION, fixed="it is not known when the model does so", known=False)
-"""Stands for the rotation of a layer that no probe has seen."""
+"""Rotation of a layer that no probe has seen."""
 
 
 def known_rotation(rotation: Rotation, *, user: str, instead: str) -> Rotation:
-    """Return a rotation that puts queries elsewhere, or raise if none does.
+    """Return a rotation to other positions, or raise if there is none.
 
     Parameters
     ----------
-    rotation : Rotation
-        Of `kvalloc.models.attention.AttentionStates`.
     user, instead : str
-        The part that needs it, such as ``"the scorer expected_attention"``, and what to use
-        instead.
+        The part that needs it, such as ``"the scorer expected_attention"``, and its replacement.
 
     Raises
     ------
     UnsupportedModelError
-        If none does, or it is not known; names the layer's class, the reason and the way out.
+        If there is none, or it is unknown; names the layer's class, the reason and the way out.
     """
     if rotation.fixed is not None:
         raise UnsupportedModelError(
@@ -132,7 +129,7 @@ def rotate(states: Tensor, positions: Tensor, rotation: Rotation, *, keys: bool 
     ----------
     states : Tensor, (..., n, head_dim)
     positions : Tensor, (n,) or (..., n)
-        By how many positions; a negative number rotates back.
+        Number of positions; a negative number rotates back.
     rotation : Rotation
     keys : bool
         Whether the states are keys, which a layer may scale by other factors than queries.
@@ -161,10 +158,10 @@ def rotate(states: Tensor, positions: Tensor, rotation: Rotation, *, keys: bool 
 def layer_rotation(
     layer: nn.Module, queries: Tensor, keys: Tensor, positions: Tensor, decoder: Any
 ) -> Rotation | None:
-    """Return the rotation of a layer, which may have norms of queries and of keys behind it.
+    """Return the rotation of a layer, which may apply norms of queries and keys after it.
 
     As `rotation_of`, for queries and keys of a probe. Weights of norms may be close to each other:
-    what fits better counts.
+    the better fit counts.
     """
     import torch
 
@@ -184,16 +181,14 @@ def layer_rotation(
 
 
 def rotation_of(kind: str, states: Tensor, positions: Tensor, decoder: Any) -> Rotation | None:
-    """Return the rotation that fits queries and keys of a probe best, or why none does.
+    """Return the rotation that fits queries and keys of a probe best, or a reason why none does.
 
-    None if they are zeros or no numbers, or of one position. Their sizes do not count, which some
-    models let grow with the position. Its error is the root of the mean over pairs of the squared
+    None if they are zeros or not finite, or of one position. Sizes are ignored, since some models
+    let them grow with the position. Its error is the root of the mean over pairs of the squared
     difference, as a share of the pair's size.
 
     Parameters
     ----------
-    kind : str
-        Name of the layer's class.
     states : Tensor, (n_tokens * n_positions, n_heads, 1, head_dim)
         Queries and keys, by head. Each token at all positions, then the next one.
     positions : Tensor of int64, (n_positions,)
@@ -228,9 +223,9 @@ def rotation_of(kind: str, states: Tensor, positions: Tensor, decoder: Any) -> R
 
 
 def _layouts(source: Callable[[], Tensor], head_dim: int) -> Iterator[Rotation]:
-    """Yield the rotations that models have by these frequencies, halves of a head first.
+    """Yield the usual rotations by these frequencies, halves of a head first.
 
-    Halves or neighbours are rotated, of the first or the last dimensions, either way round.
+    Halves or neighbours are rotated, of the first or the last dimensions, in both directions.
     """
     n_rotated = 2 * len(source())
     for start in sorted({0, head_dim - n_rotated} if n_rotated <= head_dim else {}):
@@ -243,10 +238,10 @@ def _layouts(source: Callable[[], Tensor], head_dim: int) -> Iterator[Rotation]:
 
 
 def _measured(rows: Tensor, places: Tensor) -> Iterator[Rotation]:
-    """Yield rotations of the whole head by frequencies that are measured from a probe's states.
+    """Yield rotations of the whole head by frequencies measured from a probe's states.
 
-    The angle at a position tells the next digits of the frequencies: of whole turns, those so far
-    tell the number.
+    The angle at each position gives the next digits of the frequencies; the digits so far give the
+    whole turns.
     """
     import torch
 
@@ -261,7 +256,7 @@ def _measured(rows: Tensor, places: Tensor) -> Iterator[Rotation]:
 
 
 def _squares_by_pair(states: Tensor, rotation: Rotation) -> Tensor:
-    """Return the sum of squares of each dimension; of both together if they are a pair."""
+    """Return the sum of squares of each dimension; of both dimensions of a pair."""
     squares = states.square().flatten(0, -2).sum(dim=0)
     pairs = squares[rotation.first] + squares[rotation.second]
     squares[rotation.first] = squares[rotation.second] = pairs

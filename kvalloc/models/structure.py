@@ -1,4 +1,4 @@
-"""Where a transformers model keeps its parts: the decoder, its layers, its text config."""
+"""Structure of a transformers model: its decoder, layers and text config."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def decoder_of(model: Any) -> Any:
-    """Return the model without its language-model head; each forward passes through it once."""
+    """Return the model without its language-model head."""
     get_decoder = getattr(model, "get_decoder", None)
     decoder = get_decoder() if get_decoder is not None else None
     decoder = uncompiled(model if decoder is None else decoder)
@@ -36,19 +36,14 @@ def decoder_layers(model: Any) -> Any:
     """Return the decoder's layers in order; None if they have none of the usual names."""
     decoder, names = decoder_of(model), ("layers", "h", "blocks", "layer")
     parts = (decoder, getattr(decoder, "encoder", None))  # BERT's layers are in its encoder
-    found = (getattr(part, name, None) for part in parts for name in names)
-    return next((one for one in found if one), None)
+    modules = (getattr(part, name, None) for part in parts for name in names)
+    return next((one for one in modules if one), None)
 
 
 def check_layers(model: Any) -> None:
-    """Refuse a model of which ``torch.compile`` has taken a layer, or a part of one.
+    """Refuse a model with a layer, or a part of one, compiled by ``torch.compile``.
 
-    A compiled layer reads once which attention it uses, and a cache may come later.
-
-    Raises
-    ------
-    UnsupportedRequestError
-        If it has.
+    A compiled layer reads its attention implementation once, and a cache may come later.
     """
     layers = list(decoder_layers(model) or ())
     if any(is_compiled(one) for layer in layers for one in (layer, *layer.children())):
@@ -73,7 +68,7 @@ def is_packed(module: Any) -> bool:
 
 
 def computing_device(module: Any) -> torch.device:
-    """Return the device on which a module computes, also if its weights are kept elsewhere."""
+    """Return the device on which a module computes, also with offloaded weights."""
     import torch
 
     for part in module.modules():
@@ -85,12 +80,12 @@ def computing_device(module: Any) -> torch.device:
 
 
 def input_device(model: Any) -> torch.device:
-    """Return the device of token ids: where the embeddings are."""
+    """Return the device of token ids: the device of the embeddings."""
     return computing_device(model.get_input_embeddings())
 
 
 def text_config(model: Any) -> Any:
-    """Return the config of the model's decoder, also if the model's config has several parts."""
+    """Return the config of the model's decoder, also from a config of several parts."""
     config = getattr(model, "config", None)
     if config is None:
         name = type(model).__name__
@@ -101,7 +96,7 @@ def text_config(model: Any) -> Any:
 
 @contextmanager
 def evaluating(module: Any) -> Iterator[None]:
-    """Switch dropout off, and give each module its flag back afterwards."""
+    """Switch dropout off, and restore each module's flag afterwards."""
     training = [part for part in module.modules() if part.training]
     for part in training:
         part.training = False
@@ -128,7 +123,7 @@ def scattering_tokens(model: Any) -> list[int]:
 
 
 def context_limit(model: Any) -> int | None:
-    """Return the tokens that the model was made for; None if its config does not say."""
+    """Return the model's limit of tokens; None if its config has none."""
     limit = getattr(text_config(model), "max_position_embeddings", None)
     return limit if isinstance(limit, int) and limit > 0 else None
 
@@ -140,7 +135,7 @@ def end_tokens(model: Any) -> frozenset[int]:
 
 
 def repetition_penalty(model: Any) -> float:
-    """Return by how much ``generate()`` holds back tokens that stand already; 1 for not at all."""
+    """Return the repetition penalty of ``generate()``; 1 for none."""
     config = getattr(model, "generation_config", None)
     return float(getattr(config, "repetition_penalty", None) or 1)
 

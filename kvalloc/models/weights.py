@@ -1,4 +1,4 @@
-"""Digests that tell the weights of models, and all else that forwards compute with, apart."""
+"""Digests that distinguish the weights of models, and all other inputs of forwards."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 _SAMPLES, _EXPERT_SAMPLES = 64, 8
-"""Elements that are sampled of each weight; of each expert if a weight holds those of several."""
+"""Number of sampled elements of each weight, and of each expert in a weight of several."""
 
 _NO_EFFECT = re.compile(
     "dropout|initializer|name|token_id|use_cache|output_|dtype|architectures|version|quantization|"
     "return|tie_|label|attn_implementation"
 )
-"""Parts of the names of config fields that change no forward, or whose effect is in the weights."""
+"""Parts of names of config fields that change no forward, or have their effect in the weights."""
 
 
 class _Part(NamedTuple):
@@ -35,12 +35,12 @@ class _Part(NamedTuple):
     Attributes
     ----------
     stamp : object
-        Changes with it, as far as that can be told without reading tensors.
+        Changes with it, as far as can be told without reading tensors.
     values : callable
         Reads it: returns plain tensors, or texts.
     source : object
-        The tensor, the layer that torch has quantized, the config, or of an offloaded tensor its
-        hook. While it lives, an equal stamp means the same part. None if the stamp is all there is.
+        The tensor, the layer quantized by torch, the config, or the hook of an offloaded tensor.
+        While it lives, an equal stamp means the same part. None if only the stamp is known.
     """
 
     stamp: Any
@@ -54,10 +54,10 @@ class _Digests(NamedTuple):
     Attributes
     ----------
     exact : str
-        Of values as they are.
+        Digest of exact values.
     rounded : tuple of str, or None
-        Of values rounded to bfloat16, and to float16; of a quantized form the exact one alone;
-        None if weights are not loaded.
+        Digests of values rounded to bfloat16, and to float16; only an exact digest of a quantized
+        form; None if weights are not loaded.
     """
 
     exact: str
@@ -66,11 +66,11 @@ class _Digests(NamedTuple):
 
 _KNOWN: weakref.WeakKeyDictionary[Any, tuple[list[Any], list[Any], _Digests]]
 _KNOWN = weakref.WeakKeyDictionary()
-"""By module: stamps of its parts, weak references to their holders, digests."""
+"""Stamps of parts, weak references to their holders, and digests, by module."""
 
 
 def known_weights(model: Any) -> tuple[str, ...] | None:
-    """Return what `ModelShape.has_weights_of` compares.
+    """Return the weights' digests, which `ModelShape.has_weights_of` compares.
 
     The weights are read once. They are read again if a tensor was replaced or written to, or if
     adapters, their scales or the config changed. Torch does not count writes through ``.data``.
@@ -82,8 +82,8 @@ def known_weights(model: Any) -> tuple[str, ...] | None:
     Returns
     -------
     tuple of str, or None
-        Two digests of the decoder and the language-model head: rounded to bfloat16, and to
-        float16. One digest of a quantized form. None if weights are not loaded.
+        Two digests of the decoder and the language-model head: rounded to bfloat16, and to float16.
+        One digest of a quantized form. None if weights are not loaded.
     """
     head = getattr(model, "get_output_embeddings", lambda: None)()
     digests = [_remembered(one) for one in (decoder_of(model), head) if one is not None]
@@ -98,10 +98,10 @@ def known_weights(model: Any) -> tuple[str, ...] | None:
 def weights_digest(module: Any) -> str:
     """Return a digest of a module's weights in their own types, read now.
 
-    Shapes, types and 64 values of each parameter and buffer, the config and the active adapters
-    are in it. So another checkpoint, fine-tune, adapter or type gives another digest. A change to
-    other values, made on purpose, is not noticed. Weights that accelerate has offloaded are read
-    from where they are; values that are loaded nowhere are left out.
+    It covers shapes, types and 64 values of each parameter and buffer, the config and the active
+    adapters. So another checkpoint, fine-tune, adapter or type gives another digest. A deliberate
+    change of other values is not noticed. Weights offloaded by accelerate are read; values that are
+    loaded nowhere are left out.
 
     Parameters
     ----------
@@ -138,9 +138,9 @@ def _parts(module: nn.Module) -> list[_Part]:
     def collect(module: Any, name: str, hooks: Mapping[str, Any]) -> None:
         """Add the parts of a module; ``hooks`` of accelerate belong to modules around it."""
         if is_packed(module):
-            numbers = [getattr(module, name, str) for name in ("weight", "bias")]
+            readers = [getattr(module, name, str) for name in ("weight", "bias")]
             stamp = id(packed_numbers(module))
-            parts.append(_Part(stamp, lambda: [one() for one in numbers], module))
+            parts.append(_Part(stamp, lambda: [one() for one in readers], module))
             return
         if (hook := placement(module)) is not None and hook.weights_map is not None:
             hooks = {**hooks, name: hook}
@@ -171,7 +171,7 @@ def _offloaded(hook: Any, name: str) -> list[Tensor]:
 def _effective(config: Any) -> str:
     """Return the fields of a config that may change a forward and are not the default.
 
-    Other versions of transformers know other fields; their defaults change nothing.
+    Fields unknown to other versions of transformers do not count at their defaults.
     """
     default: dict[str, Any] = {}
     with suppress(Exception):  # a config that cannot be made without values
@@ -186,7 +186,7 @@ def _effective(config: Any) -> str:
 
 
 def _plain_tensors(tensor: Any) -> list[Tensor]:
-    """Return the plain tensors in a tensor: several if it has a class of its own."""
+    """Return the plain tensors in a tensor: several for some subclasses."""
     if not hasattr(type(tensor), "__tensor_flatten__"):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
@@ -227,7 +227,7 @@ def _digests(parts: list[_Part]) -> _Digests:
 
 
 def _sampled(tensor: Tensor) -> Tensor:
-    """Return elements of a tensor, spread evenly, (n_samples,), on the CPU; none if not loaded."""
+    """Return evenly spread elements of a tensor, (n_samples,), on the CPU; none if not loaded."""
     import torch
 
     if tensor.is_meta or not tensor.numel():

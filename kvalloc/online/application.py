@@ -1,4 +1,4 @@
-"""`kvalloc.apply`: every new cache of a model is a reduced one, for a while."""
+"""`kvalloc.apply`: new caches of a model are reduced ones, until it ends."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ WHOLE_TEXTS = (
     "reduced cache changes what comes after. Read the context, then pass its cache on with the "
     "tokens to score, as the model 'kvalloc' of lm-eval does"
 )
-"""Said once of forwards such as those that score multiple choice."""
+"""Logged once, for forwards such as the scoring of multiple choice."""
 
 
 @keywords_of(RequestOptions, PromptOptions, without=NOT_OF_A_PROMPT)
@@ -75,8 +75,8 @@ def apply(
 ) -> Applied:
     """Reduce the prompt of each ``model.generate()`` and each ``model()`` from now on.
 
-    To a share of the bytes in the best way that needs nothing measured, to the budgets of a stored
-    profile, or to budgets decided from each prompt itself::
+    To a share of the bytes by the best unmeasured method, to a stored profile's budgets, or to
+    budgets decided from each prompt::
 
         with kvalloc.apply(model, budget="20%"):         # any model, nothing measured
         with kvalloc.apply(model, profile):              # a stored decision
@@ -84,48 +84,48 @@ def apply(
             model.generate(**inputs)
 
     It ends with the ``with``; without one, with ``remove()`` of the returned object. Every call
-    gets a fresh cache, but one that brings a cache keeps it. A forward that makes a
-    cache, ``model(**inputs)``, is taken for a whole prompt, and its cache goes on from there.
+    gets a fresh cache, unless it brings one. A forward that makes a cache, ``model(**inputs)``,
+    counts as a whole prompt, and its cache continues from there.
 
-    The first call for a model runs two tokens through its layers (`kvalloc.models.probe`).
-    A budget is a share of the bytes of a cache at 16 bits a number. Alone it is kept by default
-    (`kvalloc.online.default`), with ``memory`` beside it by a method that fits at its peak.
-    ``memory`` alone is the largest budget that fits at its peak. The method is logged
-    (``kvalloc.online.default``, level INFO) and stands in ``last_cache.profile.detail``. With an
-    option on how budgets are decided or entries are picked, such as ``scorer="snapkv",
-    solver="uniform"``, budgets are decided for each prompt.
+    The first call for a model runs two tokens through its layers (`kvalloc.models.probe`). A budget
+    is a share of the bytes of a cache at 16 bits a number. Alone it is kept by default
+    (`kvalloc.online.default`), with ``memory`` by a method that fits at its peak. ``memory`` alone
+    gives the largest budget that fits at its peak. The method is logged
+    (``kvalloc.online.default``, level INFO) and stated in ``last_cache.profile.detail``. An option
+    on deciding budgets or picking entries, such as ``scorer="snapkv", solver="uniform"``, decides
+    budgets for each prompt.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel
         A model that can generate.
     profile : BudgetProfile, str or Path, optional
-        Budgets made for this model, their file, or the name of shipped ones. Without any, exactly
-        one target is given.
+        Budgets for this model, their file, or the name of shipped ones. Without a profile, exactly
+        one target is required.
     allow_other_model : bool
         With a profile or a fitted file: accept a model of another name with the same sizes.
     policy, decode_every : optional
         As for `kvalloc.make_cache`.
     fitted : str or Path, optional
-        With a budget, a memory or a target loss alone: what ``kvalloc fit`` wrote for this model,
-        so that one read of a prompt is enough. By default the file that `kvalloc.fit` left in the
-        cache folder for these weights, or the one that ships for them.
+        With a budget, a memory or a target loss alone: the file that ``kvalloc fit`` wrote for this
+        model, so that one read of a prompt is enough. By default the file of `kvalloc.fit` in the
+        cache folder for these weights, or a shipped one.
     across : {"rows"}, optional
         With a budget alone: the prompts of a batch share the bytes of all by their predicted
-        losses, so that short ones get a larger share than long ones. Tokens after a prompt are kept
-        at its row's share. By default each row has the budget as it has it alone.
+        losses, so short ones get a larger share. Later tokens are kept at their row's share. By
+        default each row has the budget alone.
     lossless : bool
-        Answer as the full cache does, token by token: tokens are drafted with the reduced cache and
-        verified, several at once, with the full one, which on a GPU lies in the host's memory. The
+        Answer as the full cache does, token by token. Tokens are drafted with the reduced cache and
+        verified, several at once, with the full one, which a GPU leaves in the host's memory. The
         counts are in ``last_cache.verifier``.
     **keywords
         The target of each prompt, and how it is measured and decided; see
-        `kvalloc.online.per_prompt.PromptOptions`. None goes with a profile.
+        `kvalloc.online.per_prompt.PromptOptions`. None of them goes with a profile.
 
     Returns
     -------
     Applied
-        Its ``last_cache`` tells what the latest call stored.
+        Its ``last_cache`` holds the latest call's cache.
 
     Raises
     ------
@@ -153,7 +153,7 @@ def decision_of(
     options: CacheOptions,
     **keywords: Unpack[PromptOptions],
 ) -> Decision:
-    """Return the decision on all prompts; refuse the impossible as far as no model is needed.
+    """Return the decision on all prompts; refuse impossible ones before a model is needed.
 
     Parameters
     ----------
@@ -163,7 +163,7 @@ def decision_of(
     Raises
     ------
     KVAllocError
-        If the profile cannot be read, or the target is none.
+        If the profile cannot be read, or the target is invalid.
     """
     if (memory := keywords.get("memory")) is not None:
         options = replace(options, memory=parse_bytes(memory))
@@ -182,13 +182,13 @@ def decision_of(
 
 
 class Applied:
-    """Reduced caches in effect: from now on until `remove`, or until the ``with`` is left.
+    """Reduced caches in effect until `remove`, or until the ``with`` is left.
 
-    Every ``generate()`` gets a fresh cache, and so does every forward of the model or its decoder
-    that would make one. If that cannot be reduced, a warning says why each time, or an error if
-    a memory is given; the same holds for a call that brings a cache of another kind, which keeps
-    it. Prompts may be prefilled in chunks (``prefill_chunk_size``). Nesting works: the latest one
-    counts, in whichever order they end.
+    Every ``generate()`` gets a fresh cache, and so does every forward that would make one. If that
+    cannot be reduced, a warning says why each time, or an error if a memory is required. The same
+    holds for a call that brings a cache of another kind, which keeps it. Prompts may be prefilled
+    in chunks (``prefill_chunk_size``). Nesting works: the latest one counts, in any order of
+    ending.
 
     Parameters
     ----------
@@ -222,7 +222,7 @@ class Applied:
         self.last_cache: BudgetCache | None = None
         self._model, self._decoder = model, decoder_of(model)
         self._decision, self._lossless = decision, lossless
-        # whether a model puts images between its tokens, so that these do not say what is read
+        # whether a model puts images between its tokens, so that ids do not determine the input
         self._embeds = text_config(model) is not model.config
         # Made now, so that what cannot work is refused here; held, so that the hooks stay.
         self._held: BudgetCache | None = self._new_cache(self._size({}, None))
@@ -272,7 +272,7 @@ class Applied:
     def _read(
         self, arguments: Mapping[str, Any], begin: Callable[[BudgetCache], dict[str, Any]]
     ) -> dict[str, Any] | None:
-        """Begin a forward that would make a cache with a reduced one; None leaves it as it is."""
+        """Begin a forward that would make a cache with a reduced one; None leaves it unchanged."""
         ids, other = _prompt(arguments), names.cache_among(arguments)
         uses = arguments.get("use_cache")
         if uses is None:
@@ -349,10 +349,10 @@ class Applied:
     def _size(
         self, arguments: Mapping[str, Any], ids: Tensor | None, *, generates: bool = False
     ) -> PromptSize:
-        """Return the size of a prompt, by which its cache is made; its ids if they are known.
+        """Return the size of a prompt for its cache, with its ids if known.
 
-        Without a mask, a forward takes nothing for padding; ``generate()`` finds it by its token,
-        and reads the rows once for each beam or answer.
+        Without a mask, a forward has no padding; ``generate()`` finds it by its token, and repeats
+        the rows for each beam or answer.
         """
         setting_of = partial(setting, self._model, arguments if generates else {})
         chunked = setting_of("prefill_chunk_size") is not None
@@ -419,10 +419,10 @@ _IN_EFFECT = "_kvalloc_applied"
 """The attribute of a model that lists the `Applied` in effect, the latest last."""
 
 _REPLACED = "_kvalloc_replaced"
-"""The attribute of a lent method with the model's own attribute of that name, or None."""
+"""Attribute of a lent method: the model's own attribute of that name, or None."""
 
 _PAGED = "init_continuous_batching"
-"""What ``generate_batch()`` calls before it starts the thread in which it runs the model."""
+"""Method that ``generate_batch()`` calls before it starts its thread."""
 
 
 def _lend_methods(model: Any) -> None:
@@ -451,7 +451,7 @@ def _lend_methods(model: Any) -> None:
 
 
 def _take_methods_back(attributes: dict[str, Any]) -> None:
-    """Bring back the methods that a model, or a copy with these attributes, had before."""
+    """Restore the methods that a model, or a copy with these attributes, had before."""
     attributes.pop(_IN_EFFECT, None)
     for name in ("generate", _PAGED):
         method = attributes.get(name)
@@ -462,7 +462,7 @@ def _take_methods_back(attributes: dict[str, Any]) -> None:
 
 
 def _check_turn(cache: BudgetCache, ids: Tensor) -> None:
-    """Refuse a turn that does not begin with the tokens that the cache has seen.
+    """Refuse a turn that does not begin with the tokens of the cache.
 
     Parameters
     ----------
@@ -488,7 +488,7 @@ def _check_turn(cache: BudgetCache, ids: Tensor) -> None:
 
 
 def _prompt(arguments: Mapping[str, Any]) -> Tensor | None:
-    """Return the prompt of ``generate()``, or None where the arguments do not show it."""
+    """Return the prompt of ``generate()``, or None if the arguments do not show it."""
     for name in ("inputs_embeds", "inputs", "input_ids"):
         tensor = arguments.get(name)
         if isinstance(tensor, Tensor) and tensor.ndim >= 2:

@@ -1,4 +1,4 @@
-"""Which options exclude each other: one table for `kvalloc.apply` and the commands."""
+"""Conflicts of options: one table for `kvalloc.apply` and the commands."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from kvalloc.errors import InputError, OptionNames, option
 
 
 class Conflict(NamedTuple):
-    """Options that do not go with others, or say nothing without them.
+    """Options that exclude others, or need one of them.
 
     Attributes
     ----------
     options : tuple of str
         Options; each is refused.
     message : str
-        With ``{0}`` for the one that is given, and ``{1}`` for the other.
+        Message with ``{0}`` for the set option, and ``{1}`` for the other.
     excluded : tuple of str
-        Other options; it is refused beside each of them.
+        Options refused beside each of these.
     without : tuple of str
-        Other options; it is refused unless one of them is set.
+        The options are refused unless one of these is set.
     """
 
     options: tuple[str, ...]
@@ -46,11 +46,11 @@ def _conflicts() -> Iterator[Conflict]:
 
 
 CONFLICTS = tuple(_conflicts())
-"""In the order in which they are looked for."""
+"""Conflicts, in the order of their checks."""
 
 
 def given_names(options: Mapping[str, object]) -> set[str]:
-    """Return the names of the options that are given: neither None nor False."""
+    """Return the names of set options: neither None nor False."""
     return {name for name, value in options.items() if value is not None and value is not False}
 
 
@@ -59,7 +59,7 @@ def check_conflicts(set_options: Collection[str]) -> None:
 
     Parameters
     ----------
-    set_options : collection of str
+    Names of set options, as keywords or as in flags.
         Names of the options that were given, as keywords or as they stand in flags.
 
     Raises

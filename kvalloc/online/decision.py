@@ -1,4 +1,4 @@
-"""What decides how the rows of a prompt are kept, and the cache that is made by it."""
+"""Decisions on how the rows of a prompt are kept, and their caches."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from kvalloc.shape import ModelShape
 
 @dataclass(frozen=True, kw_only=True)
 class PromptSize:
-    """The size of a prompt that has not been read yet, by which its cache is made.
+    """Size of a prompt that has not been read yet, for its cache.
 
     Attributes
     ----------
     tokens : int or None
-        Length, padding included; None where it is not known.
+        Length, padding included; None if unknown.
     lengths : tuple of int
         Tokens of each row, without padding; empty for a single row without any.
     chunked : bool
         Whether it comes in several forwards.
     rows : tuple of ndarray of int64, (n_tokens,)
-        Token ids of each row, without padding; empty where they are not known.
+        Token ids of each row, without padding; empty if unknown.
     scattered : tuple of bool
-        Of each row, whether its tokens have positions that are not their numbers; empty if none
-        has. See `kvalloc.runtime.rows.scattered_rows`.
+        Whether positions of a row differ from token numbers; empty if none do. See
+        `kvalloc.runtime.rows.scattered_rows`.
     """
 
     tokens: int | None = None
@@ -44,7 +44,7 @@ class PromptSize:
 
     @property
     def columns(self) -> int:
-        """Return the length, padding included; 0 if it is not known."""
+        """Return the length, padding included; 0 if unknown."""
         return self.tokens or 0
 
     @property
@@ -76,22 +76,14 @@ class Decision(ABC):
     Attributes
     ----------
     options : CacheOptions
-        How a cache keeps its budgets.
+        Options of the caches.
     """
 
     options: CacheOptions = CacheOptions()
 
     @abstractmethod
     def ways(self, model: Any, shape: ModelShape, size: PromptSize) -> Sequence[Way]:
-        """Return how each row of a prompt is kept, or one way for all of them.
-
-        Parameters
-        ----------
-        model : transformers.PreTrainedModel
-        shape : ModelShape
-            The model's sizes as they are now.
-        size : PromptSize
-        """
+        """Return how each row of a prompt is kept, or one way for all of them."""
 
     def cache(self, model: Any, size: PromptSize = UNKNOWN) -> BudgetCache:
         """Make a cache for one prompt.
@@ -99,7 +91,7 @@ class Decision(ABC):
         Raises
         ------
         KVAllocError
-            If the prompt cannot be kept as it should, or as `kvalloc.make_cache`.
+            If the prompt cannot be kept, or as `kvalloc.make_cache`.
         """
         shape, begun = shape_of(model), time.perf_counter()
         ways = self.ways(model, shape, size)

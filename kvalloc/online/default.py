@@ -1,7 +1,6 @@
-"""The default for any model, nothing measured: the best method known within a share of the bytes.
+"""The unmeasured default for any model: the best known method within a share of the bytes.
 
-`kvalloc.online.methods` has the methods; here each row of a prompt gets one, and a cache that
-follows it.
+Each row of a prompt gets a method of `kvalloc.online.methods`, and a cache that follows it.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from kvalloc.units import size as size_text
 
 _TARGETS = {"budget", "target_loss", "memory"}
 _PARTS = 100_000
-"""Steps from 0 to 1 among which the largest share that fits is searched."""
+"""Steps from 0 to 1 among which the largest fitting share is searched."""
 
 DETAIL = 100
 """Characters of a line of detail."""
@@ -44,20 +43,20 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Default(Decision):
-    """The request of every prompt: a share of the bytes, within the memory of the options.
+    """Request for every prompt: a share of the bytes, within the memory of the options.
 
     Parameters
     ----------
     share : float, optional
         Share of the bytes of a cache at 16 bits a number, for any type of the model; above 0 and up
         to 1. Without it, and without a loss, it is the largest one that fits in the memory at its
-        peak; a growing conversation then gets a smaller and smaller share.
+        peak; it falls as a conversation grows.
     target_loss : float, optional
-        Instead of a share: the smallest one that is predicted to lose no more, nats per token.
+        Replaces the share by the smallest one with at most this predicted loss, nats per token.
     options : CacheOptions
-        How the cache keeps the share, and the memory at its peak; without one the full cache fits.
-        Its fitted file is by default the one in the cache folder, or the one that ships for the
-        model; a policy is not used.
+        Options of the cache, and the memory at its peak; without one the full cache fits. The
+        fitted file is by default the one in the cache folder, or a shipped one; a policy is not
+        used.
     """
 
     share: float | None = None
@@ -65,7 +64,7 @@ class Default(Decision):
 
     @staticmethod
     def applies(**options: object) -> bool:
-        """Return whether a budget, a loss or a memory is given, and nothing else but a file."""
+        """Return whether a budget, a loss or a memory is set, and no other option but a file."""
         names = given_names(options)
         one = bool(names & _TARGETS) and not {"budget", "target_loss"} <= names
         return one and names <= _TARGETS | {"fitted"}
@@ -92,19 +91,18 @@ class Default(Decision):
 
     @property
     def _memory_only(self) -> bool:
-        """Return whether the memory alone says the share."""
+        """Return whether only the memory determines the share."""
         return self.share is None and self.target_loss is None
 
     def ways(self, model: Any, shape: ModelShape, size: PromptSize) -> list[Way]:
         """Return how each row is kept, by its own length.
 
-        If the length of a prompt is not known, its full cache is not held.
+        A prompt of unknown length gets no full cache.
 
         Raises
         ------
         InputError
-            If no method fits the memory, or there is no fitted file, and a loss is the target or
-            rows are to share their bytes.
+            If no method fits the memory, or a loss or shared bytes need a missing fitted file.
         """
         probe, setting = probe_of(model), self.setting(shape)
         setting = replace(setting, rotates=probe.moves_queries, fits=probe.knows_rotations)
@@ -139,7 +137,7 @@ class Default(Decision):
         return [ways[method] for method in methods]
 
     def _way(self, method: Method, indices: Sequence[int], size: PromptSize) -> Way:
-        """Return how the cache keeps the rows that a method serves, and log it."""
+        """Return the way of the rows of one method, and log it."""
         rows = size.of_rows(indices)
         profile = method.profile(rows.longest)
         detail, rest = _text(method, profile, rows, self.options.memory)
@@ -200,7 +198,7 @@ class Default(Decision):
         return (part + 1) / _PARTS  # the smallest share, refused with its bytes
 
     def _smallest_share(self, setting: Setting, loss: float, size: PromptSize) -> float:
-        """Return the smallest share that is predicted to lose no more at a prompt's length."""
+        """Return the smallest share with a small enough predicted loss at a prompt's length."""
         use = f"{option('target_loss', f'{loss:g}')} is solved from"
         file = setting.require_file(use, f"give {option('budget', '20%')}")
         tokens = max(size.lengths or (size.tokens or load_fitted(file).context_tokens,))
@@ -229,7 +227,7 @@ class Default(Decision):
         return Setting(shape=shape, share=self.share or 1.0, file=file)
 
     def _that_fit(self, methods: list[Method], size: PromptSize) -> list[Method]:
-        """Return the method of each row; all are immediate if the memory asks for it."""
+        """Return the method of each row; all are immediate if the memory requires it."""
         if (memory := self.options.memory) is None:
             return methods
         immediate: list[Method] = [
@@ -269,7 +267,7 @@ def _settings_of_rows(setting: Setting, lengths: Sequence[int]) -> list[Setting]
 
 
 def _warn_of_other_weights(setting: Setting, methods: Sequence[Method]) -> None:
-    """Log that a file of other weights is taken, or could be, unless no row needs a file."""
+    """Log that a file of other weights is used, or could be, unless no row needs a file."""
     similar = setting.file or fitted_of_same_sizes(setting.shape)
     if similar is None or all(isinstance(one, Whole) for one in methods):
         return

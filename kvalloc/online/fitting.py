@@ -166,7 +166,7 @@ def fit(
         )
         file = kept.folder / "surrogate.safetensors"
         surrogate.save(file)
-        plan = LossPlan(method="fast", level="head", every=STEP)
+        plan = LossPlan(method="fast", level="head", interval=STEP)
         if fits_values(facts.shape, rotates):
             plan = replace(plan, matched=MATCHED)
         how: ProfileOptions = {

@@ -1,13 +1,12 @@
-"""The methods by which the default serves a prompt: entries, peak and cost of each.
+"""Methods by which the default serves a prompt: entries, peak and cost of each.
 
-At equal bytes it pays to round first and to evict then, and to evict the entries that a second read
-of the prompt does not attend to. If the model has a fitted file, its curves say how many entries
-each head keeps, and at how many bits, and its surrogate of a second read says which. Below the
-shares that they cover, and without a file, all heads keep the same number of entries at 5 bits (8
-if the share is large, 4 if it is small). The values of kept entries are fitted to the output of
-all, and the model reads the prompt twice, for which it holds the full cache. It may not know the
-prompt's length, or have no memory for that. Then the heads of each layer share its budget as it is
-read, by the surrogate or the attention of the prompt's last tokens.
+At equal bytes it pays to round first and evict then, and to evict entries that a second read does
+not attend to. A fitted file's curves give entries and bits of each head, and its surrogate of a
+second read ranks the entries. Below the shares of the curves, and without a file, all heads keep
+the same number of entries at 5 bits (8 for a large share, 4 for a small one). The values of kept
+entries are fitted to the output of all, and the model reads the prompt twice, from a full cache.
+The prompt's length may be unknown, or the memory too small for that. Then the heads of each layer
+share its budget as it is read, by the surrogate or the attention of the prompt's last tokens.
 """
 
 from __future__ import annotations
@@ -45,25 +44,25 @@ from kvalloc.shape import ModelShape
 from kvalloc.units import gap_text
 
 BITS_FROM = {1.0: 16, 0.42: 8, 0.15: 85, 0.07: 5, 0.0: 53}
-"""Without a fitted file: the width, or the mix of widths, that loses least from a share of the
-bytes on (SmolLM2-135M)."""
+"""Width, or mix of widths, with the smallest loss from a share of the bytes on, without a fitted
+file (SmolLM2-135M)."""
 
 PIECE, NEARBY = 256, 0
-"""Tokens of the prompt that are read again at once, and the tokens around them that they see: to
-see more takes longer and loses no less."""
+"""Prompt tokens in one piece of the second read, and the tokens around them that they see: more
+take longer and lose no less."""
 
 LONGER_TOKENS = 256
-"""Tokens for which a conversation is solved that begins with less than half of them: sinks and
-windows are most of a short text's budgets (SmolLM2-135M at 20%, 36 tokens and then turns of 250:
-4.5 and 3.1 of reading all again, and 7.2 and 4.6 if the short text's budgets go on)."""
+"""Length for which a conversation is solved that begins with less than half of it: sinks and
+windows fill a short text's budgets. SmolLM2-135M at 20%, 36 tokens and then turns of 250: 4.5 and
+3.1 of reading all again, and 7.2 and 4.6 with the short text's budgets."""
 
 FAR = 8
-"""Times the length of the curves' prompts beyond which the line of detail says so."""
+"""Factor on the length of the curves' prompts from which the line of detail warns."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """The share, the model and its fitted file, for all methods.
+    """Share, model and fitted file, for all methods.
 
     Attributes
     ----------
@@ -73,9 +72,10 @@ class Setting:
     file : str or None
         The model's fitted file.
     rotates : bool
-        Whether the model's queries can be put behind the prompt, to which values are fitted.
+        Whether the model's queries can be rotated to positions after the prompt, to which values
+        are fitted.
     fits : bool
-        Whether keys can be rotated back, or have no rotation, as a fitted file needs it.
+        Whether keys can be rotated back, or have no rotation, which a fitted file requires.
     """
 
     shape: ModelShape
@@ -113,17 +113,17 @@ class Setting:
 
     @property
     def bits(self) -> int:
-        """Return the width of the entries that are kept."""
+        """Return the width of kept entries."""
         bits = next(bits for share, bits in BITS_FROM.items() if self.share >= share)
         return 5 if bits_fault(bits, self.shape.dims[1]) else bits
 
     def entries(self, tokens: int, bits: int | None = None) -> int:
         """Return the number of entries that each head keeps of a row, at `bits` by default."""
         bits = bits or self.bits
-        return entries_in_share(self.share, tokens, bits, self.shape, least=SINKS + WINDOW)
+        return entries_in_share(self.share, tokens, bits, self.shape, minimum=SINKS + WINDOW)
 
     def solved(self, tokens: int) -> BudgetProfile | None:
-        """Return what the fitted file's curves give at a length; see `solve_share`."""
+        """Return the fitted file's budgets at a length; see `solve_share`."""
         return solve_share(str(self.file), self.share, tokens, self.rotates)
 
     def solved_tokens(self, tokens: int) -> int | None:
@@ -143,7 +143,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """How a row is served; one object serves all rows for which it is equal.
+    """Method of serving a row; equal objects serve rows in one group.
 
     Attributes
     ----------
@@ -152,11 +152,11 @@ class Method:
     text, action : str
         Description for a log, in which ``{}`` is the fitted file, and for a line of detail.
     chunked_text : str
-        The text for a prompt that comes in several forwards, if it differs.
+        The text for a prompt in several forwards, if it differs.
     by_layer : bool
-        Option of that name of the caches that serve it, see `CacheOptions`.
+        Option of `CacheOptions` for its caches.
     by_prompt : bool
-        Whether heads share their entries, and each prompt hands them out.
+        Whether heads share their entries by the scores of each prompt.
     """
 
     cost: ClassVar[float]
@@ -186,13 +186,7 @@ class Method:
         return self.scorer.policy(SINKS)
 
     def profile(self, tokens: int | None) -> BudgetProfile:
-        """Return the budget profile; its budgets hold for all lengths.
-
-        Parameters
-        ----------
-        tokens : int or None
-            Length of the prompt for which they are written down, if it is known.
-        """
+        """Return the budget profile; its budgets hold for all lengths."""
         setting, shape = self.setting, self.setting.shape
         context = tokens or min(shape.max_context_tokens or 4096, 4096)
         budgets, full = constant_entries(shape, context), list(shape.full_layers)
@@ -213,7 +207,7 @@ class Method:
         )
 
     def longer_profile(self) -> BudgetProfile | None:
-        """Return the budgets by which a conversation goes once it is longer, if they differ."""
+        """Return the budgets of a longer conversation, if they differ."""
         return None
 
     def peak_bytes(self, size: PromptSize) -> int:
@@ -237,7 +231,7 @@ class Method:
         return ""
 
     def _holding_bytes(self, size: PromptSize) -> int:
-        """Return the bytes of the full cache, and of queries that choose and that values fit."""
+        """Return the bytes of the full cache, and of queries that rank and that values fit."""
         shape, matched = self.setting.shape, matching_options(self.setting.share)["rows"]
         queries = min(max(matched, self.scorer.query_rows(size.longest)), size.longest)
         each = len(shape.full_layers) * shape.n_query_heads * shape.head_dim * shape.dtype_bytes
@@ -256,7 +250,7 @@ class Whole(Method):
 
     @property
     def bits(self) -> int:
-        """Return the width of all entries: a mix is for those that others were evicted for."""
+        """Return the width of all entries; a mix is only for kept ones of an eviction."""
         return self.width
 
 
@@ -271,12 +265,12 @@ class Immediate(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class Solved(Method):
-    """The surrogate chooses, within entries and bits of each head that are solved from losses.
+    """The surrogate ranks, within entries and bits of each head that are solved from losses.
 
     Attributes
     ----------
     solved_tokens : int
-        The length at which the fitted file is solved.
+        Length at which the fitted file is solved.
     """
 
     cost = 1.2
@@ -298,7 +292,7 @@ class Solved(Method):
         return self.setting.solved(LONGER_TOKENS)
 
     def peak_bytes(self, size: PromptSize) -> int:
-        """Return the peak; in chunks, values are fitted to queries that come last."""
+        """Return the peak; in chunks, values are fitted to the last queries."""
         return self._holding_bytes(size) if size.chunked else super().peak_bytes(size)
 
     @property
@@ -326,7 +320,7 @@ class Solved(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class SecondRead(Method):
-    """A second read of the prompt chooses, and values are fitted."""
+    """A second read of the prompt ranks, and values are fitted."""
 
     cost = 2.5
     text = "reads the prompt twice and holds the full cache meanwhile"
@@ -339,7 +333,7 @@ class SecondRead(Method):
 
     @property
     def policy(self) -> Policy:
-        """Return the policy; it fits values if queries can be put behind the prompt."""
+        """Return the policy; it fits values if the model's queries can be moved."""
         setting = self.setting
         return fitting_policy(self.scorer, setting.share, setting.shape, rotates=setting.rotates)
 
@@ -359,21 +353,12 @@ class SecondRead(Method):
 
 
 def method_for(setting: Setting, tokens: int, *, limit: int | None = None) -> Method:
-    """Return the method that serves a row if the memory takes its full cache.
-
-    Parameters
-    ----------
-    setting : Setting
-    tokens : int
-        Length of the row.
-    limit : int or None
-        Tokens that the model was made for.
-    """
+    """Return the method for a row, if the memory takes its full cache."""
     if (solved := setting.solved_tokens(tokens)) is not None:
         return Solved(setting=setting, solved_tokens=solved)
     if setting.entries(tokens) == tokens:
-        own = MIXES.get(setting.bits, (setting.bits,))
-        width = next(one for one in own if setting.entries(tokens, one) == tokens)
+        widths = MIXES.get(setting.bits, (setting.bits,))
+        width = next(one for one in widths if setting.entries(tokens, one) == tokens)
         rounds = head_bytes(tokens, width, setting.shape) < tokens * setting.shape.bytes_per_entry
         return Whole(setting=setting, width=width if rounds else 16)
     second_read = tokens + min(PIECE, tokens) + CARRIED_TOKENS

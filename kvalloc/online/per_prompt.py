@@ -1,7 +1,7 @@
 """Budgets decided from each prompt itself.
 
-XKV's per-task mode (Section IV): a mini-prefill of the prompt measures its retention curves, the
-same solvers as everywhere decide, then the prompt is prefilled with eviction.
+XKV's per-task mode (Section IV): a mini-prefill measures the prompt's retention curves, a solver
+decides, and the prompt is prefilled with eviction.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class PromptOptions(RequestOptions, total=False):
     default."""
 
     scorer: str | None
-    """Whose scores are measured, and rank the entries unless another policy is named, also with
+    """Scorer that is measured, and that ranks the entries unless another policy is named, also with
     parameters such as ``"snapkv:window=32"``; ``"xkv"`` by default."""
 
     sinks: int | None
@@ -56,13 +56,12 @@ class PromptOptions(RequestOptions, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class PromptTarget(Decision):
-    """Budgets that are decided from each prompt, within its first forward.
+    """Budgets decided from each prompt, within its first forward.
 
     A mini-prefill over the prompt comes first, then the solver, then the prefill with eviction.
     That takes about as long as another prefill; no cache exists meanwhile, so peak memory is no
-    more than a reduced prefill takes. The ``profile`` of a cache is the decision once the prompt
-    has come, its ``row_profiles`` one for each row, its ``decision_seconds`` the time that deciding
-    took.
+    more than a reduced prefill's. The decision is the cache's ``profile``, or ``row_profiles`` by
+    row; ``decision_seconds`` is its time.
 
     Attributes
     ----------
@@ -72,15 +71,13 @@ class PromptTarget(Decision):
         Its scores are measured.
     sinks : int
         First tokens, never evicted.
-    solver : str
-        Name of the solver.
 
     Raises
     ------
     InputError
         If a value is out of range, there is no such solver or scorer, or not exactly one target.
     UnsupportedRequestError
-        If the scorer looks at tokens after a prompt.
+        If the scorer needs a second read.
 
     References
     ----------
@@ -120,12 +117,12 @@ class PromptTarget(Decision):
         )
 
     def ways(self, model: Any, shape: ModelShape, size: PromptSize) -> list[Way]:
-        """Return how each row is kept, by its own budgets; equal rows, such as beams, by the same.
+        """Return how each row is kept, by its own budgets; equal rows, such as beams, share them.
 
         Raises
         ------
         UnsupportedRequestError
-            If the token ids of a prompt are not known.
+            If the token ids of a prompt are unknown.
         InfeasibleError
             If the target cannot be reached.
         """
@@ -151,7 +148,7 @@ class PromptTarget(Decision):
     def _whole(self, shape: ModelShape) -> BudgetProfile:
         """Return the profile of a prompt that is too short for its budgets.
 
-        Later tokens make it longer, until the requested size leaves some out.
+        Evictions begin once later tokens exceed the requested size.
         """
         target, context = self.request.target, self.sinks + self.scorer.window
         steering = target.steering()

@@ -1,7 +1,6 @@
-"""How many rows at which share give the most tokens a second within one memory.
+"""Planning: the number of rows and the share with the most tokens a second within one memory.
 
-It stands in this room because it plans what the default does here: its budgets, its bytes, its
-schedule.
+It plans the default's budgets, bytes and schedule, so it is in this room.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from kvalloc.shape import ModelShape
 from kvalloc.units import bytes_text, parse_bytes, size
 
 BEST, STEP = 5, 1.5
-"""Settings that are given, and by how much the share grows from one to the next that is tried."""
+"""Number of returned settings, and the factor between two tried shares."""
 
 LARGE = 0.6
-"""A share that loses about as little as any."""
+"""A share with about the smallest loss."""
 
 MEASURED_TOKENS = 1024
-"""Longest prompt of the caches whose steps are measured."""
+"""Longest prompt of the measured caches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,14 +45,14 @@ class PlannedBatch:
     ----------
     rows : int
     share : float
-        Of the bytes of a cache at 16 bits, as ``kvalloc.apply(budget=...)`` takes it; 1 for a plain
+        Share of the bytes of a cache at 16 bits, as in ``kvalloc.apply(budget=...)``; 1 for a plain
         cache.
     predicted_loss : float
-        Nats per token: the sum of single losses, times what whole caches lost beside it.
+        Nats per token: the sum of single losses, times the model error.
     peak_bytes : int
-        What the cache takes at its peak.
+        Bytes of the cache at its peak.
     tokens_per_second : float
-        Of all rows together, while they answer.
+        Tokens of all rows, while they answer.
     """
 
     rows: int
@@ -65,18 +64,18 @@ class PlannedBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
-    """What to run within one memory.
+    """Best settings within one memory.
 
     Attributes
     ----------
     best : tuple of PlannedBatch
         The most tokens a second first.
     plain : PlannedBatch or None
-        As many rows of a plain cache as fit; None where not one does.
+        As many rows of a plain cache as fit; None if no row fits.
     fitted : str
-        The fitted file that the losses are from.
+        The fitted file of the losses.
     times : StepTimes
-        What the seconds are from.
+        Times of the steps.
     """
 
     best: tuple[PlannedBatch, ...]
@@ -99,22 +98,21 @@ def plan_batch(
     """Return how many rows at which share give the most tokens a second.
 
     Bytes and losses are as with `kvalloc.apply` and that budget. A step takes the time of the
-    model, once for all rows, and of each row's cache; at an interval each row
-    evicts.
+    model, once for all rows, and of each row's cache; at an interval each row evicts.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel
-        With a fitted file. Its steps are measured where it is, which takes seconds.
+        Must have a fitted file. Its steps are measured on its device, which takes seconds.
     memory : str or int
-        Bytes that the cache may take, at its peak.
+        Bytes of the cache at its peak.
     prompt, answer : int
         Length of each row's prompt and of its answer, tokens.
     target_loss : float
         Largest predicted loss, nats per token.
     times : StepTimes or str, optional
-        Instead of measuring: the times of an earlier plan; or ``"a100"``, ``"h100"`` or ``"h200"``,
-        by its published figures.
+        Times of an earlier plan; or ``"a100"``, ``"h100"`` or ``"h200"``, by its published figures.
+        Measured by default.
     fitted, allow_other_model : optional
         As `kvalloc.apply`.
 
@@ -125,8 +123,8 @@ def plan_batch(
     Raises
     ------
     InputError
-        If the model has no fitted file, no share is predicted to lose so little, the tokens are
-        more than the model was made for, or not one row fits.
+        If the model has no fitted file, no share has so small a predicted loss, the tokens exceed
+        the model's limit, or no row fits.
 
     Examples
     --------
@@ -194,7 +192,7 @@ def _check(model: Any, prompt: int, answer: int, times: StepTimes | str | None) 
 
 
 def _methods(setting: Setting, min_share: float, prompt: int) -> Iterator[Solved]:
-    """Yield how a prompt is served at shares from the least one on."""
+    """Yield the methods of a prompt at rising shares."""
     share = min_share
     while share < 1:
         one = replace(setting, share=share)
@@ -215,18 +213,16 @@ def _measured(
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What each row of a batch stores while it is read and answered.
+    """Bytes and seconds of a row of a batch while it is read and answered.
 
     Attributes
     ----------
     share, predicted_loss : float
-        As of `PlannedBatch`.
+        As in `PlannedBatch`.
     peak_bytes : int
-        Of one row.
-    answer : int
-        Tokens of the answer.
+        Peak of one row.
     seconds : callable
-        Time that a row's cache takes of all steps of the answer, by the times of a machine.
+        Time of a row's cache over all steps of the answer, by the times of a machine.
     """
 
     share: float
@@ -268,7 +264,7 @@ class Load:
 
     @classmethod
     def of_plain(cls, shape: ModelShape, prompt: int, answer: int) -> Load:
-        """Return the load of a plain cache, which holds all at its end."""
+        """Return the load of a plain cache, which is largest at its end."""
         mean_bytes = plain_bytes(shape, prompt + answer // 2)
         return cls(
             share=1.0,
@@ -279,7 +275,7 @@ class Load:
         )
 
     def planned(self, memory: int, times: StepTimes) -> PlannedBatch:
-        """Return the rows that give the most tokens a second within a memory."""
+        """Return the rows with the most tokens a second within a memory."""
         max_rows = memory // self.peak_bytes
         # between two rows that were measured the time is a line, so the best is at its ends
         choices = [*(rows for rows in times.rows if rows < max_rows), max_rows]

@@ -1,4 +1,4 @@
-"""Budgets that are solved for a share when it is asked, from the loss curves of a fitted file."""
+"""Budgets solved for a share on request, from the loss curves of a fitted file."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ SINKS, WINDOW = 4, 8
 """Tokens at the prompt's begin and end, never evicted."""
 
 WIDTHS = (8, 5, 4, 2, 85, 853, 53, 532, 52)
-"""Widths, and mixes of widths, at which a head's entries are stored, beside 16 bits."""
+"""Widths, and mixes of widths, of a head's entries, beside 16 bits."""
 
 MATCHED, MATCHED_BY_FEW, STEP = 64, 128, 2
-"""Number of latest tokens to whose queries values are fitted, and where few entries stay: there
-twice as many take little longer. Where many stay every second of them is taken, which loses no
-more, in half the time."""
+"""Numbers of latest queries to which values are fitted, the second if few entries stay: twice as
+many take little longer there. If many stay, every second query is used, which loses no more in half
+the time."""
 
 FEW_BELOW = 0.15
 """Shares of the bytes below which few entries stay."""
 
 LOOSE = 0.01
-"""Largest gap of a dual bound that says enough; where few heads have budgets it is larger."""
+"""Largest accepted gap of a dual bound; it is larger if few heads have budgets."""
 
 _STEPS = 8
 """Lengths of the grid between one and its double."""
@@ -47,19 +47,19 @@ def matching_options(share: float) -> dict[str, int]:
 
 
 def fits_values(shape: ModelShape, rotates: bool) -> bool:
-    """Return whether values are fitted: queries can be put behind the prompt (`rotates`)."""
+    """Return whether values are fitted: the model's queries must be movable (`rotates`)."""
     return rotates and "latent" not in shape.layer_types  # a latent is a key, too
 
 
 def fitting_policy(scorer: Scorer, share: float, shape: ModelShape, *, rotates: bool) -> Policy:
-    """Return the policy that keeps what a scorer ranks highest, and fits values if it can."""
+    """Return the policy that keeps a scorer's best entries, and fits values if it can."""
     if not fits_values(shape, rotates):
         return scorer.policy(SINKS)
     return scorer.policy(SINKS, name="attention_matching", parameters=matching_options(share))
 
 
 def grid_length(tokens: int) -> int:
-    """Return the length of the grid at which a prompt is solved: its own, or a little less.
+    """Return the grid length at which a prompt is solved: at most its own.
 
     Examples
     --------
@@ -72,25 +72,24 @@ def grid_length(tokens: int) -> int:
 
 @while_unchanged(maxsize=256)
 def solve_share(file: str, share: float, tokens: int, rotates: bool = True) -> BudgetProfile | None:
-    """Return the budgets and widths of each head with the least sum of losses within a share.
+    """Return the budgets and widths of each head with the smallest sum of losses within a share.
 
-    It is solved once for a file, a share and a length.
+    The result is cached.
 
     Parameters
     ----------
     file : str
         A fitted file.
     share : float
-        Of the bytes of a cache at 16 bits.
-    tokens : int
-        Length of the prompt.
+        Share of the bytes of a cache at 16 bits.
     rotates : bool
-        Whether the model's queries can be put behind the prompt, to which values are fitted.
+        Whether the model's queries can be rotated to positions after the prompt, to which values
+        are fitted.
 
     Returns
     -------
     BudgetProfile or None
-        None where the share, or the prompt, is less than the curves cover.
+        None if the share, or the prompt, is below the curves.
     """
     fitted = load_fitted(file)
     if tokens <= fitted.scores.protected_tokens:
@@ -113,10 +112,10 @@ def solve_share(file: str, share: float, tokens: int, rotates: bool = True) -> B
 
 @while_unchanged(maxsize=256)
 def share_for_loss(file: str, loss: float, tokens: int) -> float:
-    """Return the least share at which a whole cache is predicted to lose no more than this.
+    """Return the smallest share of a whole cache with at most this predicted loss.
 
-    The prediction is the sum of single losses, times the model error at such a share. It is
-    searched once for a file, a loss and a length.
+    The prediction is the sum of single losses, times the model error at such a share. The result is
+    cached.
 
     Parameters
     ----------
@@ -124,13 +123,11 @@ def share_for_loss(file: str, loss: float, tokens: int) -> float:
         A fitted file.
     loss : float
         Nats per token, above 0.
-    tokens : int
-        Length of the prompt.
 
     Returns
     -------
     float
-        To a thousandth; 1 where no smaller one is predicted to lose so little.
+        To a thousandth; 1 if no smaller share is enough.
     """
 
     def meets(part: int) -> bool:
@@ -144,23 +141,23 @@ def share_for_loss(file: str, loss: float, tokens: int) -> float:
 
 @while_unchanged(maxsize=256)
 def shares_of_rows(file: str, share: float, lengths: tuple[int, ...]) -> tuple[float, ...]:
-    """Return the share of each row with the least sum of predicted losses in the bytes of all.
+    """Return the share of each row with the smallest sum of predicted losses in the bytes of all.
 
-    It is solved once for a file, a share and lengths.
+    The result is cached.
 
     Parameters
     ----------
     file : str
         A fitted file.
     share : float
-        Of the bytes of all rows together, at 16 bits.
+        Share of the bytes of all rows, at 16 bits.
     lengths : tuple of int
-        Tokens of each row's prompt, none less than the curves cover.
+        Tokens of each row's prompt, none below the curves.
 
     Returns
     -------
     tuple of float
-        The same for rows of one length, which have one loss curve.
+        Equal for rows of one length.
     """
     if len(set(lengths)) < 2:
         return (share,) * len(lengths)

@@ -1,7 +1,6 @@
-"""``kvalloc.solve_measured``: decide, measure what the whole cache loses, and ask for less.
+"""``kvalloc.solve_measured``: decide, measure the loss of the whole cache, and decide again.
 
-It stands in this room because it solves while a model runs: `kvalloc.allocation` knows no model,
-and `kvalloc.measure` never solves.
+It is in this room because it solves while a model runs.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ from kvalloc.prompts.texts import Document, Prompt
 from kvalloc.units import keywords_of
 
 PROMPTS, SEED = 16, 1_000
-"""Prompts that are made where none are given, four of each kind, and a seed that no measurement of
-loss curves has by default."""
+"""Number of default prompts, four of each kind, and a seed that no measurement of loss curves has
+by default."""
 TRIES, LEAST_STEP, MOST_STEP = 7, 0.1, 0.7
-"""Largest number of decisions, and the factors by which a missed target is made smaller at once."""
+"""Largest number of decisions, and the smallest and largest factor on a missed target."""
 NEAR = 0.5
-"""A loss above this share of its target is near enough."""
+"""Share of the target above which a loss is near enough."""
 
 
 @keywords_of(RequestOptions)
@@ -53,12 +52,11 @@ def solve_measured(
     how: Mapping[str, Any] | None = None,
     **keywords: Unpack[RequestOptions],
 ) -> BudgetProfile:
-    """Decide budgets, and measure what the whole reduced cache loses on prompts left out.
+    """Decide budgets, and measure the loss of the whole reduced cache on other prompts.
 
-    Losses of single units do not add up where budgets are small. So a target loss is met when the
-    measured loss of the whole cache is within it: as long as it is not, a smaller loss is asked of
-    the curves. The prompts that are measured choose among the tries; `kvalloc eval` judges on
-    others.
+    Losses of single units do not add up if budgets are small. So a target loss is met if the
+    measured loss of the whole cache is within it; until then, a smaller loss is solved for. The
+    measured prompts choose among the tries; `kvalloc eval` judges on others.
 
     Parameters
     ----------
@@ -68,28 +66,28 @@ def solve_measured(
         The model that they were measured on.
     tokenizer : transformers.PreTrainedTokenizerBase
     prompts : iterable of str, Document or Prompt, optional
-        Texts to measure on: every prompt, and 16 pieces of running text. By default 16 prompts of
-        the kinds that ``kvalloc profile --loss`` measures on, others than those.
+        Texts to measure on: every prompt, and 16 pieces of running text. By default 16 other
+        prompts of the kinds of ``kvalloc profile --loss``.
     output : str or Path, optional
-        The budget profile to write. Finished measurements are kept in ``OUTPUT.partial`` until
+        The budget profile to write. Finished measurements are stored in ``OUTPUT.partial`` until
         then.
     resume : bool
-        Go on with what a killed call left there.
+        Continue from the measurements of a killed call.
     progress : callable, optional
         Called with (prompts measured, prompts to measure so far).
     model_id : str, optional
-        Instead of what the model's config says.
+        Replaces the id in the model's config.
     how : mapping, optional
-        What else `kvalloc.solve` takes: solver, time_limit, average, notify; and a request that is
-        parsed already.
+        Other arguments of `kvalloc.solve`: solver, time_limit, average, notify; and a parsed
+        request.
     **keywords
         See `kvalloc.allocation.request.RequestOptions`.
 
     Returns
     -------
     BudgetProfile
-        Its `measured_loss` states the loss, its interval, the prompts and every try; the target
-        that was solved last is its `requested` target.
+        Its `measured_loss` states the loss, its interval, the prompts and every try; its
+        `requested` target is the last solved one.
 
     Raises
     ------
@@ -98,7 +96,7 @@ def solve_measured(
     ModelMismatchError
         If the score profile is of another model.
     InfeasibleError
-        If no try met the target loss; says what the best one lost.
+        If no try met the target loss; states the smallest loss.
     SolverError
         As `kvalloc.solve`.
 
@@ -136,9 +134,9 @@ def _meet(
     decide: Callable[[Request], BudgetProfile],
     measure: Callable[[BudgetProfile], dict[str, Any]],
 ) -> BudgetProfile:
-    """Return the smallest decision found with a measured loss within the target.
+    """Return the smallest decision with a measured loss within the target.
 
-    As long as none is, a smaller loss is solved for. Then the interval between the last target that
+    Until there is one, a smaller loss is solved for. Then the interval between the last target that
     missed and the first that met is halved, in logarithms, until the loss is near the target. For a
     target other than a loss it is the first decision.
     """
@@ -207,13 +205,13 @@ def _samples(
 
 
 def loss_summary(samples: SampleSet, losses: Mapping[int, float]) -> dict[str, Any]:
-    """Return the mean over tasks of the means over their prompts, as files state it.
+    """Return the mean over tasks of the means over their prompts, for a file.
 
     Parameters
     ----------
     samples : SampleSet
     losses : mapping of int to float
-        Loss of each sample that was measured, by its number.
+        Loss of each measured sample, by its number.
     """
     by_task: dict[str, list[float]] = {}
     for index, loss in losses.items():

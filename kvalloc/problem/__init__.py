@@ -1,6 +1,6 @@
-"""What a solver sees: arrays, constraints, bounds, and the contract that it keeps.
+"""Contract of solvers: arrays, constraints and bounds.
 
-All that the author of a solver needs is here. Each module uses only those before it: `arrays`;
+The author of a solver needs nothing else. Each module uses only those before it: `arrays`;
 `bounds`; `solver`; `registry`.
 """
 

@@ -20,10 +20,10 @@ from kvalloc.accounting.costs import MOST_BYTES
 from kvalloc.errors import InfeasibleError, InputError, SolverError
 
 VALUE_TOLERANCE = 1e-12
-"""Values this close are equal: what summing a few thousand float64 terms may lose."""
+"""Values this close are equal: the rounding error of a sum of a few thousand float64 terms."""
 
 STEP_TOLERANCE = 1e-12
-"""How far one gain may be below 0 or above the one before it through rounding alone."""
+"""Largest rounding error by which a gain may be below 0 or above the previous one."""
 
 CONCAVE_TOLERANCE = 1e-10
 """The same for a whole curve: ten thousand tiny bends in one direction make a convex one."""
@@ -39,11 +39,13 @@ _PER_UNIT = ("option_counts", "weights", "layers", "heads")
 _ARRAYS = ("tokens", "values", "costs", *_PER_UNIT, "bits")
 
 BOUND = "dual_bound"
-"""Where `kvalloc.problem.dual_bound` stores its result in a problem; `replace` drops it."""
+"""Key under which `kvalloc.problem.dual_bound` stores its result in a problem; `replace` drops it.
+"""
 
 _OF_VALUES = frozenset((*_ARRAYS, "aggregate"))
 _CACHED = ("exists", "worth", "max_value", "is_concave", "best_so_far", "largest_gain")
-"""Cached properties computed from them: `replace` keeps these if none of them changes."""
+"""Cached properties by the fields that they depend on: `replace` keeps them if none of these
+changes."""
 
 
 class Sense(Enum):
@@ -54,7 +56,7 @@ class Sense(Enum):
 
 
 class Aggregate(Enum):
-    """How the units' weighted values make up the value of a choice."""
+    """Aggregation of the units' weighted values to the value of a choice."""
 
     SUM = "sum"
     WORST = "worst"
@@ -65,10 +67,10 @@ class SideConstraint(ABC):
     """Base of constraints beyond one capacity; a solver refuses kinds that it does not declare."""
 
     keyword: ClassVar[str] = ""
-    """The keyword of `kvalloc.solve` that asks for it, if there is one."""
+    """The keyword of `kvalloc.solve` that requests it, if any."""
 
     compares_tokens: ClassVar[bool] = False
-    """Whether it compares budgets in tokens, which does not go with a choice of bits."""
+    """Whether it compares budgets in tokens, which excludes a choice of bits."""
 
     @abstractmethod
     def fault(self, problem: AllocationProblem, choice: IntArray) -> str | None:
@@ -88,18 +90,18 @@ class SideConstraint(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class GroupCap(SideConstraint):
-    """A capacity of its own for some units: a layer, a rank, a device.
+    """A capacity for some units: a layer, a rank, a device.
 
     Caps may nest (model, rank, layer) or overlap (several resources at once).
 
     Attributes
     ----------
     name : str
-        How messages call it, such as ``"device 0"``.
+        Name in messages, such as ``"device 0"``.
     units : tuple of int
         Unit indices.
     capacity_bytes : int
-        Most bytes those units may take together.
+        Largest sum of their bytes.
     """
 
     keyword: ClassVar[str] = "cap"
@@ -127,29 +129,29 @@ class GroupCap(SideConstraint):
 class AllocationProblem:
     """A multiple-choice problem: pick one option for each unit.
 
-    Maximise ``sum_u weights[u] * values[u, k_u]`` subject to
-    ``sum_u costs[u, k_u] <= capacity_bytes``, or minimise that cost subject to the value reaching
-    ``target`` (XKV, Eq. 17 and Eq. 18).
+    Maximise ``sum_u weights[u] * values[u, k_u]`` subject to ``sum_u costs[u, k_u] <=
+    capacity_bytes``, or minimise that cost subject to the value reaching ``target`` (XKV, Eq. 17
+    and Eq. 18).
 
     Attributes
     ----------
     tokens : ndarray of int64, (n_units, n_options)
-        Budget in tokens that an option gives every KV head of its unit, sinks and window
-        included; strictly rising along a row, unless ``bits`` says what else differs.
+        Budget in tokens of each KV head of the unit, sinks and window included; strictly rising
+        along a row, unless ``bits`` differ.
     values : ndarray of float64, (n_units, n_options)
         Value of each option.
     costs : ndarray of int64, (n_units, n_options)
-        Bytes of each option; strictly rising along a row. ``tokens`` and ``costs`` may be
-        broadcast views of one row.
+        Bytes of each option; strictly rising along a row. ``tokens`` and ``costs`` may be broadcast
+        views of one row.
     bits : ndarray of int64, (n_units, n_options), or None
-        Bit width of each option, where that is chosen too; a more expensive option may then keep
-        fewer tokens, and a solver has to say that it takes such problems (`Solver.takes_bits`).
+        Bit width of each option, if that is chosen too. A more expensive option may then keep fewer
+        tokens, and a solver has to declare `Solver.takes_bits`.
     option_counts : ndarray of int64, (n_units,)
-        Options that a unit really has: ``values[u, :option_counts[u]]``; the rest is padding.
+        Number of options of a unit, ``values[u, :option_counts[u]]``; others are padding.
     weights : ndarray of float64, (n_units,)
         Weight of each unit's value in the objective.
     layers, heads : ndarray of int64, (n_units,)
-        Which layer and KV head a unit is; head -1 means all heads of the layer.
+        Layer and KV head of a unit; head -1 means all heads of the layer.
     aggregate : Aggregate
         The value is the sum over units, or the worst unit's.
     capacity_bytes : int or None
@@ -157,11 +159,11 @@ class AllocationProblem:
     target : float or None
         Value to reach instead; the cost is minimised.
     context_tokens, protected_tokens : int
-        Context the options are for; sinks plus window inside every option.
+        Context of the options; sinks plus window inside each option.
     constraints : tuple of SideConstraint
-        What else must hold.
+        Other constraints.
     n_units, n_options : int
-        Shape of ``values``; this and what follows is computed from the fields above.
+        Shape of ``values``; this and all later fields are computed from the fields above.
     units : ndarray of int64, (n_units,)
         ``arange(n_units)``.
     last_options : ndarray of int64, (n_units,)
@@ -169,23 +171,23 @@ class AllocationProblem:
     is_ragged : bool
         Whether some unit has fewer options than there are columns.
     min_cost_bytes, max_cost_bytes : int
-        Cost of the cheapest choice, which is what floors alone take, and of keeping everything.
+        Cost of the cheapest choice, the floors, and of keeping everything.
     step_bytes : int or None
-        The one cost step between neighbouring options of all units, if there is one.
+        The one cost step between neighbouring options of all units, if any.
     lattice_bytes : int
         Greatest common divisor of all cost differences: the grain of the total cost.
     spendable_bytes : int
-        The capacity rounded down to what a choice can really cost; ``max_cost_bytes`` without one.
+        The capacity rounded down to a possible cost; ``max_cost_bytes`` without one.
     lowest_accepted_value : float
         The target less `VALUE_TOLERANCE`; minus infinity without one.
     caps : tuple of GroupCap
-        Those among the constraints, in their order.
+        Caps among the constraints, in their order.
 
     Raises
     ------
     InputError
         If arrays do not fit each other, a unit has no option, values are not finite, costs do not
-        rise, or there is not one of capacity and target.
+        rise, or there is not exactly one of capacity and target.
     """
 
     tokens: IntArray
@@ -225,11 +227,6 @@ class AllocationProblem:
         Results from unchanged fields are kept, so another capacity or target of a problem with a
         hundred million options costs nothing.
 
-        Parameters
-        ----------
-        **changes
-            Fields by name.
-
         Raises
         ------
         InputError
@@ -258,7 +255,7 @@ class AllocationProblem:
         return Sense.MAX_VALUE if self.target is None else Sense.MIN_COST
 
     def _check(self, changed: Set[str]) -> None:
-        """Refuse impossible fields; arrays are checked only where one of them changed."""
+        """Refuse impossible fields; unchanged arrays are not checked again."""
         if not _OF_VALUES.isdisjoint(changed):
             self._check_arrays()
             if not changed.isdisjoint(("tokens", "costs", "bits", "option_counts")):
@@ -317,7 +314,7 @@ class AllocationProblem:
             raise InputError("problem: weights must be finite and not negative")
 
     def _measure_options(self) -> None:
-        """Refuse tokens and costs that do not rise; compute the fields that follow from them."""
+        """Refuse tokens and costs that do not rise; compute the fields that depend on them."""
         n_units, n_options = self.values.shape
         last, is_ragged = self.option_counts - 1, int(self.option_counts.min()) < n_options
         units = np.arange(n_units)
@@ -353,7 +350,7 @@ class AllocationProblem:
 
     @cached_property
     def exists(self) -> BoolArray:
-        """Mask of the options that a unit has, ``(n_units, n_options)``; the rest is padding."""
+        """Mask of real options, ``(n_units, n_options)``; others are padding."""
         mask: BoolArray = np.arange(self.n_options) < self.option_counts[:, None]
         return mask
 
@@ -365,7 +362,7 @@ class AllocationProblem:
 
     @cached_property
     def max_value(self) -> float:
-        """No choice has a larger value; where curves rise, keeping everything has this one."""
+        """Upper bound on the value of any choice; keeping everything reaches it if curves rise."""
         if self.is_concave:  # rising rows end at their best option
             return self.objective_value(self.last_options)
         rows = zip(self.values, self.option_counts.tolist(), strict=True)
@@ -399,7 +396,7 @@ class AllocationProblem:
 
     @cached_property
     def largest_gain(self) -> float:
-        """No change of one unit's option adds more weighted value than this."""
+        """Upper bound on the weighted value that a change of one unit's option adds."""
         if self.is_concave:  # rising rows: from the first option to the last
             return max(0.0, float(self.gains(0, self.last_options).max()))
         return float(self.values.max() - self.values.min()) * float(self.weights.max())
@@ -410,7 +407,7 @@ class AllocationProblem:
         return (self.spendable_bytes - self.min_cost_bytes) // (self.step_bytes or 1)
 
     def cost(self, choice: IntArray, units: Sequence[int] | IntArray | None = None) -> int:
-        """Return the bytes that a choice, ``(n_units,)``, costs in all units or in some."""
+        """Return the bytes of a choice, ``(n_units,)``, in all units or in some."""
         rows = self.units if units is None else np.asarray(units, dtype=np.int64)
         return int(self.costs[rows, choice[rows]].sum())
 
@@ -425,7 +422,7 @@ class AllocationProblem:
         return gains
 
     def objective_value(self, choice: IntArray) -> float:
-        """Return the value of a choice: its weighted values, summed without loss, or the worst."""
+        """Return the value of a choice: the exact sum of its weighted values, or the worst."""
         worth = self.weights * self.values[self.units, choice]
         return float(worth.min()) if self.aggregate is Aggregate.WORST else math.fsum(worth)
 
@@ -465,7 +462,7 @@ class AllocationProblem:
         Parameters
         ----------
         columns : ndarray of int64, (n_units, n_columns)
-            Options of each unit, by rising cost; the rest is padding.
+            Options of each unit, by rising cost, padded at the end.
         counts : ndarray of int64, (n_units,)
             Options that each unit has.
         """
@@ -478,7 +475,7 @@ class AllocationProblem:
     def options_within(self, tokens: FloatArray | IntArray) -> IntArray:
         """Return each unit's largest option of at most the given tokens, ``(n_units,)``.
 
-        A unit whose smallest option is larger gets that one.
+        A unit with a larger smallest option gets that one.
         """
         rows = _distinct_rows(self.tokens)
         if rows.shape[0] == 1:
@@ -493,7 +490,7 @@ class AllocationProblem:
         Raises
         ------
         InfeasibleError
-            With the nearest capacity or target that can be met.
+            With the nearest possible capacity or target.
         """
         if self.capacity_bytes is not None and self.capacity_bytes < self.min_cost_bytes:
             raise InfeasibleError(
@@ -517,12 +514,7 @@ class AllocationProblem:
                 )
 
     def side_fault(self, choice: IntArray) -> str | None:
-        """Return the first side constraint that a choice violates, as half a sentence, or None.
-
-        Parameters
-        ----------
-        choice : ndarray of int64, (n_units,)
-        """
+        """Return the first side constraint that a choice violates, as half a sentence, or None."""
         for constraint in self.constraints:
             if (fault := constraint.fault(self, choice)) is not None:
                 return fault
@@ -548,15 +540,15 @@ def first_where(holds: Callable[[IntArray], BoolArray], low: IntArray, high: Int
     Parameters
     ----------
     holds : callable
-        ``holds(places)`` says for one place of each row, ``(n_rows,)``, whether the test holds
-        there; once it does, it holds to the end of the row.
+        ``holds(places)`` tests one place of each row, ``(n_rows,)``; once true in a row, it stays
+        true to its end.
     low, high : ndarray of int64, (n_rows,)
-        First and last place of each row to look at.
+        First and last place of each row.
 
     Returns
     -------
     ndarray of int64, (n_rows,)
-        ``high`` where the test holds at no place before it.
+        ``high`` if the test holds at no earlier place.
     """
     for _ in range(int((high - low).max(initial=0)).bit_length()):
         middle = (low + high) >> 1
@@ -594,28 +586,28 @@ class MaxDistinct(SideConstraint):
 
     Attributes
     ----------
-    most : int
-        Number of different budgets in tokens, at least 1.
+    maximum : int
+        Largest number of different budgets in tokens, at least 1.
     """
 
     keyword: ClassVar[str] = "max_distinct"
     compares_tokens: ClassVar[bool] = True
 
-    most: int
+    maximum: int
 
     def __post_init__(self) -> None:
-        if self.most < 1:
-            raise InputError(f"at most {self.most} different budgets is not possible; ask for 1")
+        if self.maximum < 1:
+            raise InputError(f"at most {self.maximum} different budgets is not possible; ask for 1")
 
     def stated(self) -> tuple[str, str]:
         """See the base class."""
-        return "different budgets", f"at most {self.most}"
+        return "different budgets", f"at most {self.maximum}"
 
     def fault(self, problem: AllocationProblem, choice: IntArray) -> str | None:
         """See the base class."""
         distinct = np.unique(problem.chosen_tokens(choice)).size
-        if distinct > self.most:
-            return f"{distinct} different budgets, at most {self.most} are allowed"
+        if distinct > self.maximum:
+            return f"{distinct} different budgets, at most {self.maximum} are allowed"
         return None
 
 
@@ -623,21 +615,21 @@ MODEL = "model"
 """The root of a tree of caps."""
 
 EVERY_KIND: frozenset[type[SideConstraint]] = frozenset({GroupCap, MaxDistinct})
-"""All kinds of side constraints that kvalloc itself has."""
+"""All kinds of side constraints of kvalloc."""
 
 
 def cap_tree(caps: Sequence[GroupCap]) -> Any:
-    """Return the tree of some caps: each hangs on the smallest cap around it.
+    """Return the tree of caps: the parent of each is the smallest cap around it.
 
     Returns
     -------
     networkx.DiGraph
-        From `MODEL` through each cap, named by its place, outermost first.
+        From `MODEL` through each cap, named by its index, outermost first.
 
     Raises
     ------
     SolverError
-        If two caps overlap and neither is inside the other; names them.
+        If two caps overlap and none contains the other; names them.
     """
     import networkx as nx
 
@@ -659,7 +651,7 @@ def cap_tree(caps: Sequence[GroupCap]) -> Any:
 
 
 def padded(rows: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    """Return rows of any length as one array, the last number of each repeated to its end."""
+    """Return rows of any length as one array, each padded with its last number."""
     longest = max(map(len, rows))
     return np.array([np.pad(row, (0, longest - len(row)), mode="edge") for row in rows])
 
@@ -667,24 +659,24 @@ def padded(rows: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
 def undominated(values: FloatArray, costs: IntArray) -> tuple[IntArray, IntArray]:
     """Return each unit's options by rising cost, each worth more than all cheaper ones.
 
-    An option that costs as much as another or more and is worth no more is dropped. A choice with
-    it can be changed to the other at no loss. So neither the most value within a capacity (a cap)
-    nor the least cost for a target changes. A limit on the number of different budgets would change
-    them, so it does not go with bits.
+    A dropped option costs as much as another or more, and is worth no more. A choice with it can
+    change to the other at no loss. So the largest value within a capacity (a cap) and the smallest
+    cost for a target do not change. A limit on the number of different budgets would change, so it
+    excludes bits.
 
     Parameters
     ----------
     values : ndarray of float64, (n_units, n_options)
-        What each option is worth to each unit.
+        Value of each option to each unit.
     costs : ndarray of int64, (n_options,)
-        Of the options, which all units share, in any order.
+        Costs of the options, which all units share, in any order.
 
     Returns
     -------
     options : ndarray of int64, (n_units, n_kept)
-        Which are left, padded with the last one.
+        Indices of the kept options, padded with the last one.
     counts : ndarray of int64, (n_units,)
-        How many each unit has.
+        Number of kept options of each unit.
 
     Examples
     --------

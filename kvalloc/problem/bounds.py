@@ -1,10 +1,10 @@
 """Bounds computed without a solver: by duality, and for the worst unit.
 
-*Sums.* For a price of one byte, each unit's best option is found on its own; the sum is a bound on
-the whole for every price, and the best price gives the tightest one (Fisher, 1981; for separable
-concave problems of equal steps it is exact on the grain of the costs).
+*Sums.* For a price of one byte, each unit's best option is found alone, and the sum bounds the
+whole. The best price gives the tightest bound (Fisher, 1981); for separable concave problems of
+equal steps it is exact on the grain of the costs.
 
-*The worst unit.* Exact by bisection of the level, because each unit can be judged on its own.
+*The worst unit.* Exact by bisection of the level, because each unit can be judged alone.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PRICE_ROUNDS = 100
 """Prices tried; about ten are needed for 640 units of 64 options, and any price gives a bound."""
 
 NOISE = 1e-13
-"""What sums of a few thousand terms of size one may lose; less counts as nothing."""
+"""Rounding error of a sum of a few thousand terms of size one; less counts as 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,13 +38,13 @@ class DualBound:
     Attributes
     ----------
     bound : float
-        No choice is better: an upper bound on the value, or a lower bound on the cost in bytes.
+        Upper bound on the value, or lower bound on the cost in bytes, of any choice.
     multiplier : float
-        Price of one byte in units of value: the shadow price of the capacity. 0 for the worst
-        unit, which has no price that is the same for all.
+        Price of one byte in units of value: the shadow price of the capacity. 0 for the worst unit,
+        which has no common price.
     choice : ndarray of int64, (n_units,)
-        The cheapest best response at that price that stays on the feasible side of the capacity
-        (MAX_VALUE), or that meets the target (MIN_COST).
+        The cheapest best response at that price on the feasible side of the capacity (MAX_VALUE),
+        or that meets the target (MIN_COST).
     """
 
     bound: float
@@ -55,14 +55,14 @@ class DualBound:
 def dual_bound(problem: AllocationProblem) -> DualBound:
     """Return a bound on the objective, computed without a solver.
 
-    By Lagrangian duality, tightened to the grain of the costs; for a worst unit, the exact
+    It is the Lagrangian dual, tightened to the grain of the costs; for a worst unit, the exact
     optimum.
 
     Parameters
     ----------
     problem : AllocationProblem
-        Side constraints are left out (but caps, for the most value of the worst unit): the bound
-        holds with and without them. `bound_at` takes prices of caps.
+        Side constraints are left out, except caps on the worst unit's value: the bound holds with
+        and without them. `bound_at` takes prices of caps.
 
     Returns
     -------
@@ -82,16 +82,16 @@ def dual_bound(problem: AllocationProblem) -> DualBound:
 
 
 def bound_at(problem: AllocationProblem, price: float, *cap_prices: float) -> float:
-    """Return the dual function at prices: a bound for any prices, tight for the right ones.
+    """Return the dual function at prices: a bound for any prices.
 
     Parameters
     ----------
     problem : AllocationProblem
-        Whose units' sum counts.
+        Its objective is the sum over units.
     price : float
         Weighted value per byte of the capacity (or for the target), at least 0.
     *cap_prices : float
-        The same for each `GroupCap`, in their order; all of them or none.
+        The same for each `GroupCap`, in their order; all or none.
 
     Returns
     -------
@@ -115,7 +115,7 @@ def bound_at(problem: AllocationProblem, price: float, *cap_prices: float) -> fl
 def _bound_with(
     problem: AllocationProblem, price: float, response: IntArray, unspent: float = 0.0
 ) -> float:
-    """Return the bound of a best response; ``unspent`` is what caps leave, at their prices."""
+    """Return the bound of a best response; ``unspent`` are caps' unused bytes at their prices."""
     value, cost = problem.objective_value(response) + unspent, problem.cost(response)
     if problem.target is None:
         return value + price * (problem.spendable_bytes - cost)
@@ -135,10 +135,10 @@ def best_response(
 ) -> IntArray:
     """Return each unit's best option when a byte costs ``price`` of value, ``(n_units,)``.
 
-    The price is one for all units, or one of each, ``(n_units,)``.
+    The price is one for all units, or one for each, ``(n_units,)``.
 
-    Of equal options it is the smallest. ``low`` and ``high`` are the best options at a higher and
-    at a lower price, if known: the search starts between them.
+    Equal options go to the smallest. ``low`` and ``high``, the best options at a higher and a lower
+    price, limit the search.
     """
     if problem.is_concave and problem.step_bytes is not None:
         return steps_above(problem, price * problem.step_bytes, low=low, high=high)
@@ -165,8 +165,8 @@ def steps_above(
 ) -> IntArray:
     """Return the steps of each unit that gain more than their price.
 
-    Gains of a concave unit fall along its row, so the count is found by bisection in every row at
-    once, without ever forming the gains: O(n_units log n_options).
+    Gains of a concave unit fall along its row, so the count is found by bisection in all rows at
+    once, without computing all gains: O(n_units log n_options).
 
     Parameters
     ----------
@@ -177,7 +177,7 @@ def steps_above(
     units : ndarray of int64, (n,), optional
         Units to look at; all by default.
     low, high : ndarray of int64, (n,), optional
-        Limits: the search starts between them.
+        Limits of the search.
 
     Returns
     -------
@@ -195,14 +195,7 @@ def steps_above(
 
 
 def next_gain(problem: AllocationProblem, choice: IntArray) -> float:
-    """Return the largest value of a byte among the next options that every cap leaves room for.
-
-    Parameters
-    ----------
-    problem : AllocationProblem
-        Concave, with one cost step.
-    choice : ndarray of int64, (n_units,)
-    """
+    """Return the largest value of a byte among the next options that all caps allow."""
     step = problem.step_bytes
     if step is None:
         return 0.0  # one option each
@@ -221,11 +214,11 @@ def best_price(
     respond: Callable[[float, IntArray, IntArray], IntArray],
     is_enough: Callable[[IntArray], bool],
 ) -> tuple[float, IntArray, IntArray]:
-    """Return the price where the best response crosses the goal, and the responses around it.
+    """Return the price at which the best response crosses the goal, and the responses around it.
 
-    The dual function is the upper envelope of one line per choice. The price where the lines of a
-    choice that is enough and of one that is not cross is the next one tried. When no choice is
-    better there, it is the breakpoint.
+    The dual function is the upper envelope of one line per choice. The next price is the crossing
+    of the lines of a choice that is enough and of one that is not. If no choice is better there, it
+    is the breakpoint.
 
     Parameters
     ----------
@@ -234,9 +227,10 @@ def best_price(
     gain : callable
         Value and bytes from one choice to another.
     respond : callable
-        ``respond(price, low, high)``, the best response between those at a higher and a lower one.
+        ``respond(price, low, high)``, the best response between the responses at a higher and a
+        lower price.
     is_enough : callable
-        Whether a choice is beyond the goal.
+        Returns whether a choice is beyond the goal.
     """
     price = 0.0
     for _ in range(PRICE_ROUNDS):
@@ -282,7 +276,7 @@ def _sum_bound(problem: AllocationProblem) -> DualBound:
 
 
 def cheapest_reaching(problem: AllocationProblem, level: float) -> IntArray | None:
-    """Return each unit's cheapest option whose weighted value reaches a level.
+    """Return each unit's cheapest option that reaches a level of weighted value.
 
     Parameters
     ----------
@@ -293,7 +287,7 @@ def cheapest_reaching(problem: AllocationProblem, level: float) -> IntArray | No
     Returns
     -------
     ndarray of int64, (n_units,), or None
-        None when some unit reaches it with no option.
+        None if a unit reaches it with no option.
     """
     last = problem.last_options
 
@@ -304,12 +298,11 @@ def cheapest_reaching(problem: AllocationProblem, level: float) -> IntArray | No
 
 
 def _worst_bound(problem: AllocationProblem) -> DualBound:
-    """Return the exact optimum of the worst unit, caps included where value is maximised.
+    """Return the exact optimum of the worst unit, with caps if value is maximised.
 
-    The cost of a level changes only at the values of options. So halving the interval between a
-    level that is affordable and one that is not, down to neighbouring numbers, ends at the largest
-    such value. A choice is worth at least the level it was made for: its value is the next level
-    known to be affordable.
+    The cost of a level changes only at the values of options. So halving the interval between an
+    affordable level and another, down to neighbouring numbers, ends at the largest affordable
+    value. A choice is worth at least its level: its value is the next affordable level.
     """
     if problem.target is not None:
         choice = cheapest_reaching(problem, problem.lowest_accepted_value)

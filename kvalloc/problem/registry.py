@@ -1,4 +1,4 @@
-"""Solvers, scorers and policies by name, found through entry points: ours as anybody's."""
+"""Registry of solvers, scorers and policies by name, found through entry points."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _group(group: str) -> dict[str, EntryPoint]:
 
 
 def names(group: str) -> list[str]:
-    """Return the registered names of a group, sorted; imports none of the plug-ins."""
+    """Return the sorted names of a group, without importing the plug-ins."""
     return sorted(_group(group))
 
 
@@ -49,9 +49,9 @@ def load(group: str, name: str, base: type[Any] = object) -> type[Any]:
     group : str
         `SOLVERS`, `SCORERS` or `POLICIES`.
     name : str
-        A registered name. A solver is also named as ``"module:Class"``; files never do that.
+        A registered name. A solver may also be ``"module:Class"``, but not in a file.
     base : type
-        What the class has to be a subclass of.
+        Required base class.
 
     Returns
     -------
@@ -60,7 +60,7 @@ def load(group: str, name: str, base: type[Any] = object) -> type[Any]:
     Raises
     ------
     InputError
-        If nothing of that name is registered; lists what is.
+        If no plug-in has that name; lists the registered ones.
     SolverError
         If the plug-in cannot be imported, is not a subclass of `base`, or has no name.
     """
@@ -113,34 +113,34 @@ def read_named(text: str) -> tuple[str, dict[str, Any]]:
     return name, options
 
 
-def build(cls: type[T], options: Mapping[str, Any], *, what: str, **given: Any) -> T:
-    """Make a plug-in with options, with one clear line for an option it does not have.
+def build(cls: type[T], options: Mapping[str, Any], *, what: str, **fixed: Any) -> T:
+    """Make a plug-in with options, with one clear line for an unknown option.
 
     Parameters
     ----------
     cls : type
         The plug-in's class.
     options : mapping
-        As `typed_options` takes them.
+        Options for `typed_options`.
     what : str
-        How to call it in an error, such as ``"solver pyramid"``.
-    **given
+        Name in an error, such as ``"solver pyramid"``.
+    **fixed
         Arguments that are no options.
 
     Raises
     ------
     InputError
-        If it has no such option, or none of that value.
+        If it has no such option, or a value is invalid.
     """
     typed = typed_options(cls, options, what=what) if options else {}
     try:
-        return cls(**given, **typed)
+        return cls(**fixed, **typed)
     except (TypeError, ValueError) as error:
         raise InputError(f"{what} cannot be made with {typed}: {error}") from error
 
 
 def typed_options(cls: type[Any], options: Mapping[str, Any], *, what: str) -> dict[str, Any]:
-    """Return the options of a plug-in, a text as the type that the option takes.
+    """Return the options of a plug-in, with texts converted to the options' types.
 
     Raises
     ------
@@ -181,10 +181,10 @@ def get_solver(name: str | Solver, **options: Any) -> Solver:
     Parameters
     ----------
     name : str or Solver
-        A registered name, or ``"module:Class"``; also with options, see `read_named`. A solver
-        is given back.
+        A registered name, or ``"module:Class"``; also with options, see `read_named`. A solver is
+        returned unchanged.
     **options
-        The solver's own options.
+        Options of the solver.
 
     Returns
     -------
@@ -210,12 +210,12 @@ def options_of(solver: Solver) -> dict[str, Any]:
     Parameters
     ----------
     solver : Solver
-        Which keeps each option in an attribute of the same name, as ours do; others are left out.
+        It keeps each option in an attribute of the same name; others are left out.
 
     Returns
     -------
     dict
-        Lists for arrays, and the `repr` of what JSON has no word for, such as a callable.
+        Lists for arrays, and the `repr` of values that JSON cannot hold, such as a callable.
     """
     options: dict[str, Any] = {}
     for name, parameter in plugin_options(type(solver)).items():
@@ -229,7 +229,7 @@ def options_of(solver: Solver) -> dict[str, Any]:
 
 
 def json_value(value: Any) -> Any:
-    """Return a plain value as it is, and the `repr` of what JSON has no word for."""
+    """Return a plain value as it is, and the `repr` of a value that JSON cannot hold."""
     try:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError):
@@ -243,8 +243,7 @@ def plugin_options(cls: type[Any]) -> dict[str, inspect.Parameter]:
     Returns
     -------
     dict of inspect.Parameter
-        Their annotations resolved where that is possible; without the scorer that a policy is
-        given.
+        With annotations resolved if possible, and without the scorer of a policy.
     """
     kind: Any = cls  # mypy takes no class for hashable
     return _plugin_options(kind)

@@ -1,4 +1,4 @@
-"""The contract between kvalloc and a solver, ours or anybody's."""
+"""Contract between kvalloc and a solver."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from kvalloc.errors import SolverError, option
 from kvalloc.problem.arrays import Aggregate, AllocationProblem, SideConstraint
 
 CLOSED = 1e-11
-"""Objective and bound this close, relative to the larger of 1 and the objective, are equal."""
+"""Relative difference, to the larger of 1 and the objective, up to which objective and bound are
+equal."""
 
 DEFAULT_LIMIT_SECONDS = 60.0
-"""A solver stops after this long where no time limit is given: an exact search may never end."""
+"""Default time limit of a solver: an exact search may never end."""
 
 
 def is_closed(objective: float, bound: float) -> bool:
@@ -36,44 +37,44 @@ class Termination(Enum):
     """Why a solver stopped."""
 
     OPTIMAL = "optimal"
-    """No choice is better; the bound shows it."""
+    """The bound shows that no choice is better."""
 
     HEURISTIC = "heuristic"
-    """A rule was followed to its end; it claims nothing about the optimum."""
+    """A rule was followed to its end, with no claim about the optimum."""
 
     GAP_LIMIT = "gap_limit"
     """The requested gap is reached; the bound shows it."""
 
     TIME_LIMIT = "time_limit"
-    """Time ran out; the choice is feasible, the bound is what was proven so far."""
+    """Time ran out; the choice is feasible, the bound is the best proven one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Solution:
-    """What a solver answers.
+    """Answer of a solver.
 
     Attributes
     ----------
     choice : ndarray of int64, (n_units,)
         Chosen option of each unit.
     objective : float
-        ``problem.objective(choice)`` as the solver sees it; `kvalloc.solve` computes it again.
+        ``problem.objective(choice)`` by the solver; `kvalloc.solve` recomputes it.
     bound : float or None
-        No choice is better than this; None when nothing was proven, never 0 for unknown.
+        Bound on any choice; None if nothing was proven, never 0 for unknown.
     termination : Termination
-        Why it stopped.
+        Reason for stopping.
     detail : str
         One line for people: the rule's parameters, the back end's status.
     decided_by : str
-        Name of the solver that really decided, where this one handed the problem on.
+        Name of the solver that decided, if this one handed the problem on.
     prices : tuple of float
-        Value of a byte of the capacity (or for the target), then of each `GroupCap` in their
-        order, with which `bound_at` proves a bound again. Needed under caps only.
+        Value of a byte of the capacity (or for the target), then of each `GroupCap` in their order;
+        `bound_at` proves a bound from them. Required only under caps.
 
     Raises
     ------
     SolverError
-        If optimal, or a gap that is reached, is claimed without a bound.
+        If optimality, or a reached gap, is claimed without a bound.
     """
 
     choice: IntArray
@@ -102,16 +103,16 @@ class Solution:
         prices: tuple[float, ...] = (),
         gap: float = 0.0,
     ) -> Solution:
-        """Return a choice as a solution: optimal where the bound meets its objective.
+        """Return a choice as a solution: optimal if the bound meets its objective.
 
         Parameters
         ----------
         problem, choice, bound, detail, prices
             As in the class.
         deadline : float
-            ``time.monotonic()`` at which the solver had to stop; past it, time ran out.
+            ``time.monotonic()`` at which the solver had to stop; after it, time ran out.
         gap : float
-            The relative gap that was asked for.
+            The requested relative gap.
         """
         objective = problem.objective(choice)
         missing = math.inf if bound is None else abs(bound - objective)
@@ -134,15 +135,15 @@ class Solution:
 
 
 class Solver(ABC):
-    """A way to pick one option per unit.
+    """Chooses one option per unit.
 
-    A solver is made with its own options as keyword arguments and is stateless between calls.
-    Subclasses set `name` and `summary`, and declare in `handles` the kinds of side constraints
-    they respect: a kind that is not declared is refused, so a forgotten one fails safe.
+    A solver is made with its options as keyword arguments and keeps no state between calls.
+    Subclasses set `name` and `summary`, and declare in `handles` the kinds of side constraints they
+    respect. Other kinds are refused, so a forgotten one fails safe.
     """
 
     name: ClassVar[str]
-    """What ``--solver`` takes."""
+    """Name for ``--solver``."""
 
     summary: ClassVar[str]
     """One line for ``kvalloc list solvers``."""
@@ -166,7 +167,7 @@ class Solver(ABC):
     """Whether neighbouring options of all units have to be one cost apart."""
 
     needs_concave: ClassVar[bool] = False
-    """Whether every entry may gain no more than the one before it."""
+    """Whether no entry may gain more than the previous one."""
 
     def can_solve(self, problem: AllocationProblem) -> bool | str:
         """Return whether this solver can solve the problem.
@@ -178,7 +179,7 @@ class Solver(ABC):
         Returns
         -------
         bool or str
-            True, or a sentence that says why not and which solver to use instead.
+            True, or a sentence with the reason and the solver to use instead.
         """
         if not self.handles.issuperset(map(type, problem.constraints)):
             unknown = [c for c in problem.constraints if type(c) not in self.handles]
@@ -210,7 +211,7 @@ class Solver(ABC):
         return self.refusal(problem) or True
 
     def refusal(self, problem: AllocationProblem) -> str:
-        """Return why not, beyond what the attributes say, and the way out; empty for no reason."""
+        """Return a reason for refusal beyond the attributes, and the way out; empty for none."""
         return ""
 
     @abstractmethod
@@ -224,7 +225,7 @@ class Solver(ABC):
         problem : AllocationProblem
             A feasible problem that `can_solve` accepted.
         time_limit_seconds : float, optional
-            Stop after this long with the best choice found; kvalloc's solvers take
+            Stop after this long with the best choice so far; kvalloc's solvers take
             `DEFAULT_LIMIT_SECONDS` by default, through `deadline_after`.
 
         Returns

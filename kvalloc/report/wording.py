@@ -231,7 +231,7 @@ def _limit_text(limit: Limit, decided: BudgetProfile) -> str:
     """Return whether a limit binds, and what a little more of it is worth."""
     written = str if limit.value_per_mib is None and limit.name.endswith("budgets") else size
     text = f"{limit.name} {'binds' if limit.binds else 'does not bind'}"
-    text += f" ({written(limit.used)} of {written(limit.most)})"
+    text += f" ({written(limit.used)} of {written(limit.allowed)})"
     if not limit.value_per_mib:
         return text
     if limit.name != "capacity" or decided.value_per_mib is None:  # whose price has its own line

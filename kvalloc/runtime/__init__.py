@@ -1,4 +1,4 @@
-"""Budgets enforced in real inference: a cache that holds less, and frees evicted entries.
+"""Runtime: a cache that holds fewer entries, and frees evicted ones.
 
 Needs torch and transformers (the ``run`` extra).
 """

@@ -33,35 +33,28 @@ TURN_BROKEN_OFF = (
 
 
 class BudgetCache(CacheFigures, HookedCache):
-    """Keeps, of a prompt, the entries that a budget profile grants each layer and KV head.
+    """Keeps the entries that a budget profile grants each layer and KV head.
 
-    While the prompt runs, each full-attention layer first attends to all it holds, then the
-    policy ranks the entries and only the budget stays: sinks, window and, for each row and KV
-    head, its own best. Evicted entries are freed before the next layer runs. Where a policy has to
-    see the whole prompt, all layers evict at its end. Tokens that follow, turns and answers, any
-    number at a time, are added; whenever ``decode_every`` have followed, and at the end of a turn,
-    kept and new entries are ranked together, within the budgets of all tokens seen.
-    Positions stay true: `get_seq_length` is the number of tokens seen. Make one with
-    `kvalloc.make_cache`; budgets, entries and masks belong to this object and not to the model, so
-    any number of caches can be interleaved.
+    While the prompt is read, each full-attention layer attends to all its entries. Then the policy
+    ranks them, and sinks, window and the best ones of each row and KV head stay. If the policy has
+    to see the whole prompt, all layers evict at its end. Every ``decode_every`` later tokens, and
+    at the end of a turn, kept and new entries are ranked together, within the budgets of all tokens
+    seen. `get_seq_length` is the number of tokens seen. Make one with `kvalloc.make_cache`.
+    Budgets, entries and masks belong to this object, not to the model.
 
     Attributes
     ----------
     rows : list of Row
-        The texts of its batch; none before the first forward.
-    extensions : list of Extension
-        What listens to it.
-    attending : int
-        Layers that attend.
+        Texts of the batch; none before the first forward.
     reads, last_readers : dict of int to int
-        Of each layer that reads another one's entries, which; of these, the last that reads them.
+        For each layer that reads another one's entries, that layer; for each layer read, its last
+        reader.
 
     Notes
     -----
-    Rows of a batch may have different lengths, padded on either side: each gets the budgets of
-    its own length, and padding is neither kept nor counted. A prompt may come in chunks that are
-    announced (``prompt_tokens``). `reorder_cache` (beam search), `crop` back to the end of the
-    prompt, `copy.deepcopy` and `reset` work. Layers without budgets are transformers' own.
+    Rows of a batch may have different lengths, padded on either side; padding is neither kept nor
+    counted. A prompt may come in chunks that are announced (``prompt_tokens``). Layers without
+    budgets are transformers' own.
     """
 
     decision_seconds: float | None = None  # what deciding its budgets took, if they were
@@ -101,7 +94,7 @@ class BudgetCache(CacheFigures, HookedCache):
         self.in_pieces = False  # while pieces of a forward run, all but the last
 
     def __repr__(self) -> str:
-        """Return model, tokens and share; a line for each layer would fill screens."""
+        """Return model, tokens and share."""
         stored = self.share_text if self.batch else "empty"
         state = "" if self.interrupted is None else ", interrupted"
         return (
@@ -115,7 +108,7 @@ class BudgetCache(CacheFigures, HookedCache):
         return self.broken or (None if self.forward is None else HALF_WAY)
 
     def tell(self, event: str, *facts: Any) -> None:
-        """Call a method of `Extension` of all that listens."""
+        """Call a method of `Extension` of all extensions."""
         for one in self.extensions:
             getattr(one, event)(*facts)
 
@@ -132,7 +125,7 @@ class BudgetCache(CacheFigures, HookedCache):
         self.check_intact()
 
     def check_intact(self) -> None:
-        """Refuse what needs a cache that is not interrupted."""
+        """Refuse an interrupted cache."""
         if self.interrupted is not None:
             raise UnsupportedRequestError(self.interrupted)
 
@@ -148,13 +141,7 @@ class BudgetCache(CacheFigures, HookedCache):
     def end_turn(self) -> None:
         """Keep no more than the budget of all tokens seen: a turn has been read and answered.
 
-        Kept and new entries are ranked together. `kvalloc.apply` does so after each
-        ``generate()``; without it, it happens every `decode_every` tokens.
-
-        Raises
-        ------
-        UnsupportedRequestError
-            If the cache is interrupted.
+        `kvalloc.apply` calls it after each ``generate()``.
         """
         self.check_intact()
         turns.end(self)
@@ -164,13 +151,7 @@ class BudgetCache(CacheFigures, HookedCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Add a layer's new keys and values (called by the model's attention).
-
-        Raises
-        ------
-        ModelMismatchError
-            If the caller is not a forward of the cache's own model.
-        """
+        """Add a layer's new keys and values (called by the model's attention)."""
         running = None if self.forward is None else self.forward.running
         if running is None:
             raise ModelMismatchError(
@@ -188,12 +169,12 @@ class BudgetCache(CacheFigures, HookedCache):
         return updated[0], updated[1]
 
     def _check_sizes(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Refuse entries of other sizes than a forward of a few tokens has shown."""
+        """Refuse entries of other sizes than the probed ones."""
         known, (heads, dim) = self.methods[0].profile.shape.by_layer[layer], keys.shape[1::2]
-        found = replace(known, kv_heads=heads, key_dim=dim, value_dim=int(values.shape[-1]))
-        if found != known:
+        actual = replace(known, kv_heads=heads, key_dim=dim, value_dim=int(values.shape[-1]))
+        if actual != known:
             raise ModelMismatchError(
-                f"layer {layer} of {self._name} stores {found.sizes_text}, and when it was looked "
+                f"layer {layer} of {self._name} stores {actual.sizes_text}, and when it was looked "
                 f"at {known.sizes_text}; {WITH_FULL_CACHE}"
             )
 
@@ -216,7 +197,7 @@ class BudgetCache(CacheFigures, HookedCache):
     def take_back(self, seen: int) -> None:
         """Forget all tokens after the first ``seen``: a turn that broke off was not read.
 
-        Where something was evicted meanwhile, which cannot come back, the cache is `interrupted`.
+        If an entry evicted meanwhile cannot come back, the cache is `interrupted`.
         """
         if not seen:
             self.reset()
@@ -267,7 +248,6 @@ class BudgetCache(CacheFigures, HookedCache):
             self.read_ids = self.read_ids[:, :end]
 
     def _check_crop(self, remove: int, removed: IntArray) -> None:
-        """Refuse to take columns back if that cannot be right."""
         if self.get_seq_length() and not self.door.complete:
             raise UnsupportedRequestError(
                 "cannot crop before the prompt is complete; reset the cache and start again"
@@ -303,13 +283,13 @@ class BudgetCache(CacheFigures, HookedCache):
         Parameters
         ----------
         start : int, optional
-            Columns that are not taken back, where the next forward holds both; by default the
-            prompt that was announced, or what the cache has seen.
+            First column that may be taken back, if the next forward goes past it; by default the
+            end of the announced prompt, or of the tokens seen.
 
         Raises
         ------
         UnsupportedRequestError
-            If nothing that listens to the cache can do so.
+            If no extension can take tokens back.
         """
         served = [one.record(self, start) for one in self.extensions]
         if not any(served):
@@ -318,7 +298,7 @@ class BudgetCache(CacheFigures, HookedCache):
             )
 
     def adopt(self, other: BudgetCache) -> None:
-        """Hold what another cache of the same model holds, which is not used any more."""
+        """Take over the entries of another cache of the same model, which is not used any more."""
         self.layers, self.rows, self.door = other.layers, other.rows, other.door
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -351,7 +331,7 @@ class BudgetCache(CacheFigures, HookedCache):
     # Refused
 
     def __reduce_ex__(self, protocol: object) -> Any:
-        """Refuse, always, to be pickled, or copied by half (`copy.copy`)."""
+        """Refuse to be pickled, or copied by half (`copy.copy`)."""
         raise UnsupportedRequestError(
             "a reduced cache belongs to the model that filled it, which does not go into a "
             "pickle; write it with kvalloc.save_cache and read it with kvalloc.load_cache, or use "
@@ -359,11 +339,11 @@ class BudgetCache(CacheFigures, HookedCache):
         )
 
     def offload(self, layer_idx: int, only_non_sliding: bool = True) -> None:
-        """Refuse, always: evicted layers are small, and their masks are made on their device."""
+        """Refuse to be offloaded: masks are made on the device of the entries."""
         raise UnsupportedRequestError(refusals.OFFLOADED)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BudgetCache:
-        """A cache that goes on from here on its own, e.g. one prompt for several questions."""
+        """Return an independent copy, such as one prompt for several questions."""
         clone = type(self).__new__(type(self))
         memo[id(self)] = clone
         shared = [*self.rows, *self.methods, self.decoder]

@@ -1,4 +1,4 @@
-"""Conditions on values of the device, which the host reads once for all layers."""
+"""Conditions on device values, which the host reads once for all layers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _pending: ContextVar[Pending | None] = ContextVar("kvalloc_checks", default=None
 
 
 def ensure(holds: Tensor, fail: Callable[[], None]) -> None:
-    """Fail unless a condition holds; now, or where `Checks` note it, when those are read.
+    """Fail unless a condition holds: now, or when collecting `Checks` are read.
 
     Parameters
     ----------
     holds : Tensor of bool, ()
-    fail : callable
+    Raises the error; may read values from the device for its message.
         Raises if it does not; may read numbers for its message from the device.
     """
     pending = _pending.get()
@@ -31,14 +31,14 @@ def ensure(holds: Tensor, fail: Callable[[], None]) -> None:
 
 
 class Checks:
-    """Conditions that are collected and not yet read: a host that reads waits for the device."""
+    """Conditions collected to be read together: each read waits for the device."""
 
     def __init__(self) -> None:
         self.noted: Pending = []
 
     @contextmanager
     def collected(self) -> Iterator[None]:
-        """Note what `ensure` is given inside instead of reading it."""
+        """Collect the conditions of `ensure` inside, to be read later."""
         token = _pending.set(self.noted)
         try:
             yield
@@ -46,7 +46,7 @@ class Checks:
             _pending.reset(token)
 
     def read(self) -> None:
-        """Fail as the first condition wants that does not hold, if any does not; forget them."""
+        """Call the ``fail`` of the first condition that does not hold, if any; forget all."""
         pending, self.noted = self.noted, []
         if not pending:
             return

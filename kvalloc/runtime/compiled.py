@@ -1,7 +1,7 @@
-"""A compiled decoder: one token that follows a prompt is decoded in the graph.
+"""Compiled decoder: one token after a prompt is decoded in the graph.
 
-kvalloc's operations in the graph begin the forward, attend in each layer, and end the forward.
-They find the cache by its number, and run what an uncompiled forward runs.
+kvalloc's operations begin the forward, attend in each layer, and end the forward. They find the
+cache by its number, and run the code of an uncompiled forward.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ UNCOMPILED = (
 
 
 _UNSEEN = (torch.Tag.cudagraph_unsafe,)
-"""What an operation changes stands in a cache, and not in its arguments: no graph repeats it."""
+"""Unseen effects of an operation change a cache and no argument, so no graph may repeat it."""
 
 
 @torch.library.custom_op("kvalloc::begin", mutates_args=(), tags=_UNSEEN)
 def _begin_token(number: Tensor, tokens: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Begin a forward of one token; returns it, so that all comes after, and the tokens seen."""
+    """Begin a forward of one token; return it, to order the operations, and the tokens seen."""
     cache, decoder = _cache_of(number)
     seen = cache.layers[0].get_seq_length()
     name = "inputs_embeds" if tokens.ndim > 2 else "input_ids"
@@ -91,7 +91,7 @@ def _(number: Tensor, query: Tensor, key: Tensor, value: Tensor, *more: Any) -> 
 
 @torch.library.custom_op("kvalloc::end", mutates_args=(), tags=_UNSEEN)
 def _end_token(number: Tensor, hidden: Tensor) -> Tensor:
-    """End a forward of one token, whose last states are given and returned: entries may go."""
+    """End a forward of one token and return its last states; entries may be evicted."""
     _, decoder = _cache_of(number)
     vars(decoder)[INSTALLED].close(completed=True)
     return hidden.clone()
@@ -103,13 +103,13 @@ def _(number: Tensor, hidden: Tensor) -> Tensor:
 
 
 def _cache_of(number: Tensor) -> tuple[Any, nn.Module]:
-    """Return a cache and its model, which are alive while a forward with them runs."""
+    """Return a cache and its model, which live while a forward runs."""
     cache = caches[int(number)]
     return cache, cache.decoder()
 
 
 def _token_mask(decoder: nn.Module, query: Tensor, keys: Tensor, columns: Tensor | None) -> Any:
-    """Return the mask of one new token over what a layer stores."""
+    """Return the mask of one new token over a layer's stored columns."""
     if columns is None:
         return None
     function = names.mask_function(names.base_implementation(decoder.config))
@@ -132,7 +132,7 @@ def _token_mask(decoder: nn.Module, query: Tensor, keys: Tensor, columns: Tensor
 
 
 class DecodedToken(Cache):
-    """What a compiled decoder sees of a cache: new keys and values, and how many tokens came."""
+    """Cache of a compiled decoder: new keys and values, and the number of tokens seen."""
 
     def __init__(self, cache: Any, seen: Tensor, implementation: str, argument: str) -> None:
         self.cache, self.seen = cache, seen
@@ -161,7 +161,7 @@ def attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Answer a layer of a compiled decoder; a cache's number is where its mask is."""
+    """Answer a layer of a compiled decoder; the mask argument holds the cache's number."""
     output = torch.ops.kvalloc.attend(
         attention_mask, query, key, value, module.layer_idx, scaling, softcap, sliding_window
     )
@@ -171,7 +171,7 @@ def attention(
 def before_traced(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Let one token that follows a prompt be decoded in the graph, all else outside of it."""
+    """Decode one token after a prompt in the graph, all other forwards outside of it."""
     cache = hooked_cache(args, kwargs)
     entry = installed(module)
     if cache is None:
@@ -212,7 +212,7 @@ def before_traced(
 
 
 def after_token(module: nn.Module, token: DecodedToken, output: Any) -> Any:
-    """Give the config its implementation back, and the output its cache."""
+    """Restore the config's implementation and the output's cache."""
     names.set_implementation(module.config, token.implementation)
     if output is None:  # it failed
         return None

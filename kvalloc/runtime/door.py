@@ -1,4 +1,4 @@
-"""A batch with padding comes in, and rows of tokens go on: nothing behind it knows of padding."""
+"""Padding: a batch comes in, and rows of real tokens go on; only this module knows of padding."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvalloc.errors import UnsupportedRequestError
 from kvalloc.runtime.kept import index_of, on_device
 
 Columns: TypeAlias = "slice | Tensor"
-"""Which columns the tokens of a row are in: a slice, or int64, (n_tokens,), on the host."""
+"""Columns of a row's tokens: a slice, or int64, (n_tokens,), on the host."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -24,18 +24,18 @@ class Batch:
     Attributes
     ----------
     seen, new : int
-        Columns before it, and its own.
+        Columns before the forward, and its new columns.
     lengths : ndarray of int64, (rows,)
         New tokens of each row.
     order : Tensor of int64, (rows, new), or None
-        Which new column stands at each place once the tokens of each row are the last ones, in
-        order; None where they are. On the host.
+        Column at each place once the new tokens of each row are its last ones; None if they are
+        already. On the host.
     follows : bool
         Whether its tokens follow the prompt.
     completes : bool
         Whether the prompt is complete after it.
     hides : bool
-        Whether layers that store every column are to be told of padding.
+        Whether layers that store every column have to be told of padding.
     """
 
     seen: int
@@ -62,7 +62,7 @@ class Batch:
     def seen_by(self, shown: Tensor) -> Tensor:
         """Return which `aligned` new tokens see which, (rows, new, new), from that by columns.
 
-        In the places of padding there may be earlier tokens of the row, which all of them see.
+        Padding may stand for earlier tokens of the row, which all of them see.
         """
         if self.order is not None:
             order = self.order.to(shown.device)
@@ -80,7 +80,7 @@ class Batch:
         return output.gather(1, index.expand(-1, -1, *output.shape[2:]))
 
     def starts(self, starts: IntArray | None, device: torch.device) -> Tensor | None:
-        """Return numbers of the host on a device: layers that have the same share them."""
+        """Return host numbers on a device, shared by layers with equal ones."""
         if starts is None:
             return None
         key = starts.tobytes(), str(device)
@@ -92,21 +92,19 @@ class Batch:
 class Door:
     """Follows the columns of one cache.
 
-    The prompt is the first forward, unless its length was announced. Everything after it follows.
+    The prompt is the first forward, unless its length was announced.
 
     Parameters
     ----------
     announced : int or None
         Columns of the prompt, if they were announced.
     lengths : sequence of int, optional
-        Tokens of each row of an announced prompt, if they are known.
+        Tokens of each row of an announced prompt, if known.
 
     Attributes
     ----------
     prompt_columns : int or None
-        Columns of the prompt that have come; None before the first.
-    complete : bool
-        Whether the whole prompt has come.
+        Columns of the prompt read so far; None before the first.
     """
 
     def __init__(self, announced: int | None, lengths: tuple[int, ...] | None = None) -> None:
@@ -126,18 +124,16 @@ class Door:
     def enter(
         self, shape: tuple[int, int], seen: int, mask: object, *, may_change: bool = False
     ) -> Batch:
-        """Return what the next forward is; raises where it cannot be served, and changes nothing.
+        """Return the next forward's batch; an error changes nothing.
 
         Parameters
         ----------
         shape : (int, int)
             Rows and columns of its input.
-        seen : int
-            Columns seen so far.
         mask : object
             Its ``attention_mask``.
         may_change : bool
-            Whether nothing has gone, so that it may show and hide other tokens of the past.
+            Whether no entry has gone, so that the mask may show and hide other past tokens.
 
         Raises
         ------
@@ -173,10 +169,7 @@ class Door:
     def _after(
         self, seen: int, rows: int, new: int, mask: object, *, may_change: bool
     ) -> Tensor | None:
-        """Return the mask of real tokens, old and new, bool, on the host; None without padding.
-
-        A mask is read here, once, and no later forward reads it again unless it brings one.
-        """
+        """Return the mask of real tokens, old and new, bool, on the host; None without padding."""
         old = self._before if seen else None
         if mask is None:
             return None if old is None else torch.nn.functional.pad(old, (0, new), value=True)
@@ -218,11 +211,11 @@ class Door:
 
     @property
     def visible(self) -> Tensor | None:
-        """Mask of real tokens, bool, (rows, columns), for layers that store every column."""
+        """Mask of real tokens, bool, (rows, columns)."""
         return self._visible
 
     def mask(self, device: torch.device) -> Tensor:
-        """Return the 2-D attention mask, int64, (rows, columns), where some of it is padding."""
+        """Return the 2-D attention mask, int64, (rows, columns)."""
         assert self._visible is not None
         return self._visible.to(device, torch.long)
 
@@ -236,9 +229,9 @@ class Door:
         return counts
 
     def prompt_tokens(self, batch: Batch) -> IntArray:
-        """Return the tokens of each row of the whole prompt, as far as that is known, (rows,).
+        """Return the tokens of each row of the whole prompt, (rows,).
 
-        Where it is not, those so far and all columns that are still announced.
+        If unknown: the tokens so far and all columns still announced.
         """
         if self._known and not batch.rows % len(self._known):
             return np.repeat(np.array(self._known), batch.rows // len(self._known))
@@ -263,18 +256,18 @@ class Door:
         return columns.numpy().tobytes()
 
     def in_columns(self, row: int, tokens: Tensor) -> Tensor:
-        """Return the columns of some tokens of a row, counted without padding."""
+        """Return the columns of tokens of a row, counted without padding."""
         columns = self.columns(row)
         if isinstance(columns, slice):
             return tokens + (columns.start or 0)
         return columns.to(tokens)[tokens.long()] if len(tokens) else tokens
 
     def count(self, row: int, end: int) -> int:
-        """Return the tokens of a row in the columns before one."""
+        """Return the number of a row's tokens before a column."""
         return end if self._visible is None else int(self._visible[row, :end].sum())
 
     def select(self, rows: Tensor) -> None:
-        """Let row i go on with what row ``rows[i]`` has seen."""
+        """Let row i go on with row ``rows[i]``."""
         if self._visible is not None:
             self._keep(self._visible[rows.cpu()])
 

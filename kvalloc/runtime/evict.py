@@ -44,21 +44,21 @@ class Running:
     ----------
     batch : Batch
     interval : int
-        Tokens between two evictions, for which layers get room.
+        Tokens between two evictions, for which layers allocate.
     n_queries : int
         Latest queries of each row that are stored; 0 for none.
     n_queries_after : int
-        How many of them stay once policies have looked at a chunk of the prompt.
+        Queries that stay once policies have observed a chunk of the prompt.
     planned : list of (Eviction, dict of int to ndarray)
         Evictions of layers once they have attended, with their targets.
     observing : list of Eviction
-        For rows in which a layer evicts nothing after a chunk: their policies note it.
-    together : int
-        Of how many layers the evictions wait for each other.
+        Evictions in which policies only observe a chunk of the prompt.
+    layers_together : int
+        Number of layers that evict at the same time.
     waiting : list of int
         Layers that have attended and evict with the next ones.
     sees : Tensor of bool, (rows, n_new, n_new), or None
-        Which `aligned` new tokens see which in reduced layers; None if that is causal.
+        Which `aligned` new tokens see which in reduced layers; None if causal.
     """
 
     batch: Batch
@@ -67,7 +67,7 @@ class Running:
     n_queries_after: int = 0
     planned: list[tuple[Eviction, dict[int, IntArray]]] = field(default_factory=list)
     observing: list[Eviction] = field(default_factory=list)
-    together: int = 1
+    layers_together: int = 1
     waiting: list[int] = field(default_factory=list)
     sees: Tensor | None = None
 
@@ -81,48 +81,43 @@ class Running:
 
 
 Bundle: TypeAlias = "tuple[IntArray, int | None]"
-"""Rows that are looked at together, increasing, and which KV head of one row; None for all."""
+"""Increasing rows that a policy scores in one call, and the KV head of one row; None for all heads.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Eviction:
-    """Eviction in some rows at one event: while a prompt is read, after it, or in a conversation.
+    """Eviction in rows at one event: while a prompt is read, after it, or in a conversation.
 
-    A policy looks at rows of equal shape in one call, and at each KV head of a row in its own call
-    if these store different numbers of entries.
+    A policy sees rows of equal shape in one call. KV heads of a row with different numbers of
+    entries are seen one at a time.
 
     Attributes
     ----------
     rows : ndarray of int64, (n_rows,)
-        Which rows, increasing.
-    policy : EvictionPolicy
-        Chooses.
+        Increasing.
     sinks, window : int
         First and last tokens of each row, which always stay.
-    tokens : ndarray of int64, (batch,)
-        Tokens that each row has seen.
     prompt : ndarray of int64, (batch,)
-        Tokens of each row, as far as that is known, that are to be ranked in the end.
+        Tokens of each row that are to be ranked in the end, as far as known.
     door : Door
-        Knows the columns of a row, for layers that store every column.
+        Maps a row's tokens to columns.
     widths : mapping
         Bits of each KV head, (n_kv_heads,), in each layer that is rounded from now on.
     unobserved : ndarray of int64, (batch,), optional
-        How many of the latest tokens the policy has not observed yet; all by default.
+        Latest tokens that the policy has not observed yet; all by default.
     remember : bool
-        Whether there will be another event for which the policy has to note something.
+        Whether the policy will be asked again, and so has to store notes.
     more : bool
         Whether more of the prompt is to come.
     whole : bool
         Whether the prompt stayed whole, with nothing observed yet.
     by_prompt : bool
-        Whether heads share budgets, so that each one's scores are asked for.
-    again : bool
-        Whether these rows have evicted before.
+        Whether heads share budgets, by the scores of each prompt.
     new_only : bool
         Whether entries kept by earlier evictions stay, and targets are for new entries.
     scored : dict
-        Scores of `hand_out` for each layer and bundle, until entries are kept by them.
+        Scores of `hand_out` for each layer and bundle, until the entries are kept.
     """
 
     rows: IntArray
@@ -138,7 +133,7 @@ class Eviction:
     more: bool = False
     whole: bool = False
     by_prompt: bool = False
-    again: bool = False
+    evicted_before: bool = False
     new_only: bool = False
     scored: dict[tuple[int, bytes, int | None], Tensor] = field(default_factory=dict)
 
@@ -146,10 +141,7 @@ class Eviction:
     def of(
         cls, cache: Any, row: Row, rows: Sequence[int], policy: EvictionPolicy, **event: Any
     ) -> Eviction:
-        """Return an eviction in rows of a cache that are kept as one of them is.
-
-        By default of all that they have seen, which is stored as it will stay.
-        """
+        """Return an eviction in rows of a cache with equal methods."""
         profile, tokens = row.profile, cache.tokens
         known: dict[str, Any] = {
             "tokens": tokens,
@@ -161,8 +153,8 @@ class Eviction:
             "by_prompt": profile.by_prompt,
             "again": row.evicted_at > 0,
         }
-        numbers = np.array(rows, dtype=np.int64)
-        return cls(rows=numbers, policy=policy, door=cache.door, **{**known, **event})
+        row_indices = np.array(rows, dtype=np.int64)
+        return cls(rows=row_indices, policy=policy, door=cache.door, **{**known, **event})
 
     def by_layers(
         self, goals: Mapping[int, Mapping[int, IntArray]]
@@ -172,7 +164,7 @@ class Eviction:
         Parameters
         ----------
         goals : mapping of int to mapping
-            Of each row, how many entries stay of each layer in which any has to go.
+            Entries that stay in each layer with too many, by row.
         """
         layers: dict[tuple[int, ...], dict[int, IntArray]] = {}
         rows = self.rows.tolist()
@@ -187,10 +179,10 @@ class Eviction:
 
     @property
     def _at_once(self) -> bool:
-        """Return whether heads that hold different numbers of entries are looked at in one call."""
+        """Return whether heads with different numbers of entries are scored in one call."""
         policy = self.policy
-        alone = policy.across_layers and not (policy.observes or policy.combines)
-        return alone and not self.by_prompt
+        single = policy.across_layers and not (policy.observes or policy.combines)
+        return single and not self.by_prompt
 
     def bundles(self, store: Store) -> list[Bundle]:
         """Return bundles of rows of equal shape, or single heads where heads differ."""
@@ -216,20 +208,13 @@ class Eviction:
     def look(
         self, stores: Mapping[int, Store], bundle: Bundle, *, latest: bool = False
     ) -> tuple[AttentionStates, Tensor]:
-        """Return the candidates of one bundle of layers that go together.
-
-        Parameters
-        ----------
-        stores : mapping of int to Store
-        bundle : Bundle
-        latest : bool
-            Leave out entries kept by earlier evictions.
+        """Return the candidates of one bundle in the layers of one group.
 
         Returns
         -------
         AttentionStates
         Tensor of int32, (n_rows, n_kv_heads of all layers, n)
-            Which token of its row each candidate is.
+            Token of its row that each candidate is.
         """
         looks = [self._look(*one, bundle, latest=latest) for one in stores.items()]
         states, positions = looks[0]
@@ -241,7 +226,6 @@ class Eviction:
     def _look(
         self, layer: int, store: Store, bundle: Bundle, *, latest: bool
     ) -> tuple[AttentionStates, Tensor]:
-        """Return the candidates of one layer; see `look`."""
         (rows, head), template = bundle, store.template
         assert template is not None, "a layer that evicts has attended"
         tokens, n_heads = int(self.tokens[rows[0]]), int(store.keys.shape[1])
@@ -268,7 +252,7 @@ class Eviction:
             observed=of_rows(store.notes.observed, rows, head, n_heads),
             later=of_rows(store.notes.later, rows, head, n_heads),
             positions=None if store.kept is None else candidates.positions,
-            latest=int(store.tail.lengths[rows[0]]) if self.again and store.tail else 0,
+            latest=int(store.tail.lengths[rows[0]]) if self.evicted_before and store.tail else 0,
         )
         if (mask := self._gaps(store, states, candidates.positions, tokens)) is not None:
             states = replace(states, mask=mask, gaps=True)
@@ -277,13 +261,7 @@ class Eviction:
     def _gaps(
         self, store: Store, states: AttentionStates, positions: Tensor, tokens: int
     ) -> Tensor | None:
-        """Return the mask of older queries, if entries of their own tokens were evicted.
-
-        Returns
-        -------
-        Tensor of bool, (n_rows, n_query_heads, n_queries, n), or None
-            None if the last keys belong to the queries' tokens, so that a causal mask is right.
-        """
+        """Return the mask of older queries if entries of their tokens were evicted, else None."""
         n_queries = int(states.queries.shape[2])
         if store.kept is None or not states.older or n_queries <= self.window:
             return None
@@ -302,24 +280,23 @@ class Eviction:
             self._note(store, bundle, self.policy.observe(states, sinks=self.sinks))
 
     def without(self, rows: Sequence[int]) -> Eviction:
-        """Return the same of all but these rows."""
+        """Return the eviction without these rows."""
         return replace(self, rows=np.setdiff1d(self.rows, rows))
 
     # Choosing
 
     def _front(self, store: Store, bundle: Bundle) -> int:
-        """Return how many of the first places are of entries that stay as they are stored."""
+        """Return how many of the first entries stay as they are stored."""
         return int(store.kept_counts[bundle[0]].max()) if self.new_only else 0
 
     def hand_out(self, cache: Any, granted: Mapping[int, IntArray]) -> dict[int, IntArray]:
-        """Return how many entries each layer keeps, handed out by each row's own scores.
+        """Return how many entries each layer keeps, by each row's own scores.
 
         Parameters
         ----------
         cache : BudgetCache
             The bytes of each row's profile are not exceeded.
         granted : mapping of int to ndarray of int64, (n_rows, n_kv_heads)
-            Number of entries that each layer may keep.
         """
         stores: dict[int, Store] = cache.stores
         targets = np.stack([*granted.values()], axis=1)
@@ -359,8 +336,7 @@ class Eviction:
     def _evictable_scores(self, layer: int, store: Store) -> list[Tensor]:
         """Return scores of a layer's entries without sinks and window, (n_kv_heads, n) a row.
 
-        n is 0 where a row has no more than sinks and window. A head that has fewer than another has
-        -inf at its end.
+        A shorter head has -inf at its end.
         """
         policy = self.policy
         assert isinstance(policy, Score)  # other profiles are not `by_prompt`
@@ -373,26 +349,26 @@ class Eviction:
             if end > sinks:  # else there is nothing to choose from
                 scores = policy.scores(states, sinks=sinks)
                 self.scored[layer, bundle[0].tobytes(), bundle[1]] = scores
-            for row, some in zip(bundle[0].tolist(), scores[..., sinks:end], strict=True):
-                by_row[row] += some
+            for row, added in zip(bundle[0].tolist(), scores[..., sinks:end], strict=True):
+                by_row[row] += added
         return [pad_sequence(row, batch_first=True, padding_value=-inf) for row in by_row.values()]
 
     # Evicting
 
-    def together(
+    def layer_groups(
         self, stores: Mapping[int, Store], targets: Mapping[int, IntArray]
     ) -> Iterator[dict[int, Store]]:
-        """Yield the layers to evict in, in groups whose heads a policy sees as those of one layer.
+        """Yield groups of layers that a policy sees as one layer.
 
-        There are few entries in a group, and nothing in it was evicted or noted before.
+        A group has few entries, none evicted or observed before.
         """
         policy = self.policy
         before: tuple[object, ...] = ()
-        alone = self.new_only or policy.observes or not policy.across_layers or bool(self.scored)
+        single = self.new_only or policy.observes or not policy.across_layers or bool(self.scored)
         group: dict[int, Store] = {}
         for layer in targets:
             store = stores[layer]
-            apart = alone or store.kept is not None or bool(store.notes.later)
+            apart = single or store.kept is not None or bool(store.notes.later)
             few = (len(group) + 1) * store.keys[..., 0].numel() <= FEW_ENTRIES
             kind = apart, layer in self.widths, *_kind(store)
             if group and (apart or not few or kind != before):
@@ -403,14 +379,12 @@ class Eviction:
 
     @torch.no_grad()
     def keep(self, stores: Mapping[int, Store], targets: Mapping[int, IntArray]) -> None:
-        """Keep the best entries of rows of layers that go together.
+        """Keep the best entries of rows of a group of layers.
 
         Parameters
         ----------
-        stores : mapping of int to Store
-            Of these layers.
         targets : mapping of int to ndarray of int64, (n_rows, n_kv_heads)
-            Number of entries that each keeps; if `new_only`, of new ones.
+            Number of entries that each keeps; of new ones if `new_only`.
         """
         layers = [*stores]
         whole_rows = [self._rest(store) for store in stores.values()]
@@ -441,7 +415,7 @@ class Eviction:
                 for place, one in part.by_layer(*sizes):
                     by_layer[place].append(one)
             return by_layer
-        result = []  # each by itself
+        result = []  # one part a layer
         for (layer, store), (_, one) in zip(stores.items(), fresh.by_layer(*sizes), strict=True):
             counts = before = None
             if self.new_only and store.kept is not None:
@@ -453,7 +427,7 @@ class Eviction:
         return result
 
     def _rest(self, store: Store) -> list[Part]:
-        """Return all that other rows have, of a layer that has been whole until now."""
+        """Return the entries of all other rows of a layer that was whole until now."""
         if store.kept is not None:
             return []
         parts, heads = [], int(store.keys.shape[1])
@@ -481,8 +455,8 @@ class Eviction:
         scores = self.scored.pop((layer, rows.tobytes(), head), None)
         limits = Limits(sinks=front or self.sinks, window=self.window)
         if scores is None and mixed:
-            wanted = torch.ones_like(budgets, dtype=torch.bool)
-            scores = self._by_score.scores_of(states, wanted, sinks=self.sinks)
+            all_heads = torch.ones_like(budgets, dtype=torch.bool)
+            scores = self._by_score.scores_of(states, all_heads, sinks=self.sinks)
         if goes:
             if scores is not None:
                 places = {"absent": states.absent, "counts": states.counts}
@@ -512,13 +486,13 @@ class Eviction:
         )
 
     def _bits(self, stores: Mapping[int, Store]) -> IntArray | None:
-        """Return the bits of all heads of layers that go together; None if nothing is rounded."""
+        """Return the bits of all heads of a group of layers; None if no layer is rounded."""
         bits = [self.widths[layer] for layer in stores if layer in self.widths]
         return np.concatenate(bits) if bits else None
 
     @property
     def _by_score(self) -> Score:
-        """Return the policy, which ranks: the profile's check says so where widths are mixed."""
+        """Return the policy, which ranks: mixed widths require it."""
         assert isinstance(self.policy, Score)
         return self.policy
 
@@ -531,9 +505,9 @@ class Eviction:
         *,
         is_behind: bool,
     ) -> AttentionStates:
-        """Return the states with the widths of kept entries, of several in a head by their scores.
+        """Return the states with the widths of kept entries, by their scores if a head has several.
 
-        Entries that stand behind kept ones have no sinks among them.
+        Entries after kept ones have no sinks among them.
         """
         of = None
         if scores is not None:
@@ -571,7 +545,7 @@ class Eviction:
 
 
 def _kind(store: Store) -> tuple[object, ...]:
-    """Return what layers have in common that are looked at together."""
+    """Return the properties that layers of one group share."""
     states = store.template
     assert states is not None, "a layer that evicts has attended"
     sizes = store.keys.shape, store.values.shape, store.readers
@@ -590,7 +564,7 @@ def _flat(
 ) -> Part:
     """Return the kept entries of a bundle, in fresh storage.
 
-    One gather each, without asking the device.
+    One gather each, without a wait for the device.
     """
     rows, head = bundle
     n = int(keys.shape[2])
@@ -623,21 +597,12 @@ def evict(cache: Any, eviction: Eviction, targets: Mapping[int, IntArray]) -> No
         if targets and eviction.by_prompt:
             targets = eviction.hand_out(cache, targets)
         cache.tell("planned", targets)
-        for group in eviction.together(stores, targets):
+        for group in eviction.layer_groups(stores, targets):
             eviction.keep(group, targets)
 
 
 def wanted_queries(policy: EvictionPolicy, tokens: int, *, whole: bool) -> int:
-    """Return how many of the latest queries of a prompt a policy is to see.
-
-    Parameters
-    ----------
-    policy : EvictionPolicy
-    tokens : int
-        Of the prompt.
-    whole : bool
-        Whether the prompt stayed whole, with nothing observed yet.
-    """
+    """Return how many of the latest queries of a prompt a policy observes."""
     return tokens if whole and policy.observes else policy.query_rows(tokens)
 
 

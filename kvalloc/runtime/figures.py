@@ -1,4 +1,4 @@
-"""What a cache stores, in numbers, and the profiles by which it keeps them."""
+"""Figures of a cache: its profiles and stored bytes."""
 
 from __future__ import annotations
 
@@ -25,18 +25,7 @@ from kvalloc.units import share_text, size
 
 
 class CacheFigures(Cache):
-    """A cache's profiles and sizes, read from its rows and layers.
-
-    Attributes
-    ----------
-    layers : list
-        `Store` for full attention, else transformers' own; each with keys.
-    methods : tuple of Method
-        By which rows are kept; one for all, or one for each.
-    door : Door
-    rows : list of Row
-        The texts of its batch; none before the first forward.
-    """
+    """A cache's profiles and sizes, read from its rows and layers."""
 
     layers: list[Any]
     methods: tuple[Method, ...]
@@ -47,12 +36,12 @@ class CacheFigures(Cache):
 
     @property
     def stores(self) -> dict[int, Store]:
-        """Its layers of full attention, by their number."""
+        """Layers of full attention, by number."""
         return {i: layer for i, layer in enumerate(self.layers) if isinstance(layer, Store)}
 
     @property
     def profile(self) -> BudgetProfile:
-        """Profile of the first row; its detail tells of all ways of keeping rows."""
+        """Profile of the first row; its detail describes all methods of the batch."""
         first = self.rows[0].profile if self.rows else self.methods[0].profile
         details = dict.fromkeys(method.profile.detail for method in self.methods)
         if len(details) < 2:
@@ -66,12 +55,12 @@ class CacheFigures(Cache):
 
     @property
     def options(self) -> CacheOptions:
-        """Options by which it was made."""
+        """Options of the cache."""
         return self.methods[0].options
 
     @property
     def prompt_complete(self) -> bool:
-        """Whether the whole prompt has been seen, so that all that comes now follows it."""
+        """Whether the whole prompt has been seen."""
         return self.door.complete
 
     @property
@@ -91,7 +80,7 @@ class CacheFigures(Cache):
 
     @property
     def share(self) -> float:
-        """Share of a cache at 16 bits a number of all tokens seen that is stored.
+        """Stored share of a 16-bit cache of all tokens seen.
 
         Positions of kept entries count, sliding layers do not; 0 before the first forward.
         """
@@ -109,16 +98,16 @@ class CacheFigures(Cache):
 
     @property
     def share_text(self) -> str:
-        """Requested share, if it is known, and stored bytes, those of states among them."""
+        """Requested share, if known, and stored bytes with the bytes of states."""
         text = share_text(self.retained_bytes, self.full_bytes, self.profile.target_text)
         return f"{text}, states {size(self.state_bytes)}" if self.state_bytes else text
 
     @property
     def full_bytes(self) -> int:
-        """Bytes of a cache at 16 bits a number of all tokens seen; padding does not count.
+        """Bytes of a 16-bit cache of all tokens seen, without padding.
 
-        Of a sliding layer the last ``sliding_window - 1`` entries count, and one more where, after
-        a decoded token, it is still allocated, and in `retained_bytes` as well.
+        A sliding layer counts its last ``sliding_window - 1`` entries, and one more if a decoded
+        token left it allocated; so does `retained_bytes`.
         """
         if not self.batch:
             return 0
@@ -153,12 +142,11 @@ class CacheFigures(Cache):
 
     @property
     def kept_by_kind(self) -> dict[str, tuple[float, int]] | None:
-        """Entries that stay of each kind of token, and how many tokens of that kind were seen.
+        """Entries that stay of each kind of token, and tokens of that kind that were seen.
 
-        Kinds are ``"text"`` and those of `kvalloc.models.structure.token_kinds`, such as
-        ``"image"``. The first number is of an average KV head of a full-attention layer, and both
-        are sums over rows. Known after a call under `kvalloc.apply`, of the tokens whose ids it
-        was given or has written; else None.
+        A kind is ``"text"`` or one of `kvalloc.models.structure.token_kinds`, such as ``"image"``.
+        The first number is the mean over KV heads of full-attention layers; both are sums over
+        rows. None unless called under `kvalloc.apply`, which knows the token ids.
         """
         if (ids := self.read_ids) is None or self.token_kinds is None or not self.batch:
             return None
@@ -194,10 +182,10 @@ class CacheFigures(Cache):
         return (tensor for layer in self.layers for read in of_layer for tensor in read(layer))
 
     def kept_indices(self, layer: int) -> Tensor:
-        """Original positions of the prompt's entries that a layer keeps.
+        """Return the original positions of the prompt's entries that a layer keeps.
 
-        While a prompt arrives in chunks, of all that has come of it; later also of the tokens that
-        followed up to the latest eviction.
+        While a prompt arrives in chunks: of the chunks so far. Later: also of tokens up to the
+        latest eviction.
 
         Parameters
         ----------
@@ -207,9 +195,7 @@ class CacheFigures(Cache):
         Returns
         -------
         Tensor of int32, (batch, n_kv_heads, n_kept)
-            Columns of the input in increasing order; -1 beyond the end of a head that keeps fewer
-            than another. What the cache stores of these, two bytes each, is its own
-            book-keeping and does not count as K or V bytes.
+            Columns of the input in increasing order; -1 pads a head that keeps fewer than another.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""Forwards with reduced caches that run on a model: what hooks and compiled graphs share."""
+"""Forwards with reduced caches, shared by hooks and compiled graphs."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ caches: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 class HookedCache:
-    """What hooks and graphs know a cache by; what they ask of it is `BudgetCache`'s.
+    """The type by which hooks and graphs know a cache; `BudgetCache` implements it.
 
-    A base class and no protocol: whether an argument is one is asked while Dynamo traces, too.
+    It is no protocol, since Dynamo traces the type check.
     """
 
     layers: list[Any]
     number: Tensor  # its own, by which the operations of a compiled forward find it
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Give every cache, a copy too, a number."""
+        """Give each cache, and each copy, a number."""
         cache = super().__new__(cls)
         number = next(_counter)
         cache.number = torch.full((1, 1, 1, 1), number, device="cpu")
@@ -59,8 +59,8 @@ class HookedCache:
 Serve: TypeAlias = Callable[
     [Mapping[str, Any], Callable[[Any], dict[str, Any]]], dict[str, Any] | None
 ]
-"""Given arguments of a forward without a reduced cache, and what begins it with one; returns what
-that does, or None."""
+"""Given arguments of a forward without a reduced cache and a function that begins one with it;
+returns that function's result, or None."""
 
 
 class Forward:
@@ -68,19 +68,16 @@ class Forward:
 
     Attributes
     ----------
-    cache : BudgetCache
     outputs : list
-        Of its first pieces.
+        Outputs of its first pieces.
     running : Running or None
-        Its new tokens and planned evictions; None before it is begun.
+        Its new tokens and planned evictions; None before it begins.
     token : Token or None
-        What the switch needs to be left.
-    attended : list of int
-        Layers that have attended.
+        Restores the switch.
     mask : Tensor, (batch, n_columns), or None
         2-D mask of a compiled forward, for layers that store every column.
     callback : callable or None
-        What of Dynamo's is to watch Python again after it.
+        Callback of Dynamo that is restored after the forward.
     """
 
     def __init__(self, cache: Any, outputs: Sequence[Any] = ()) -> None:
@@ -99,8 +96,7 @@ class Forward:
         Returns
         -------
         mapping
-            Arguments to change: the mask of known padding where the caller gave none, for the
-            layers that are transformers' own and may still store some.
+            Arguments to change: the mask of known padding if the caller gave none.
         """
         cache, door, (rows, new) = self.cache, self.cache.door, new_tokens_shape(arguments)
         cache.check_owner(decoder)
@@ -143,7 +139,7 @@ class Forward:
         return {"attention_mask": door.mask(next(iter(cache.stores.values())).device)}
 
     def attend(self, states: AttentionStates, compute: Compute) -> Any:
-        """Answer one layer's attention over all that it holds; then evict."""
+        """Answer one layer's attention over all its entries; then evict."""
         self.attended.append(states.layer)
         index = self.cache.reads.get(states.layer, states.layer)
         store, running = self.cache.layers[index], self.running
@@ -177,7 +173,7 @@ class Forward:
     def _answer(
         self, store: Any, states: AttentionStates, compute: Compute, running: Running
     ) -> Any:
-        """Answer new tokens, in order, from what a reduced layer holds."""
+        """Answer new tokens, in order, from a reduced layer."""
         batch = running.batch
         if batch.new == 1:
             for one in self.cache.extensions:
@@ -196,7 +192,7 @@ class Forward:
         return batch.in_columns(attend(call, store.attended())), None
 
     def _evict(self, layer: int, store: Store, running: Running) -> None:
-        """Evict once a layer has read a forward of the prompt; else its policy notes it."""
+        """Evict once a layer has read a forward of the prompt, or let its policy observe."""
         planned = running.of_layers([layer])
         with self._checks.collected():  # the host reads its checks once a forward
             evicted = [row for eviction, _ in planned for row in eviction.rows]
@@ -207,11 +203,10 @@ class Forward:
                 running.waiting.append(layer)
             elif running.observing:
                 store.notes.queries.trim(running.n_queries_after)
-            if len(running.waiting) >= running.together:
+            if len(running.waiting) >= running.layers_together:
                 self._evict_waiting(running)
 
     def _evict_waiting(self, running: Running) -> None:
-        """Evict in the layers that wait for it."""
         layers, running.waiting = running.waiting, []
         for eviction, targets in running.of_layers(layers):
             evict(self.cache, eviction, targets)
@@ -240,7 +235,7 @@ class Forward:
             turns.catch_up(cache)
 
     def _fail(self, batch: Batch) -> None:
-        """Clean up after a forward that failed: a turn that broke off was not read."""
+        """Clean up after a forward that failed."""
         cache = self.cache
         cache.door.abandon()
         for store in cache.stores.values():
@@ -261,9 +256,9 @@ class Forward:
 
 
 def _check_shown(store: Store, states: AttentionStates) -> None:
-    """Refuse a layer that attends to anything but what its cache returned.
+    """Refuse a layer that attends to anything but the cache's output.
 
-    `kvalloc.models.probe` asks this first, but it may have failed.
+    `kvalloc.models.probe` checks this first, but it may have failed.
     """
     shown = states.latents or (states.keys, states.values)
     pairs = zip(shown, (store.keys, store.values), strict=True)
@@ -284,11 +279,10 @@ def _without_tokens(states: AttentionStates) -> AttentionStates:
 
 
 def _free_slid_out(layer: Any, states: AttentionStates) -> None:
-    """Give back the storage of prompt tokens that have left a sliding window.
+    """Free the storage of prompt tokens that have left a sliding window.
 
-    transformers keeps a view of the last tokens in the storage of the whole prompt. After one
-    decoded token it has one entry more than the view, and to free that would copy the whole window
-    for each token; it goes with the next one.
+    transformers keeps a view of the last tokens in the storage of the whole prompt. One entry more
+    than the view stays after a decoded token: to free it would copy the window for each token.
     """
     if states.queries.shape[2] == 1:
         return
@@ -299,12 +293,12 @@ def _free_slid_out(layer: Any, states: AttentionStates) -> None:
 
 
 lock = threading.RLock()
-"""Reentrant: caches may be collected while it is held, by the very thread that holds it."""
+"""Reentrant lock: a cache may be collected by the thread that holds it."""
 
 
 @dataclass(slots=True)
 class Installed:
-    """The hooks of one model, and the forwards that run on it now, by thread."""
+    """The hooks of one model, and the forwards that run on it, by thread."""
 
     switch: AttentionSwitch
     handles: tuple[RemovableHandle, RemovableHandle]
@@ -320,7 +314,7 @@ class Installed:
     def begin(
         self, module: nn.Module, cache: Any, arguments: Mapping[str, Any], *, decoded: bool = False
     ) -> dict[str, Any]:
-        """Begin a forward with a cache, also a compiled one of one token; returns its arguments."""
+        """Begin a forward with a cache, or a compiled one of one token; return its arguments."""
         outputs, arguments = _read_ahead(module, cache, arguments)
         running, thread = self.open_forwards, threading.get_ident()
         forward = Forward(cache, outputs)
@@ -371,21 +365,21 @@ class Installed:
 
 
 INSTALLED = "_kvalloc_installed"
-"""The attribute of a hooked module. No table of all modules: Dynamo, which reads what `_before`
-reads, would note a place in it, which changes when another model is collected meanwhile."""
+"""The attribute of a hooked module. A table of all modules would not do: Dynamo notes places in it,
+which change when a model is collected."""
 
 
 def installed(module: nn.Module) -> Installed | None:
-    """Return what a module carries of kvalloc; None where it carries nothing."""
+    """Return kvalloc's hooks on a module, or None."""
     return getattr(module, INSTALLED, None)
 
 
 def _read_ahead(
     decoder: nn.Module, cache: Any, arguments: Mapping[str, Any]
 ) -> tuple[list[Any], Mapping[str, Any]]:
-    """Run the pieces of a forward, all but the last.
+    """Run all pieces of a forward but the last.
 
-    It is cut where the memory does not take it whole, and where extensions ask for it.
+    It is cut to fit the memory, and as extensions ask.
 
     Returns
     -------
@@ -424,6 +418,6 @@ def _read_ahead(
 
 
 def hooked_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the reduced cache among a decoder's arguments; None if there is none."""
+    """Return the reduced cache among a decoder's arguments, or None."""
     among = (names.cache_among(kwargs), *args)
     return next((one for one in among if isinstance(one, HookedCache)), None)

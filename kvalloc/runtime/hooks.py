@@ -1,13 +1,12 @@
-"""The one generic hook pair that lets ``model.generate(cache=cache)`` work.
+"""Hook pair that lets ``model.generate(cache=cache)`` work.
 
-`generate` offers no place to open a ``with``, so making a cache puts one pre-hook and one
-post-hook on the model's decoder. They carry no budgets, no masks and no cache: they look for a
-`HookedCache` among the arguments of the forward at hand, and do nothing when there is none: so
-little that ``torch.compile`` sees nothing of them. They are counted, and removed when the last
-cache made for the model is gone.
+Making a cache puts one pre-hook and one post-hook on the model's decoder, since `generate` offers
+no place for a ``with``. They carry no state: they look for a `HookedCache` among the arguments of
+the forward, and do nothing without one. ``torch.compile`` does not see them. They are counted, and
+removed with the last cache made for the model.
 
-Where Dynamo traces a token with a cache, `kvalloc.runtime.compiled` puts operations into the graph.
-For all else the graph breaks at the decoder, which then runs as Python.
+If Dynamo traces a token with a cache, `kvalloc.runtime.compiled` puts operations into the graph.
+Otherwise the graph breaks at the decoder, which runs as Python.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from kvalloc.runtime.refusals import new_tokens_shape
 _FORWARD = "forward"
 
 _HOOK = -1
-"""Number of the hooks, which torch counts from 0."""
+"""Number of each hook in torch, from 0."""
 
 
 def retain(cache: Any, decoder: nn.Module) -> None:
@@ -61,7 +60,7 @@ def retain(cache: Any, decoder: nn.Module) -> None:
     cache : BudgetCache
         Not kept alive by this.
     decoder : nn.Module
-        The model without its language-model head: every forward passes through it once.
+        The model without its language-model head.
 
     Raises
     ------
@@ -77,12 +76,12 @@ def retain(cache: Any, decoder: nn.Module) -> None:
 
 
 def serve(decoder: nn.Module, method: Serve) -> None:
-    """Ask a bound method for the cache of each forward that would make one; the latest is asked.
+    """Call a method for the cache of each forward that would make one; the latest method serves.
 
     Parameters
     ----------
     decoder : nn.Module
-        It carries the hooks, and as long as that: something else keeps a cache alive.
+        Carries the hooks, and does not keep a cache alive.
     method : callable
         Not kept alive by this.
     """
@@ -104,7 +103,7 @@ def end_serving(decoder: nn.Module, method: Serve) -> None:
 
 
 def watch_calls(model: nn.Module) -> RemovableHandle:
-    """Note which calls of a model bring no cache: some models then make one for their decoder."""
+    """Note calls of a model without a cache: some models then make one for their decoder."""
     keep_from_copies(model, _without_hooks)
     return model.register_forward_pre_hook(_note_call, with_kwargs=True)
 
@@ -154,7 +153,7 @@ def _release(decoder: weakref.ref[nn.Module]) -> None:
 
 
 def _clear(module: nn.Module, entry: Installed) -> bool:
-    """Take the hooks off a module if no cache is left; return whether they are off."""
+    """Remove a module's hooks if no cache is left; return whether they are off."""
     with lock:
         if entry.caches or installed(module) is not entry:
             return entry.caches == 0
@@ -166,9 +165,9 @@ def _clear(module: nn.Module, entry: Installed) -> bool:
 
 
 class _PlainState:
-    """The `__getstate__` of a module that carries hooks of kvalloc: all but these.
+    """The `__getstate__` of a hooked module, which leaves the hooks out.
 
-    Python asks the instance for it at each copy and pickle of the module.
+    Python looks it up on the instance at each copy and pickle of the module.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -192,9 +191,9 @@ def keep_from_copies(module: nn.Module, change: Callable[[dict[str, Any]], None]
     Parameters
     ----------
     module : nn.Module
-        Holds one attribute more meanwhile, which copies have not.
+        Holds one lent attribute, which copies do not get.
     change : callable
-        Removes lent attributes from the state that a copy gets; a dict within it is not the copy's.
+        Removes lent attributes from a copy's state; a dict within it is not the copy's.
     """
     vars(module).setdefault("__getstate__", _PlainState(module)).changes.append(change)
 
@@ -262,21 +261,21 @@ def _before_eager(
         return None
     changed = method(arguments, begins)
     if changed and ids is not None and ids.shape == new_tokens_shape(arguments):
-        names.cache_among(changed).read_ids = ids  # those of the embeddings
+        names.cache_among(changed).read_ids = ids  # ids of the embeddings
     return None if changed is None else ((), changed)
 
 
 def _given_above(decoder: nn.Module, other: Any) -> tuple[Any, bool]:
-    """Return a cache that a model was given and did not pass on to its decoder, and who called.
+    """Return a cache that a caller was given and did not pass to the decoder, and the caller.
 
-    Methods of modules are asked for their arguments, from the decoder up to the first caller that
-    is none: guidance, for one, runs a model beside another with a cache of its own. The cache is
-    None if there is none; the second part is whether kvalloc is the caller.
+    The frames of module methods are searched, up to the first other caller. Guidance, for one, runs
+    a model beside another with a cache of its own. The cache is None if there is none; the second
+    part is whether kvalloc is the caller.
 
     Raises
     ------
     UnsupportedRequestError
-        If the cache has seen tokens, or another one is there in its place.
+        If the cache has seen tokens, or another one is passed in its place.
     """
     frame = inspect.currentframe()
     while frame is not None:
@@ -326,7 +325,7 @@ def _after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
 def named_arguments(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments of a call by name, also of positional ones."""
+    """Return the arguments of a call by name."""
     if not args:
         return kwargs
     try:

@@ -1,6 +1,6 @@
-"""What a layer keeps of its rows: entries of segments of any length, flat and without padding.
+"""Kept entries of a layer: segments of any length, flat and without padding.
 
-A segment is one KV head of one row; that of row b and head h has the number ``b * n_kv_heads + h``.
+A segment is one KV head of one row; head h of row b is segment ``b * n_kv_heads + h``.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ from kvalloc.runtime.quantization import (
 from kvalloc.shape import HALF_BYTES
 
 SHORTEST_TILE = 16
-"""Entries that are worth a program: as few as tensor cores multiply."""
+"""Smallest tile of entries: the fewest that tensor cores multiply at once."""
 
 STEPS, STEP_BLOCKS = 8, 64
-"""A layer is rounded in up to 8 steps, since that takes several times the bytes of its numbers, but
-none is of fewer blocks of keys: at 2,048 tokens steps of 8 take an eighth more of an eviction's
-time (SmolLM2-135M)."""
+"""Steps in which a layer is rounded, and the fewest blocks of keys in a step. Rounding takes
+several times the bytes of its numbers. At 2,048 tokens, steps of 8 blocks take an eighth more of an
+eviction's time (SmolLM2-135M)."""
 
 CACHED_NUMBERS = 1 << 16
-"""Values that are rounded in one step on a CPU, at least: more are not in its cache."""
+"""Values rounded in one step on a CPU, at least: more do not fit its cache."""
 
 NO_COLUMN = torch.iinfo(torch.int32).max
-"""Where a place of no entry stands: behind all tokens, so that none sees it."""
+"""Column of padding: after all tokens, so that none sees it."""
 
 PAGE_TOKENS = 1 << 16
-"""Positions are stored by their lowest 16 bits; how many entries of a segment lie in each so many
-tokens says the others."""
+"""Positions are stored by their lowest 16 bits, with the number of entries in each page of 2**16
+tokens."""
 
 FLOAT16_END = 65520.0
 """Numbers from here on are infinite in float16."""
 
 LEAST_NUMBER, LEAST_CHANNEL = 2.0**-14, 2.0**-20
-"""A segment, or a channel of one, that is all below is too small for float16: below 2**-14 it loses
-digits, and has fewer than bfloat16 from 2**-17 on."""
+"""A segment, or a channel of one, is too small for float16 if all of it is below. Below 2**-14
+float16 loses digits; from 2**-17 on it has fewer than bfloat16."""
 
 WORK_BYTES = 20
-"""Bytes in `Work` of each piece of a segment; all segments of a layer have as many pieces."""
+"""Bytes of each piece in `Work`; all segments of a layer have equally many pieces."""
 
 
 def on_device(array: IntArray, device: torch.device) -> Tensor:
@@ -66,18 +66,18 @@ def on_device(array: IntArray, device: torch.device) -> Tensor:
     return torch.from_numpy(array).to(device, non_blocking=device.type == "cuda")
 
 
-def index_of(numbers: IntArray, device: torch.device) -> slice | Tensor:
-    """Return what picks increasing places: a slice, so that nothing is copied, or the places."""
-    if len(numbers) and int(numbers[-1] - numbers[0]) == len(numbers) - 1:
-        return slice(int(numbers[0]), int(numbers[-1]) + 1)
-    return on_device(numbers, device)
+def index_of(indices: IntArray, device: torch.device) -> slice | Tensor:
+    """Return an index of increasing places: a slice, which copies nothing, or a tensor."""
+    if len(indices) and int(indices[-1] - indices[0]) == len(indices) - 1:
+        return slice(int(indices[0]), int(indices[-1]) + 1)
+    return on_device(indices, device)
 
 
 def halved(*tensors: Tensor, lengths: IntArray) -> list[Tensor]:
-    """Return numbers at 16 bits: each in float16, or in bfloat16 where float16 does not hold them.
+    """Return numbers at 16 bits: float16, or bfloat16 if float16 does not hold them.
 
-    That is if any would overflow, or if all of a segment are so small that they lose digits.
-    Numbers that take no more are returned as they are. Elsewhere the host asks the device once.
+    bfloat16 is used if any overflow, or if all of a segment are so small that they lose digits.
+    Numbers of 16 bits are returned as they are. On other devices than a CPU, the host waits once.
     """
     if all(tensor.itemsize <= HALF_BYTES for tensor in tensors) or not lengths.any():
         return [tensor if tensor.itemsize <= HALF_BYTES else tensor.half() for tensor in tensors]
@@ -89,7 +89,7 @@ def halved(*tensors: Tensor, lengths: IntArray) -> list[Tensor]:
 
 
 def segment_max(values: Tensor, lengths: IntArray) -> Tensor:
-    """Return the largest values of each segment that is not empty, by column."""
+    """Return the largest values of each non-empty segment, by column."""
     counts = lengths[lengths > 0]
     if values.is_cpu:  # several times as fast there
         return torch.stack(
@@ -101,14 +101,12 @@ def segment_max(values: Tensor, lengths: IntArray) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Spans:
-    """Where the entries of each segment are; made once for each eviction.
+    """Start and end of each segment; made once for each eviction.
 
     Attributes
     ----------
     lengths : ndarray of int64, (n_segments,)
-        Entries of each segment; one follows the other.
-    device : torch.device
-        Where the entries are.
+        Entries of each segment, back to back.
     """
 
     lengths: IntArray
@@ -131,15 +129,12 @@ class Spans:
 
     @cached_property
     def first_scales(self) -> IntArray:
-        """Index of each segment's first key scale, then the number of scales, (n_segments + 1,).
-
-        Keys at fewer bits have one scale for each block.
-        """
+        """Index of each segment's first key scale, then the number of scales, (n_segments + 1,)."""
         return np.concatenate([[0], np.cumsum(self.blocks)]).astype(np.int64)
 
     @cached_property
     def runs(self) -> list[tuple[int, int]]:
-        """Segments, first and after the last, that are equally long."""
+        """First and last plus 1 of runs of equally long segments."""
         first = [0, *(np.flatnonzero(np.diff(self.lengths)) + 1).tolist()]
         return list(zip(first, [*first[1:], len(self.lengths)], strict=True))
 
@@ -158,7 +153,7 @@ class Spans:
 
 
 def _gathered(firsts: IntArray, counts: IntArray, device: torch.device) -> Tensor:
-    """Return the indices of ``counts`` entries from each first one on."""
+    """Return the indices of ``counts`` entries from each start."""
     ends = np.cumsum(counts)
     places = np.repeat(firsts - (ends - counts), counts) + np.arange(int(counts.sum()))
     return on_device(places, device)
@@ -166,30 +161,28 @@ def _gathered(firsts: IntArray, counts: IntArray, device: torch.device) -> Tenso
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Part:
-    """Kept entries of one width, as every backend of attention reads them.
+    """Kept entries of one width, as every attention backend reads them.
 
-    Segment by segment, back to back and in the order of their positions. Keys and values are in
-    storage of their own, not one entry larger.
+    Segments are back to back, entries in the order of their positions. Keys and values own their
+    storage, not one entry larger.
 
     Attributes
     ----------
     keys, values : Tensor, (n_entries, head_dim) and (n_entries, value_dim)
-        Contiguous. Numbers of the model's type, or `halved`; at fewer bits packed rows of uint8,
-        of values with the row's own scales and minima behind.
+        Contiguous. Numbers of the model's type, or `halved`. At fewer bits: packed rows of uint8,
+        values followed by their scales and minima.
     tokens : Tensor of int32 or int16, (n_entries,)
-        Which token of its row each entry is; once it is `compact`, the lowest 16 bits of that.
+        Token of its row that each entry is; once `compact`, its lowest 16 bits.
     segments : ndarray of int64, (n_segments,)
-        Their numbers, increasing.
-    lengths : ndarray of int64, (n_segments,)
-        Entries of each.
+        Increasing.
     bits : int
         Of `kvalloc.accounting.costs.WIDTHS`.
     key_scales : Tensor of float16 or bfloat16, (n_key_blocks, 2, head_dim), or None
-        Segment by segment; None at 16 bits. Scales of values have its type.
+        None at 16 bits. Scales of values have its type.
     width_of : Tensor of int16, (n_entries,), or None
-        The width at which each entry is going to be stored, where a segment has several.
+        Width at which each entry will be stored, if a segment has several.
     pages : ndarray of int64, (n_segments, n_pages), or None
-        How many entries each segment has in each `PAGE_TOKENS`; None if all are in the first.
+        Entries of each segment in each page; None if all are in the first.
     """
 
     keys: Tensor
@@ -209,7 +202,7 @@ class Part:
 
     @property
     def positions(self) -> Tensor:
-        """Which token of its row each entry is, int32, (n_entries,)."""
+        """Token of its row that each entry is, int32, (n_entries,)."""
         if self.tokens.dtype == torch.int32:
             return self.tokens
         low = self.tokens.int().bitwise_and_(PAGE_TOKENS - 1)
@@ -220,9 +213,9 @@ class Part:
         return low + on_device(each, low.device).int()
 
     def compact(self, end: int) -> Part:
-        """Return it with positions of 2 bytes, which are below ``end``.
+        """Return the part with positions of 2 bytes; all are below ``end``.
 
-        Where that is more than a page, the host waits for them.
+        The host waits for them if there is more than a page.
         """
         if self.tokens.dtype == torch.int16:
             return self
@@ -235,25 +228,25 @@ class Part:
         return replace(self, tokens=self.tokens.short(), pages=pages)
 
     def pages_of(self, n_pages: int) -> IntArray:
-        """Return its pages, so many."""
+        """Return the first ``n`` pages."""
         known = self.lengths[:, None] if self.pages is None else self.pages
         return np.pad(known, ((0, 0), (0, n_pages - known.shape[1])))
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Key that is equal for parts whose entries can be stored as one part."""
+        """Key that is equal for parts that can be stored as one."""
         scales = None if self.key_scales is None else self.key_scales.dtype
         return -self.bits, str(self.keys.dtype), str(self.values.dtype), str(scales)
 
     def has_wide_scales(self, fresh: Part) -> bool:
-        """Return whether it is stored in bfloat16 since float16 did not hold some of it."""
+        """Whether scales are bfloat16 since float16 did not hold them all."""
         if self.key_scales is not None:
             return self.key_scales.dtype == torch.bfloat16
         stored = self.keys.dtype, self.values.dtype
         return fresh.keys.dtype != torch.bfloat16 and torch.bfloat16 in stored
 
     def tensors(self) -> list[Tensor]:
-        """Return all that is stored."""
+        """Return all stored tensors."""
         stored = (self.keys, self.values, self.key_scales, self.tokens)
         return [one for one in stored if one is not None]
 
@@ -287,7 +280,7 @@ class Part:
         )
 
     def by_layer(self, n_layers: int, n_heads: int) -> Iterator[tuple[int, Part]]:
-        """Yield copies of each layer's segments, of a part in which layers stand as one."""
+        """Yield copies of each layer's segments, from a part that holds several layers."""
         rows, heads = np.divmod(self.segments, n_layers * n_heads)
         layers, heads = np.divmod(heads, n_heads)
         for layer in np.unique(layers).tolist():
@@ -296,7 +289,7 @@ class Part:
             yield layer, replace(self.taken(places), segments=segments)
 
     def unpacked(self, like: tuple[Tensor, Tensor]) -> Part:
-        """Return the numbers that entries stand for, of the types of ``like``."""
+        """Return the unpacked entries, of the types of ``like``."""
         keys, values, scales = self.keys, self.values, self.key_scales
         if scales is not None:
             starts, ends = self.spans.key_blocks()
@@ -336,7 +329,7 @@ def joined(several: Sequence[Part]) -> tuple[Part, ...]:
 
 
 def _most_pages(*parts: Part) -> int:
-    """Return the most pages that one has; 0 if all entries are in the first."""
+    """Return the largest number of pages; 0 if all entries are in the first."""
     return max(0 if one.pages is None else one.pages.shape[1] for one in parts)
 
 
@@ -354,18 +347,17 @@ def pack(
 
     Scales are float16, or bfloat16 if `fits_float16` says so.
 
-    The first block of each segment keeps the key scales that it had ``before``, where they cover
-    what is in it now. It holds the sinks, which stay for ever and are attended to most: what they
-    lose each time that they are rounded by other scales adds up. Values of what was stored
-    ``before`` come back as they are.
+    The first block of each segment keeps its key scales from ``before`` if they still cover it. It
+    holds the sinks, which are attended to most: each rounding by other scales would add an error.
+    Values from ``before`` keep their codes.
     """
     if bits == 16:
         keys, values = halved(part.keys, part.values, lengths=part.lengths)
         return replace(part, keys=keys, values=values)
     keys, key_scales, key_exact = _packed_segments(part, bits, n_steps, before, kind)
     n = max(n_steps, part.values.numel() // CACHED_NUMBERS) if part.values.is_cpu else n_steps
-    pieces = zip(part.values.chunk(n), _again(part, bits, before, n), strict=False)
-    steps = [encode_values(own, bits, kind, again) for own, again in pieces]
+    pieces = zip(part.values.chunk(n), _coded_before(part, bits, before, n), strict=False)
+    steps = [encode_values(chunk, bits, kind, coded) for chunk, coded in pieces]
     values, value_exact = (torch.cat(tensors) for tensors in zip(*steps, strict=True))
     if len(values):
         spans, width = part.spans, WIDTHS[bits]
@@ -377,19 +369,19 @@ def pack(
     return replace(part, keys=keys, values=values, key_scales=key_scales, bits=bits)
 
 
-def _again(
+def _coded_before(
     part: Part, bits: int, before: Sequence[Part], n_steps: int
 ) -> Sequence[Tensor] | Iterator[None]:
-    """Return in steps which entries are of segments that had some at this width before."""
+    """Return in steps which entries belong to segments that had this width before."""
     segments = [one.segments for one in before if one.bits == bits]
     if not segments:
         return repeat(None)
-    again = np.isin(part.segments, np.concatenate(segments)).repeat(part.lengths)
-    return on_device(again.astype(np.int64), part.values.device).bool().chunk(n_steps)
+    coded = np.isin(part.segments, np.concatenate(segments)).repeat(part.lengths)
+    return on_device(coded.astype(np.int64), part.values.device).bool().chunk(n_steps)
 
 
 def _fits(fits: Tensor, kind: torch.dtype, *exact: Tensor) -> bool:
-    """Return whether scales hold what they stand for, on a GPU always: the host does not wait.
+    """Return whether scales hold their numbers; always on a GPU, where the host does not wait.
 
     Raises
     ------
@@ -447,44 +439,44 @@ def _without_ends(keys: Tensor, spans: Spans) -> Tensor:
 
 
 def by_width(part: Part, counts: Mapping[int, IntArray]) -> Iterator[tuple[int, Part]]:
-    """Yield the entries of each width, the widest first, as they are; see `packed`."""
+    """Yield the entries of each width, the widest first, not yet packed."""
     lengths, width_of = part.lengths, part.width_of
     ensure(_fit(part, counts), _refuse_counts)
     empty = lengths == 0  # segments that are in the widest part
-    for width, own in sorted(counts.items(), reverse=True):
-        segments = np.flatnonzero((own > 0) | empty)
+    for width, owned in sorted(counts.items(), reverse=True):
+        segments = np.flatnonzero((owned > 0) | empty)
         empty = np.zeros_like(empty)
-        if (own[segments] == lengths[segments]).all():
+        if (owned[segments] == lengths[segments]).all():
             if len(segments):
                 yield width, replace(part.taken(segments), width_of=None)
             continue
         if width_of is None:
             _refuse_counts()
-        places = (width_of == width).nonzero_static(size=int(own.sum()), fill_value=0)[:, 0]
+        places = (width_of == width).nonzero_static(size=int(owned.sum()), fill_value=0)[:, 0]
         n_pages = _most_pages(part)
-        some = replace(
+        segment_part = replace(
             part,
             keys=part.keys[places],
             values=part.values[places],
             tokens=(part.positions if n_pages else part.tokens)[places],
             width_of=None,
             segments=part.segments[segments],
-            lengths=own[segments],
+            lengths=owned[segments],
         )
-        yield width, some.compact(n_pages * PAGE_TOKENS) if n_pages else some
+        yield width, segment_part.compact(n_pages * PAGE_TOKENS) if n_pages else segment_part
 
 
 def _fit(part: Part, counts: Mapping[int, IntArray]) -> Tensor:
-    """Return whether entries have the widths that are counted."""
+    """Return whether the entries have the counted widths."""
     width_of = part.width_of
     fits = torch.tensor(np.array_equal(sum(counts.values()), part.lengths), device="cpu")
     if width_of is None or not fits:
         return fits
     ends = on_device(part.spans.ends, width_of.device)
     fits = fits.to(width_of.device)
-    for width, own in counts.items():
+    for width, owned in counts.items():
         before = torch.nn.functional.pad((width_of == width).cumsum(0), (1, 0))
-        fits = fits & (before[ends] == on_device(np.cumsum(own), width_of.device)).all()
+        fits = fits & (before[ends] == on_device(np.cumsum(owned), width_of.device)).all()
     return fits
 
 
@@ -503,17 +495,17 @@ def packed(
     ----------
     part : Part
     counts : mapping of int to ndarray of int64, (n_segments,)
-        By width, how many entries of each segment are stored at it; all add up to its length.
+        Entries of each segment at each width; they add up to its length.
     before : sequence of Part
-        What was stored of the same segments; see `pack`.
+        Stored parts of the same segments; see `pack`.
     """
-    blocks = {bits: -(-own // KEY_BLOCK_TOKENS) for bits, own in counts.items()}
-    all_blocks = max(sum(int(own.sum()) for own in blocks.values()), 1)
+    blocks = {bits: -(-owned // KEY_BLOCK_TOKENS) for bits, owned in counts.items()}
+    all_blocks = max(sum(int(owned.sum()) for owned in blocks.values()), 1)
     parts = []
-    for bits, own in by_width(part, counts):
+    for bits, owned in by_width(part, counts):
         n_blocks = int(blocks[bits].sum())
         n_steps = max(1, min(-(-STEPS * n_blocks // all_blocks), n_blocks // STEP_BLOCKS))
-        parts.append(pack(own, bits, before, n_steps=n_steps))
+        parts.append(pack(owned, bits, before, n_steps=n_steps))
     return parts
 
 
@@ -522,22 +514,22 @@ def added(
     part: Part,
     counts: Mapping[int, IntArray],
 ) -> list[Part]:
-    """Return stored parts with numbers of the model's type behind, those of each width; `packed`.
+    """Return stored parts with new entries of each width appended; see `packed`.
 
-    Entries of a width that their segment has none of become a part of their own.
+    If a segment has no entry of a width, its new entries become a part of their own.
     """
     result, more = [], dict(by_width(part, counts))
     for one in stored:
         if (new := more.get(one.bits)) is not None:
-            _, here, there = np.intersect1d(new.segments, one.segments, return_indices=True)
+            _, here, at_one = np.intersect1d(new.segments, one.segments, return_indices=True)
             lengths = np.zeros_like(one.lengths)
-            lengths[there] = new.lengths[here]
+            lengths[at_one] = new.lengths[here]
             more[one.bits] = new.taken(np.setdiff1d(np.arange(len(new.segments)), here))
             if lengths.any():
                 same = replace(new.taken(here), segments=one.segments, lengths=lengths)
                 if new.pages is not None:
                     pages = np.zeros((len(lengths), new.pages.shape[1]), dtype=np.int64)
-                    pages[there] = new.pages[here]
+                    pages[at_one] = new.pages[here]
                     same = replace(same, pages=pages)
                 one = extended(one, same)
         result.append(one)
@@ -548,15 +540,15 @@ def added(
 
 
 def extended(part: Part, more: Part) -> Part:
-    """Return entries with numbers of the model's type behind, segment by segment.
+    """Return a part with new entries appended, segment by segment.
 
-    Values are rounded by token: the stored ones stay as they are. A block of keys that was
-    not full is rounded once more, with the keys that fill it.
+    Stored values stay as they are. A block of keys that was not full is rounded once more, with the
+    keys that fill it.
 
     Parameters
     ----------
     part, more : Part
-        Of the same segments.
+        With the same segments.
     """
     old, new = part.lengths, more.lengths
 
@@ -599,12 +591,12 @@ def extended(part: Part, more: Part) -> Part:
 
 
 def _of_a_type(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    """Return halves in bfloat16, where either of them is."""
+    """Return both halves as bfloat16 if either of them is."""
     return (one, other) if one.dtype == other.dtype else (one.bfloat16(), other.bfloat16())
 
 
 def _interleaved(*pieces: tuple[Tensor, IntArray]) -> Tensor:
-    """Return of each segment one piece behind the other; pieces come with its lengths."""
+    """Return the pieces of each segment back to back; pieces come with their lengths."""
     divided = [torch.split(tensor, lengths.tolist()) for tensor, lengths in pieces]
     return torch.cat([one for segment in zip(*divided, strict=True) for one in segment])
 
@@ -614,16 +606,17 @@ def _interleaved(*pieces: tuple[Tensor, IntArray]) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Work:
-    """Kept entries of a layer in tiles of equal length; each program reads one.
+    """Kept entries of a layer in tiles of equal length, one a program.
 
     Attributes
     ----------
     length : int
         Entries of a tile, at most.
     room : int
-        Tiles of as many entries in as many pieces, at most; how many there are says the last piece.
+        Upper bound of the tiles for this number of entries and pieces; the last piece holds the
+        exact number.
     pieces : Tensor of int32, (n_segments, n_pieces, 5)
-        `Kept.pieces`, and of each the tiles up to its end.
+        `Kept.pieces`, and the number of tiles up to the end of each.
     """
 
     length: int
@@ -633,14 +626,14 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Run:
-    """Segments that are computed together: of as many entries in the same parts, back to back.
+    """Adjacent segments of equal length in the same parts, computed together.
 
     Attributes
     ----------
     segments : ndarray of int64, (n_segments,)
-        Their numbers, increasing.
+        Increasing.
     pieces : list of (Part, int)
-        Where they have entries, as in `Kept.pieces`: of each part the place of the first segment.
+        Parts with their entries, as in `Kept.pieces`, and the place of the first segment in each.
     """
 
     segments: IntArray
@@ -654,10 +647,10 @@ class Kept:
     Attributes
     ----------
     parts : tuple of Part
-        Each segment is in one, or in several of different widths.
+        A segment is in one part, or in several of different widths.
     rows, heads : int
     like : tuple of Tensor
-        Keys and values (0, head_dim) with the model's sizes and type.
+        Empty keys and values, (0, head_dim), with the model's sizes and type.
     """
 
     parts: tuple[Part, ...]
@@ -673,33 +666,33 @@ class Kept:
 
     @cached_property
     def pieces(self) -> IntArray:
-        """What each segment has in parts, (n_segments, n_pieces, 4).
+        """Pieces of each segment, (n_segments, n_pieces, 4).
 
-        Start, end, first key scale and part; those with turned values first. Segments that are in
-        fewer parts than others have pieces of no entry behind.
+        Start, end, first key scale and part; those with turned values first. Segments in fewer
+        parts end in empty pieces.
         """
         dim = int(self.like[1].shape[-1])
         rows = []
         for number, part in enumerate(self.parts):
             spans = part.spans
             columns = [spans.starts, spans.ends, spans.first_scales[:-1]]
-            plain, numbers = (
+            plain, indices = (
                 np.full(len(spans.ends), x) for x in (not turns(part.bits, dim), number)
             )
-            rows.append(np.column_stack([*columns, numbers, part.segments, plain]))
-        every = np.concatenate([*rows, np.zeros((0, 6), np.int64)])
-        every = every[every[:, 1] > every[:, 0]]
-        every = every[np.lexsort((-every[:, 3], every[:, 5], every[:, 4]))]
-        segments = every[:, 4]
-        place = np.arange(len(every)) - np.searchsorted(segments, segments)
+            rows.append(np.column_stack([*columns, indices, part.segments, plain]))
+        table = np.concatenate([*rows, np.zeros((0, 6), np.int64)])
+        table = table[table[:, 1] > table[:, 0]]
+        table = table[np.lexsort((-table[:, 3], table[:, 5], table[:, 4]))]
+        segments = table[:, 4]
+        place = np.arange(len(table)) - np.searchsorted(segments, segments)
         shape = self.rows * self.heads, int(place.max(initial=0)) + 1, 4
         result = np.zeros(shape, dtype=np.int64)
-        result[segments, place] = every[:, :4]
+        result[segments, place] = table[:, :4]
         return result
 
     @cached_property
     def runs(self) -> list[Run]:
-        """All segments, each in one run."""
+        """Runs of all segments."""
         order = np.lexsort(self.pieces[:, ::-1, 3].T)
         starts, ends, _, parts = np.moveaxis(self.pieces[order], 2, 0)
         lengths = ends - starts
@@ -707,10 +700,10 @@ class Kept:
         edges = [0, *(np.flatnonzero(~same.all(axis=1)) + 1).tolist(), len(order)]
         result = []
         for first, last in pairwise(edges):
-            own = [self.parts[number] for number in parts[first][lengths[first] > 0]]
-            at = [int(np.searchsorted(part.segments, order[first])) for part in own]
+            owned = [self.parts[number] for number in parts[first][lengths[first] > 0]]
+            at = [int(np.searchsorted(part.segments, order[first])) for part in owned]
             segments = order[first:last]
-            result.append(Run(segments=segments, pieces=list(zip(own, at, strict=True))))
+            result.append(Run(segments=segments, pieces=list(zip(owned, at, strict=True))))
         return result
 
     @property
@@ -719,12 +712,12 @@ class Kept:
         return any(part.keys.dtype != self.like[0].dtype for part in self.parts)
 
     def work(self, length: int) -> Work:
-        """Return tiles of ``length`` entries, made once for each eviction; the latest are kept.
+        """Return tiles of ``length`` entries, made once for each eviction and cached.
 
         Parameters
         ----------
         length : int
-            A multiple of `KEY_BLOCK_TOKENS`, or what divides it.
+            A multiple of `KEY_BLOCK_TOKENS`, or a divisor of it.
         """
         if length not in self._work:
             self._work.clear()
@@ -745,17 +738,17 @@ class Kept:
         return {}
 
     def tensors(self) -> list[Tensor]:
-        """Return all that is stored: K and V, scales, positions, and lists of tiles."""
+        """Return all stored tensors: K and V, scales, positions, and lists of tiles."""
         stored = [tensor for part in self.parts for tensor in part.tensors()]
         return stored + [one.pieces for one in self._work.values()]
 
     def _numbers_of(self, rows: IntArray, head: int | None = None) -> IntArray:
-        """Return the numbers of the segments of rows, row by row, of all KV heads or of one."""
+        """Return the segments of rows, row by row, of all KV heads or of one."""
         heads = np.arange(self.heads) if head is None else np.array([head])
         return (np.asarray(rows)[:, None] * self.heads + heads).ravel()
 
     def of_rows(self, rows: IntArray, head: int | None = None) -> list[Part]:
-        """Return the segments of different rows, of each part a copy, or itself if it is all."""
+        """Return the segments of different rows, a copy a part, or the part itself if all."""
         segments = self._numbers_of(rows, head)
         inside = [np.flatnonzero(np.isin(part.segments, segments)) for part in self.parts]
         pairs = zip(self.parts, inside, strict=True)
@@ -774,16 +767,16 @@ class Kept:
         return replace(self, parts=tuple(parts), rows=len(rows))
 
     def padded(self, rows: IntArray, head: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return keys, values and positions of rows, with as many places in all of their heads.
+        """Return keys, values and positions of rows, padded to the longest head.
 
-        Of all KV heads, or of one. Entries of each head are in the order of their positions.
+        All KV heads, or one. Entries of each head are in the order of their positions.
 
         Returns
         -------
         keys, values : Tensor, (n_rows, n_kv_heads, most, head_dim)
-            Of the model's type; 0 at places of no entry, which are the last ones.
+            Of the model's type; 0 at padding, which comes last.
         positions : Tensor of int32, (n_rows, n_kv_heads, most)
-            Beyond all columns at these.
+            Beyond all columns at padding.
         """
         lengths = self.lengths[rows] if head is None else self.lengths[rows, head, None]
         shape = (*lengths.shape, int(lengths.max(initial=0)))
@@ -809,8 +802,8 @@ class Kept:
             rank = torch.empty_like(order).flatten()
             rank[order.flatten()] = torch.arange(places, device=keys.device)
             positions, at = positions[order], [rank[one] for one in at]
-        for part, own in zip(parts, at, strict=True):
+        for part, owned in zip(parts, at, strict=True):
             unpacked = part.unpacked(self.like)
-            keys[own], values[own] = unpacked.keys, unpacked.values
+            keys[owned], values[owned] = unpacked.keys, unpacked.values
         keys, values = (tensor.view(*shape, tensor.shape[-1]) for tensor in (keys, values))
         return keys, values, positions.view(shape)

@@ -1,4 +1,4 @@
-"""A reduced cache for a model, checked before anything runs."""
+"""Construction of a reduced cache for a model, checked before anything runs."""
 
 from __future__ import annotations
 
@@ -29,20 +29,9 @@ __all__ = ["Way", "build_rows", "make_layers"]
 
 
 def make_layers(model: nn.Module, shape: ModelShape) -> list[Any]:
-    """Cache layers for the model, those with budgets replaced by `Store`.
+    """Return cache layers for the model, with a `Store` for each layer with budgets.
 
-    All others are transformers' own: what they hold has a constant size anyway.
-
-    Parameters
-    ----------
-    model : transformers.PreTrainedModel
-        A decoder-only model.
-    shape : ModelShape
-        Its sizes, which say which layers get budgets.
-
-    Returns
-    -------
-    list of CacheLayerMixin, one a model layer
+    All others are transformers' own, of constant size.
 
     Raises
     ------
@@ -74,15 +63,15 @@ def build_rows(
     ----------
     model : transformers.PreTrainedModel
     ways : sequence of Way
-        One for each row, or one for all; rows of the same one share its memory.
+        One for each row, or one for all; rows of one way share its memory.
     prompt_tokens : int, optional
         Length, padding included, of a prompt that arrives in several forwards: its budgets hold
         from the first one on. By default the first forward is the whole prompt, since a second
-        chunk cannot be told from a follow-up question.
+        chunk looks like a follow-up question.
     lengths : sequence of int, optional
         Tokens of each row of an announced prompt.
     shape : ModelShape, optional
-        Of the model as it is now, if the caller knows it: to look at all weights takes time.
+        Sizes of the model, if known: to read all weights takes time.
 
     Raises
     ------
@@ -113,7 +102,7 @@ def build_rows(
 
 
 def _method(way: Way, shape: ModelShape, probe: Probe, *, wide: bool) -> Method:
-    """Return a way that has been checked."""
+    """Return a checked way."""
     options, profile = way.options, way.options.with_policy(way.profile)
     tokens, other = options.decode_every, options.allow_other_model
     refusals.check_profile(profile)

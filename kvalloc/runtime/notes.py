@@ -1,4 +1,4 @@
-"""What a layer remembers until its next eviction: latest queries, and what policies observed."""
+"""Notes of a layer until its next eviction: latest queries, and observations of policies."""
 
 from __future__ import annotations
 
@@ -27,14 +27,13 @@ class Queries(Latest):
     def note(self, queries: Tensor, lengths: IntArray, limit: int) -> None:
         """Add the queries of a forward, and keep the latest ``limit`` of each row.
 
-        Single tokens are trimmed once twice that number, or a block, is stored: rarely.
+        Single tokens are trimmed only once twice that number, or a block, is stored.
 
         Parameters
         ----------
         queries : Tensor, (rows, n_query_heads, n_new, head_dim)
         lengths : ndarray of int64, (rows,)
-            Tokens of each row among the new ones; they are the last ones.
-        limit : int
+            New tokens of each row, the last ones.
         """
         self._before, n_new = (self.buffers, self.tokens, self.starts), int(queries.shape[2])
         if n_new > limit:
@@ -63,7 +62,7 @@ class Queries(Latest):
         return int(self.lengths[row]) if self.tokens else 0
 
     def cut(self, removed: IntArray) -> None:
-        """Forget the latest queries of each row, (rows,) of them, as far as there are any."""
+        """Forget up to (rows,) latest queries of each row."""
         if self.tokens:
             super().cut(np.minimum(removed, self.lengths))
 
@@ -80,8 +79,8 @@ class Queries(Latest):
             self._fill(*_NOTHING)  # of any number of rows
 
 
-Noted: TypeAlias = "dict[tuple[int, int | None], Observed]"
-"""Notes by row and KV head, of one row each; the head is None for notes about all."""
+NotesByRow: TypeAlias = "dict[tuple[int, int | None], Observed]"
+"""Notes of single rows, by row and KV head; the head is None for all heads."""
 
 
 @dataclass(slots=True)
@@ -90,22 +89,19 @@ class Notes:
 
     Attributes
     ----------
-    queries : Queries
-    noted_until : int
-        Columns seen when the latest queries were added.
     observed : dict of Observed
-        What the policy noted.
+        Notes of the policy.
     later : dict of Observed
-        What the scorer noted while the prompt was read again.
+        Notes of the scorer during the second read.
     """
 
     queries: Queries = field(default_factory=Queries)
     noted_until: int = 0
-    observed: Noted = field(default_factory=dict)
-    later: Noted = field(default_factory=dict)
+    observed: NotesByRow = field(default_factory=dict)
+    later: NotesByRow = field(default_factory=dict)
 
     def forget(self, rows: IntArray, *, observed: bool) -> None:
-        """Forget what the scorer noted of some rows; what the policy did only if ``observed``."""
+        """Forget the scorer's notes about rows; with ``observed`` the policy's too."""
         for notes in (self.later, self.observed) if observed else (self.later,):
             for key in [key for key in notes if key[0] in rows]:
                 del notes[key]
@@ -117,8 +113,8 @@ class Notes:
         self.later = _selected(self.later, rows.tolist())
 
 
-def _selected(notes: Noted, rows: Sequence[int]) -> Noted:
-    """Return notes by which row i goes on with those of row ``rows[i]``."""
+def _selected(notes: NotesByRow, rows: Sequence[int]) -> NotesByRow:
+    """Return notes in which row i has the notes of row ``rows[i]``."""
     return {
         (to, head): note
         for to, place in enumerate(rows)
@@ -127,8 +123,10 @@ def _selected(notes: Noted, rows: Sequence[int]) -> Noted:
     }
 
 
-def of_rows(notes: Noted, rows: IntArray, head: int | None, n_kv_heads: int) -> Observed | None:
-    """Return the notes of rows, or of one KV head of a row; None if there are none."""
+def of_rows(
+    notes: NotesByRow, rows: IntArray, head: int | None, n_kv_heads: int
+) -> Observed | None:
+    """Return the notes of rows, or of one KV head of a row, or None."""
     result = []
     for row in rows.tolist():
         note = notes.get((row, head))
@@ -143,7 +141,7 @@ def of_rows(notes: Noted, rows: IntArray, head: int | None, n_kv_heads: int) -> 
 def by_kv_head(tensors: Sequence[Tensor], n_kv_heads: int) -> Tensor:
     """Return tensors of the query heads of several layers, (rows, n_query_heads, ...), as one.
 
-    Query heads that share a KV head stand beside each other.
+    Query heads that share a KV head are adjacent.
     """
     if len(tensors) == 1:
         return tensors[0]
@@ -152,14 +150,14 @@ def by_kv_head(tensors: Sequence[Tensor], n_kv_heads: int) -> Tensor:
 
 
 def _as_one(notes: Sequence[Observed], change: Callable[[list[Tensor]], Tensor]) -> Observed:
-    """Return notes in which each tensor is made of those of the given ones."""
+    """Return notes with tensors that combine the tensors of the given ones."""
     columns = [one.columns for one in notes if one.columns is not None]
     totals = {name: change([one.totals[name] for one in notes]) for name in notes[0].totals}
     return replace(notes[0], columns=change(columns) if columns else None, totals=totals)
 
 
 def of_readers(notes: Sequence[Observed], n_kv_heads: int) -> Observed:
-    """Return the notes of several layers that read the same entries as those of one."""
+    """Return the notes of several layers that read the same entries, as one layer's."""
     return _as_one(
         notes, lambda each: by_kv_head(each, n_kv_heads) if each[0].ndim > 1 else each[0]
     )

@@ -1,4 +1,4 @@
-"""How a cache keeps its budgets, as one value."""
+"""Options of a cache."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ from kvalloc.runtime.policies import changed_policy
 
 @dataclass(frozen=True, kw_only=True)
 class CacheOptions:
-    """What travels from `kvalloc.apply` and the command line down to the cache.
+    """Options that `kvalloc.apply` and the command line pass to the cache.
 
     Attributes
     ----------
     policy : str or Policy, optional
-        How the entries are picked, instead of the profile's own policy; a name, also with
-        parameters such as ``"nacl:seed=1"``, stands for a policy or a scorer, see
+        How entries are picked, instead of the profile's policy. A policy, or the name of a policy
+        or scorer, with parameters such as ``"nacl:seed=1"``; see
         `kvalloc.runtime.policies.changed_policy`.
     decode_every : int, optional
-        Tokens after which kept and new entries are ranked together, within the budget of all
-        tokens seen; by default 64, or a sixteenth of the tokens seen. 1 keeps the budget at
-        every token.
+        Tokens after which kept and new entries are ranked together, within the budget of all tokens
+        seen; by default 64, or a sixteenth of the tokens seen. 1 keeps the budget at every token.
     by_layer : bool
-        For profiles whose budgets each prompt hands out: among the heads of each layer as it is
-        read, not among those of all layers, for which the whole prompt stays in memory.
+        For profiles with budgets by prompt: share them among the heads of each layer as it is read.
+        Otherwise all layers share them, and the whole prompt stays in memory until its end.
     allow_other_model : bool
-        Accept a profile of a model of another name with the same sizes, e.g. of a fine-tune.
+        Accept a profile of a model of another name with the same sizes, such as a fine-tune.
     memory : int, optional
         Bytes that the cache never exceeds, however long a conversation grows.
     fitted : str or Path, optional
@@ -48,7 +47,7 @@ class CacheOptions:
     across: Literal["rows"] | None = None
 
     def with_policy(self, profile: BudgetProfile) -> BudgetProfile:
-        """Return the profile with the policy that is named, if one is."""
+        """Return the profile with the named policy, if any."""
         policy = self.policy
         if isinstance(policy, str):
             return profile.with_policy(changed_policy(profile.policy, policy))

@@ -1,4 +1,4 @@
-"""A forward that is read in pieces: its arguments cut, the outputs put together."""
+"""Pieces of a forward: its arguments cut, the outputs joined."""
 
 from __future__ import annotations
 
@@ -12,16 +12,14 @@ from kvalloc.models import names
 
 
 def part(arguments: Mapping[str, Any], new: slice, columns: int | None = None) -> dict[str, Any]:
-    """Return a forward's arguments for some of its new tokens.
+    """Return a forward's arguments for a slice of its new tokens.
 
     Parameters
     ----------
     arguments : mapping
-        Of a decoder's forward, by name.
-    new : slice
-        Which of the new tokens.
+        Arguments of a decoder's forward, by name.
     columns : int, optional
-        Tokens that a mask then covers, those seen before included; by default as before.
+        Tokens that the mask then covers, with those seen before; by default unchanged.
     """
     result = dict(arguments)
     for name, value in arguments.items():
@@ -38,7 +36,7 @@ def part(arguments: Mapping[str, Any], new: slice, columns: int | None = None) -
 
 
 def joined(outputs: Sequence[Any]) -> Any:
-    """Return the output of a decoder for all pieces of a forward, in the last one's place."""
+    """Return the output of a decoder for all pieces of a forward."""
     last = outputs[-1]
     last.last_hidden_state = torch.cat([one.last_hidden_state for one in outputs], dim=1)
     if last.get("hidden_states") is not None:

@@ -1,4 +1,4 @@
-"""When entries go, and how many stay: functions of numbers, without a tensor."""
+"""Plan of evictions: when they are due and how many entries stay, computed without a tensor."""
 
 from __future__ import annotations
 
@@ -14,34 +14,35 @@ from kvalloc.runtime.policies.base import FEW_ENTRIES, SHORT_TOKENS
 from kvalloc.runtime.rows import Row
 
 MIN_INTERVAL, OF_SEEN = 64, 16
-"""Tokens after which a conversation is brought back within its budget: a full block of keys, and
-where more of this share of the tokens seen, so that to do so takes the same part of the time."""
+"""Fewest tokens after which a conversation is brought back within its budget, a full block of keys,
+and the share of the tokens seen from which more are awaited. So evictions take a constant part of
+the time."""
 
 RANK_AGAIN = 1.5
-"""Where heads share their budgets, kept entries are ranked again when the tokens seen have grown
-by this factor. Until then new entries are ranked alone, for the places that they
-brought, and entries with fitted values keep theirs (SmolLM2-135M at 20%, four speeches in blocks of
-64 tokens: 0.0048 nats a token, and 0.0076 if all are ranked each time). Where each head has its own
-budget, all are ranked each time (0.0085, and 0.0155 if new entries are ranked alone)."""
+"""Growth of the tokens seen after which kept entries are ranked again, if heads share their
+budgets. Until then only new entries are ranked, for the places that they brought, and entries with
+fitted values keep theirs. SmolLM2-135M at 20%, four speeches in blocks of 64 tokens: 0.0048 nats a
+token, and 0.0076 if all are ranked each time. If each head has its own budget, all are ranked each
+time (0.0085, and 0.0155 if only new entries are)."""
 
 REFIT = 0.8
-"""Where the memory leaves so much less than the share that the budgets were decided for, others are
-decided: fewer entries at fewer bits lose less than the same bits of still fewer entries."""
+"""Share of the decided bytes below which new budgets are decided: fewer entries at fewer bits lose
+less than the same bits of still fewer entries."""
 
 
 def default_interval(seen: int) -> int:
-    """Return the default number of tokens between an eviction and the next one."""
+    """Return the default number of tokens between two evictions."""
     return max(MIN_INTERVAL, seen // OF_SEEN)
 
 
 def interval(row: Row, memory: int | None, seen: int) -> int:
-    """Return the number of tokens between an eviction and the next one.
+    """Return the number of tokens between two evictions.
 
     Parameters
     ----------
     row : Row
     memory : int or None
-        Bytes that the row may take: all that follow take at most a quarter.
+        Bytes that the row may take; new tokens take at most a quarter.
     seen : int
         Tokens seen at the latest eviction.
     """
@@ -52,16 +53,16 @@ def interval(row: Row, memory: int | None, seen: int) -> int:
 
 
 def token_bytes(profile: BudgetProfile) -> int:
-    """Return the bytes of a token in all layers that are reduced, as the model makes it."""
+    """Return the bytes of a token in all reduced layers, before rounding."""
     shape = profile.shape
     return len(shape.full_layers) * shape.n_kv_heads * shape.plain_bytes_per_entry
 
 
 def layers_together(tokens: int, profile: BudgetProfile, memory: int | None) -> int:
-    """Return in how many layers a prompt of these tokens, of all rows, evicts at once.
+    """Return in how many layers a prompt evicts at once; ``tokens`` counts all rows.
 
-    Evictions of few entries take the time of their calls. Where memory is bounded at its peak, no
-    layer waits for another, nor where the heads of a layer share its budget.
+    Evictions of few entries take the time of their calls. Layers wait for each other only if memory
+    has no bound and heads of a layer do not share budgets.
     """
     limited = memory is not None or profile.fits_a_peak
     if limited or profile.by_prompt or tokens > SHORT_TOKENS:
@@ -83,19 +84,19 @@ def prompt_targets(
     padded: IntArray,
     rounded: Container[int],
 ) -> dict[int, dict[int, IntArray]]:
-    """Return how many entries each layer of some rows keeps of a prompt, where any has to go.
+    """Return how many prompt entries each layer of rows keeps, if any has too many.
 
     Parameters
     ----------
     rows : sequence of Row
-    among : iterable of int
+    Rows to look at.
         Which rows.
     tokens : ndarray of int64, (n_rows,)
-        Of the whole prompt.
+        Tokens of the whole prompt.
     entries : ndarray of int64, (n_rows, n_layers, n_kv_heads)
-        Entries that there are.
+        Entries stored now.
     padded : ndarray of bool, (n_rows,)
-        Whether a layer that stores every column stores more than these.
+        Whether a layer that stores every column stores padding too.
     rounded : container of int
         Layers that are rounded now.
 
@@ -106,29 +107,22 @@ def prompt_targets(
     """
     targets = {}
     for number in among:
-        row, there = rows[number], entries[number]
+        row, present = rows[number], entries[number]
         profile, budgets = row.profile, row.budgets(int(tokens[number]))
-        fits, full = there <= budgets, profile.shape.full_layers
+        fits, full = present <= budgets, profile.shape.full_layers
         if profile.by_prompt and not row.holds:  # heads of a layer share its budget
-            in_layers = there.sum(axis=1, keepdims=True) <= budgets.sum(axis=1, keepdims=True)
+            in_layers = present.sum(axis=1, keepdims=True) <= budgets.sum(axis=1, keepdims=True)
             fits = np.broadcast_to(in_layers, fits.shape)
         goes = [i for i in full if padded[number] or not fits[i].all() or i in rounded]
         if goes and profile.by_prompt and row.holds:  # heads of all layers share their budgets
             goes = [*full]
-        counts = np.where(fits, there, budgets)
+        counts = np.where(fits, present, budgets)
         targets[number] = {layer: counts[layer] for layer in goes}
     return targets
 
 
 def grown(row: Row, left: int | None) -> BudgetProfile:
-    """Return the profile by which a conversation goes on.
-
-    Parameters
-    ----------
-    row : Row
-    left : int or None
-        Bytes that the memory leaves for its entries; None without one.
-    """
+    """Return the profile that a conversation goes on with."""
     now, later, within = row.profile, row.method.longer_profile, row.method.within
     if left is None:  # the share of a short text holds a little later
         if later is None or later.share_at(row.seen) > (later.target_share or 0):
@@ -144,14 +138,7 @@ def grown(row: Row, left: int | None) -> BudgetProfile:
 
 
 def turn_budgets(row: Row, left: int | None) -> IntArray:
-    """Return what may stay of all tokens that a row has seen, (n_layers, n_kv_heads).
-
-    Parameters
-    ----------
-    row : Row
-    left : int or None
-        Bytes that the memory leaves for its entries; None without one.
-    """
+    """Return the budgets of all tokens that a row has seen, (n_layers, n_kv_heads)."""
     profile = row.profile
     budgets = np.maximum(row.budgets(row.seen), profile.policy.protected_tokens)
     full, shape = list(profile.shape.full_layers), profile.shape
@@ -168,8 +155,8 @@ def turn_budgets(row: Row, left: int | None) -> IntArray:
 def _within(memory: int, budgets: IntArray, row: Row) -> IntArray:
     """Return budgets of full layers within ``memory`` bytes.
 
-    If the memory alone is requested, they take as much of it as the row's tokens can,
-    in the proportions that were decided.
+    If only memory is requested, they fill as much of it as the row's tokens can, in the decided
+    proportions.
     """
     profile = row.profile
     shape = profile.shape
@@ -182,15 +169,15 @@ def _within(memory: int, budgets: IntArray, row: Row) -> IntArray:
         memory,
         profile.widths[list(shape.full_layers)],
         shape,
-        least=profile.policy.protected_tokens,
+        minimum=profile.policy.protected_tokens,
     )
 
 
 def new_alone(row: Row, budgets: IntArray, kept: IntArray, new: IntArray) -> bool:
     """Return whether a row keeps its stored entries, and only new ones are ranked.
 
-    Where heads share their budgets, something has gone, and the newest tokens fit behind: as
-    entries, and as bytes, scales included.
+    True if heads share their budgets, some entry was evicted, and the newest tokens fit as entries
+    and as bytes with scales.
 
     Parameters
     ----------
@@ -219,19 +206,19 @@ def turn_targets(room: IntArray, entries: IntArray, *, protected: int, shared: b
     room, entries : ndarray of int64, (n_full_layers, n_kv_heads)
         Entries that may stay, and all candidates.
     protected : int
-        Entries that stay in any case: latest tokens, and sinks if they are candidates.
+        Latest tokens, and sinks if they are candidates, which always stay.
     shared : bool
-        Whether the heads of all layers share their room: the sum over both counts.
+        Whether the heads of all layers share the sum of their budgets.
     """
     few = (entries <= protected).all(axis=1, keepdims=True)
     return np.where(few, entries, room if shared else np.minimum(room, entries))
 
 
 def widest(profile: BudgetProfile) -> int:
-    """Return the width, or the mix of widths, of all heads of a profile that is `by_prompt`."""
+    """Return the width, or mix of widths, of all heads of a profile that is `by_prompt`."""
     return int(profile.widths[list(profile.shape.full_layers)].max())
 
 
 def evicted(row: Row, *, ranked: bool) -> Row:
-    """Return a row after an eviction of all that has come of it."""
+    """Return a row after an eviction of all its tokens."""
     return replace(row, evicted_at=row.seen, ranked_at=row.seen if ranked else row.ranked_at)

@@ -1,4 +1,4 @@
-"""A prompt: which layers evict once they have read it, and its second read.
+"""Prompts: which layers evict after reading, and the second read.
 
 Each function takes the `kvalloc.runtime.cache.BudgetCache` that reads it.
 """
@@ -22,23 +22,23 @@ from kvalloc.runtime.door import Batch
 from kvalloc.runtime.evict import Eviction, Running, evict, wanted_queries
 from kvalloc.runtime.notes import Notes, of_row
 from kvalloc.runtime.rows import Row, alike, with_scattered
-from kvalloc.runtime.second_read import Held, HeldPrompt, check_context
+from kvalloc.runtime.second_read import HeldPrompt, PromptLayer, check_context
 from kvalloc.runtime.tail import rows_of
 from kvalloc.scorers import Scorer
 
 
 class ReadTokens:
-    """Tokens and positions of a prompt that the model is to read again.
+    """Tokens and positions of a prompt, stored for its second read.
 
     Attributes
     ----------
     positions : Tensor of int64, (n_axes, rows, n_columns)
         On the host.
     tokens : dict of str to Tensor, each (rows, n_columns, ...)
-        Arguments of the decoder: ids or embeddings, and what goes with them. Of `IMAGE_PLACES`
-        the place of each token in `features`, or -1.
+        Arguments of the decoder, such as ids or embeddings. `IMAGE_PLACES` holds the place of each
+        token in `features`, or -1.
     features : list of Tensor, each (n_image_tokens, hidden_size)
-        Those of `IMAGE_FEATURES`.
+        Image features, under `IMAGE_FEATURES`.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class ReadTokens:
         self.features: list[Tensor] = []
 
     def add(self, arguments: Mapping[str, Any], batch: Batch) -> None:
-        """Note a forward of the prompt; one that has failed may come again."""
+        """Note a forward of the prompt; one that failed may come again."""
         seen, end = batch.seen, batch.seen + batch.new
         read = {
             name: one.detach()
@@ -88,8 +88,8 @@ class ReadTokens:
         places = torch.full((batch.rows, batch.new), -1, device="cpu")
         if features:
             first = len(before[0]) if before else 0
-            numbers = torch.arange(first, first + len(features[0]), device="cpu")
-            places[arguments[names.IMAGE_PLACES].cpu()] = numbers
+            places_of = torch.arange(first, first + len(features[0]), device="cpu")
+            places[arguments[names.IMAGE_PLACES].cpu()] = places_of
             pairs = zip(before or [one[:0] for one in features], features, strict=True)
             before = [torch.cat(pair) for pair in pairs]
         self.features = before
@@ -98,7 +98,7 @@ class ReadTokens:
     def next_position(self, row: int, columns: Any) -> int:
         """Return the position of a row's next token: one more than the largest of any axis.
 
-        Of four axes the first one is of text, in which tokens of an image count one by one.
+        The first of four axes belongs to text, and counts each token of an image.
         """
         positions = self.positions[-3:, row][:, columns]
         return int(positions.max()) + 1 if positions.numel() else 0
@@ -164,17 +164,17 @@ def begin(cache: Any, running: Running, arguments: Mapping[str, Any]) -> None:
     for goal in plan.prompt_targets(rows, whole, prompts, in_the_end, padded, ()).values():
         cache.tell("planned", {layer: counts[None] for layer, counts in goal.items()})
     cache.rows = rows
-    together = [
+    layer_counts = [
         plan.layers_together(int(batch.lengths.sum()), row.profile, row.method.options.memory)
         for row in rows
     ]
-    running.together = min(together, default=1)
+    running.layers_together = min(layer_counts, default=1)
     if not running.planned and not running.observing and not whole:
         running.n_queries = 0
 
 
 def _new_rows(cache: Any, batch: Batch) -> list[Row]:
-    """Return the rows of a new prompt; refuses what does not fit their methods."""
+    """Return the rows of a new prompt; refuse one that does not fit their methods."""
     if cache.spent:
         raise UnsupportedRequestError(
             "the budgets of this cache were decided from another prompt; make a new cache"
@@ -202,7 +202,7 @@ def _new_rows(cache: Any, batch: Batch) -> list[Row]:
 
 
 def _check_room(cache: Any, rows: Sequence[Row], left: IntArray) -> None:
-    """Refuse a prompt with tokens left that exceeds the model's limit with its second read."""
+    """Refuse an unfinished prompt that would exceed the model's limit with its second read."""
     decoder = cache.decoder()
     if decoder is None or (limit := context_limit(decoder)) is None:
         return
@@ -214,7 +214,7 @@ def _check_room(cache: Any, rows: Sequence[Row], left: IntArray) -> None:
 
 @torch.no_grad()
 def end(cache: Any) -> None:
-    """Evict in rows that stayed whole until now, after a second read if they need one."""
+    """Evict in rows that stayed whole until now, after a second read if needed."""
     rows, tokens = cache.rows, cache.tokens
     whole = [number for number, row in enumerate(rows) if row.holds]
     padded, entries = tokens < cache.get_seq_length(), cache.kept_tokens_by_row
@@ -247,7 +247,7 @@ def _read_again(cache: Any, rows: Sequence[int], scorer: Scorer, layers: Sequenc
     for alike_rows in by_place.values():
         group, columns = np.array(alike_rows), door.columns(alike_rows[0])
         on_host = torch.from_numpy(group)
-        layers_of_prompt = list[Held]()
+        layers_of_prompt = list[PromptLayer]()
         for index, layer in enumerate(cache.layers):
             entries, slides = None, index not in stores
             if not slides:
@@ -257,8 +257,8 @@ def _read_again(cache: Any, rows: Sequence[int], scorer: Scorer, layers: Sequenc
                 slid = torch.arange(seen, device="cpu")[columns] - (seen - int(layer.keys.shape[2]))
                 at = slid[slid >= 0].to(layer.keys.device)
                 entries = [rows_of(one, group)[:, :, at] for one in (layer.keys, layer.values)]
-            held = Held(source=layer, rows=on_host, entries=entries, slides=slides)
-            layers_of_prompt.append(held)
+            prompt_layer = PromptLayer(source=layer, rows=on_host, entries=entries, slides=slides)
+            layers_of_prompt.append(prompt_layer)
         prompt = HeldPrompt(
             decoder=decoder,
             layers=layers_of_prompt,

@@ -1,4 +1,4 @@
-"""What the runtime cannot do right, and refuses before anything runs."""
+"""Refusals of requests that the runtime cannot serve, before anything runs."""
 
 from __future__ import annotations
 
@@ -82,12 +82,12 @@ def _check_outputs(*, uses_cache: Any, weights: Any) -> None:
 
 
 def check_positions(policy: EvictionPolicy, *, scattered: bool) -> None:
-    """Refuse a policy that rotates queries or keys by the numbers of tokens, if they have others.
+    """Refuse a policy that rotates by token numbers if positions differ from them.
 
     Raises
     ------
     UnsupportedRequestError
-        If `scattered` says so.
+        If a row is `scattered`.
     """
     if scattered and policy.rotates:
         raise UnsupportedRequestError(
@@ -115,14 +115,14 @@ def check_owner(model: nn.Module, cache: Any) -> None:
 
 
 def setting(model: nn.Module, arguments: Mapping[str, Any], name: str) -> Any:
-    """Return a setting of a ``generate()``: its argument, its config's, the model's, or None."""
+    """Return a setting of a ``generate()`` call, from arguments, config or model; else None."""
     configs = (arguments.get("generation_config"), getattr(model, "generation_config", None))
     values = (arguments.get(name), *(getattr(config, name, None) for config in configs))
     return next((value for value in values if value is not None), None)
 
 
 def check_generate(model: nn.Module, arguments: Mapping[str, Any]) -> None:
-    """Refuse a ``generate()`` call, by its keyword arguments, that no reduced cache can serve.
+    """Refuse a ``generate()`` call that no reduced cache can serve.
 
     Raises
     ------
@@ -137,13 +137,7 @@ def check_generate(model: nn.Module, arguments: Mapping[str, Any]) -> None:
 
 
 def check_goes_on(tokens: int, seen: int) -> None:
-    """Refuse a text that has no more tokens than were seen of it.
-
-    Raises
-    ------
-    InputError
-        If it has none.
-    """
+    """Refuse a text without tokens beyond those already read."""
     if tokens <= seen:
         raise InputError(
             f"a turn of no tokens: these are {tokens}, and the cache has seen {seen} already; pass "
@@ -152,13 +146,7 @@ def check_goes_on(tokens: int, seen: int) -> None:
 
 
 def check_turn(decoder: nn.Module, seen: int, new: int) -> None:
-    """Refuse a forward of no tokens, and a turn beyond the model's limit.
-
-    Raises
-    ------
-    InputError
-        If it is one of these.
-    """
+    """Refuse a forward of no tokens, and a turn beyond the model's limit."""
     check_goes_on(seen + new, seen)
     limit = context_limit(decoder) if seen and new > 1 else None
     if limit is not None and seen + new > limit:
@@ -170,15 +158,6 @@ def check_turn(decoder: nn.Module, seen: int, new: int) -> None:
 
 def check_forward(decoder: nn.Module, arguments: Mapping[str, Any], stored_rows: int) -> None:
     """Refuse a forward that the cache cannot serve.
-
-    Parameters
-    ----------
-    decoder : nn.Module
-        The model.
-    arguments : mapping
-        Arguments of the decoder's forward by name.
-    stored_rows : int
-        Rows that the cache holds before it.
 
     Raises
     ------
@@ -219,13 +198,6 @@ def check_forward(decoder: nn.Module, arguments: Mapping[str, Any], stored_rows:
 def selected_rows(indices: Any, n_rows: int) -> Tensor:
     """Return the numbers of selected rows, on the host.
 
-    Parameters
-    ----------
-    indices : Tensor
-        Numbers of rows, from the end if negative, or a mask of all rows.
-    n_rows : int
-        Rows that the cache holds.
-
     Raises
     ------
     InputError
@@ -252,7 +224,7 @@ def selected_rows(indices: Any, n_rows: int) -> Tensor:
 
 
 def new_tokens_shape(arguments: Mapping[str, Any]) -> tuple[int, int]:
-    """Return rows and new tokens of a forward: of its embeddings, or else of its ids.
+    """Return rows and new tokens of a forward, from its embeddings or ids.
 
     Raises
     ------

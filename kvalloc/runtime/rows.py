@@ -1,4 +1,4 @@
-"""The rows of a cache: each has its own budgets, and a method by which they are kept."""
+"""Rows of a cache: each has its own budgets and method."""
 
 from __future__ import annotations
 
@@ -16,29 +16,26 @@ from kvalloc.runtime.options import CacheOptions
 from kvalloc.runtime.policies.base import EvictionPolicy
 
 Within: TypeAlias = Callable[[float, int], BudgetProfile]
-"""Given a share and a number of tokens: the budgets by which a conversation goes."""
+"""Return the budgets of a conversation, from a share and a number of tokens."""
 
 Widths: TypeAlias = Mapping[int, IntArray]
-"""Of layers that are rounded, bits of each KV head, (n_kv_heads,)."""
+"""Bits of each KV head, (n_kv_heads,), by rounded layer."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Way:
-    """How rows of a batch are to be kept.
+    """Profile and options by which rows of a batch are kept.
 
     Attributes
     ----------
-    profile : BudgetProfile
-        Budgets and policy.
     options : CacheOptions
     longer_profile : BudgetProfile or None
-        Budgets of a longer text, by which a conversation goes once it is long enough for their
-        share to hold.
+        Budgets of a longer text, used once the conversation is long enough for their share to hold.
     within : callable or None
-        Given a share and a number of tokens, returns the budgets by which a conversation goes that
-        outgrows the memory of the options; by those it has, made smaller, without it.
+        Returns the budgets of a conversation that outgrows the memory, from a share and a number of
+        tokens. Without it, the first budgets are made smaller.
     once : bool
-        Whether the budgets were decided from one prompt, and are for no other.
+        Whether the budgets were decided from one prompt, and hold for no other.
     """
 
     profile: BudgetProfile
@@ -50,7 +47,7 @@ class Way:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Method(Way):
-    """A way that was checked for a model; the policy of its profile is the one of its options.
+    """A `Way` checked for a model; its profile has the policy of its options.
 
     Attributes
     ----------
@@ -65,9 +62,9 @@ class Method(Way):
     wide: bool = False
 
     def holds(self, *, in_chunks: bool) -> bool:
-        """Return whether a prompt stays whole until it is complete, and all layers evict at once.
+        """Return whether all layers evict at the end of the prompt.
 
-        Else a layer evicts once it has read a forward of it.
+        If not, a layer evicts once it has read a forward of the prompt.
         """
         across_layers = self.profile.by_prompt and not self.options.by_layer
         return (
@@ -83,18 +80,18 @@ class Method(Way):
 
     @cached_property
     def after_in_place(self) -> EvictionPolicy:
-        """What `after` is where no query is put elsewhere."""
+        """Policy `after` for scattered rows, in which no query is rotated to other positions."""
         return self.policy.turn_policy(rotates=False)
 
     def widths(self, profile: BudgetProfile) -> Widths:
-        """Return the widths of layers that are rounded by a profile of this method's rows."""
+        """Return the widths of the layers that a profile rounds."""
         all_layers = self.wide and self.profile.reduces
         widths = profile.widths
         full = profile.shape.full_layers
         return {layer: widths[layer] for layer in full if all_layers or (widths[layer] != 16).any()}
 
     def halves(self) -> Widths:
-        """Return the widths of layers while a prompt comes: of wide numbers 16 bits."""
+        """Return the widths of layers while a prompt is read: 16 bits for wide numbers."""
         return {
             layer: np.full_like(widths, 16)
             for layer, widths in (self.widths(self.profile) if self.wide else {}).items()
@@ -103,27 +100,7 @@ class Method(Way):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Row:
-    """One text of a batch.
-
-    Attributes
-    ----------
-    method : Method
-    profile : BudgetProfile
-        Its budgets now.
-    holds : bool
-        Whether its prompt stays whole until it is complete.
-    prompt : int
-        Tokens of its prompt, as far as that is known.
-    seen : int
-        Tokens seen.
-    evicted_at : int
-        Tokens seen at its latest eviction, which left it within the budget.
-    ranked_at : int
-        Tokens seen when all that is kept was last ranked.
-    scattered : bool
-        Whether tokens seen have positions that are not their numbers, by which no query is put
-        elsewhere and no key rotated back; see `scattered_rows`.
-    """
+    """One text of a batch."""
 
     method: Method
     profile: BudgetProfile
@@ -152,15 +129,15 @@ class Row:
 
     @property
     def widths(self) -> Widths:
-        """Widths of layers that are rounded."""
+        """Widths of rounded layers."""
         return self.method.widths(self.profile)
 
 
 def scattered_rows(arguments: Mapping[str, Any], n_rows: int) -> list[bool]:
-    """Return in which rows of a forward tokens have other positions on one axis than on another.
+    """Return in which rows of a forward a token's position differs between axes.
 
-    Tokens of images have, in models with several axes (M-RoPE), and text after them does not count
-    on from its number.
+    Image tokens do in models with several axes (M-RoPE), and later text does not continue from its
+    number.
     """
     positions = arguments.get("position_ids")
     if not isinstance(positions, Tensor) or positions.ndim < 3 or positions.shape[-1] < 2:
@@ -170,15 +147,16 @@ def scattered_rows(arguments: Mapping[str, Any], n_rows: int) -> list[bool]:
 
 
 def with_scattered(rows: Sequence[Row], arguments: Mapping[str, Any]) -> list[Row]:
-    """Return rows that know which of them are `scattered_rows` in a forward, or were before."""
-    found = scattered_rows(arguments, len(rows))
+    """Return rows that know which of them are `scattered_rows`, now or before."""
+    scattered = scattered_rows(arguments, len(rows))
     return [
-        replace(row, scattered=row.scattered or one) for row, one in zip(rows, found, strict=True)
+        replace(row, scattered=row.scattered or one)
+        for row, one in zip(rows, scattered, strict=True)
     ]
 
 
 def alike(rows: Sequence[Row], among: Sequence[int]) -> list[list[int]]:
-    """Return rows that evict together: of one method, one set of widths and one policy."""
+    """Return groups of rows that evict together, with equal method, widths and policy."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for row in among:
         one = rows[row]

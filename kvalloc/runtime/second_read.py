@@ -1,4 +1,4 @@
-"""A prompt that the model reads once more, so that scorers see which entries it looks up."""
+"""Second read of a prompt, in which scorers see the entries that it attends to."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ from kvalloc.scorers.later_pass import (
 
 
 class LaterLayer(DynamicLayer):  # type: ignore[no-untyped-call]
-    """What a layer holds of a prompt, for one forward of later tokens.
+    """Cache layer of a prompt for one forward of later tokens.
 
-    Neither is stored, so that their sum goes with the layer's attention.
+    It stores no later token, so that its output is freed after the layer's attention.
 
     Parameters
     ----------
     prompt : sequence of two Tensor
         Keys and values, (n_rows, n_kv_heads, n, head_dim) each.
     places : Tensor of int64, (n_shown,), or None
-        Which of these later tokens see; None for all.
+        Tokens of the prompt that later ones see; None for all.
     tokens : int
         Tokens of the prompt.
     sliding : bool
@@ -60,12 +60,12 @@ class LaterLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return all keys and values, later tokens behind."""
+        """Return all keys and values, later tokens last."""
         shown: Any = slice(None)
         if self._places is not None:
             shown = index_of(self._places.numpy(), key_states.device)
         pairs = zip(self._held, (key_states, value_states), strict=True)
-        keys, values = (torch.cat([held[:, :, shown], new], dim=-2) for held, new in pairs)
+        keys, values = (torch.cat([prompt[:, :, shown], new], dim=-2) for prompt, new in pairs)
         return keys, values
 
     def get_seq_length(self) -> int:
@@ -73,27 +73,27 @@ class LaterLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         return self._tokens
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
-        """Return length and offset of the tokens seen by new ones: shown ones count as the last."""
+        """Return length and offset of the tokens that new ones see, shown ones counted last."""
         new = query_length.shape[0] if isinstance(query_length, Tensor) else query_length
         shown = int(self._held[0].shape[2]) if self._places is None else len(self._places)
         return shown + int(new), self._tokens - shown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Held:
-    """What a layer holds of prompts.
+class PromptLayer:
+    """Entries of prompts in one layer.
 
     Attributes
     ----------
     entries : sequence of two Tensor, or None
-        Keys and values, (n_rows, n_kv_heads, n_tokens, head_dim), of a sliding layer those of the
-        last tokens; None if it stores none.
+        Keys and values, (n_rows, n_kv_heads, n_tokens, head_dim), only the last tokens of a sliding
+        layer; None if it stores none.
     slides : bool
         Whether its attention has a sliding window.
     source : transformers' layer
         With its state, if it has one.
     rows : Tensor of int64, (n_rows,)
-        Which rows of the source the prompts are.
+        Rows of the source that hold the prompts.
     """
 
     source: Any
@@ -102,7 +102,7 @@ class Held:
     slides: bool = False
 
     def layer(self, shown: Tensor | None, tokens: int) -> Any:
-        """Return a cache layer for later tokens, which goes with them; see `LaterLayer`."""
+        """Return a cache layer that continues the prompts with later tokens; see `LaterLayer`."""
         other = state_of(self.source, self.rows)
         if self.entries is None:
             return other
@@ -113,23 +113,23 @@ class Held:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldPrompt:
-    """Prompts of equal length in a full cache, from which the model can run on.
+    """Prompts of equal length in a full cache, which the model can continue.
 
     Attributes
     ----------
     decoder : nn.Module
         The model without its language-model head.
-    layers : sequence of Held
+    layers : sequence of PromptLayer
     positions : Tensor of int64, (n_axes, n_rows, n_tokens)
         Positions of the prompts, on the host.
     read : mapping of str to Tensor, each (n_rows, n_tokens, ...)
-        The prompts, as `kvalloc.runtime.prompt.ReadTokens` notes them.
+        The prompts, as `kvalloc.runtime.prompt.ReadTokens` stores them.
     features : sequence of Tensor
-        What the first layers add to tokens of images.
+        Features that the first layers add to image tokens.
     """
 
     decoder: nn.Module
-    layers: Sequence[Held]
+    layers: Sequence[PromptLayer]
     positions: Tensor
     read: Mapping[str, Tensor]
     features: Sequence[Tensor] = ()
@@ -143,23 +143,23 @@ class HeldPrompt:
     def read_again(
         self, scorer: Scorer, layers: Collection[int], reads: Mapping[int, int], *, sinks: int
     ) -> dict[int, Observed]:
-        """Let the model read the prompts again, as a scorer asks for; they are the same afterwards.
+        """Let the model read the prompts again, as a scorer requests; the prompts do not change.
 
         Parameters
         ----------
         scorer : Scorer
-            Its `Scorer.later` says how they are read.
+            Its `Scorer.later` describes the read.
         layers : collection of int
-            Layers to look at.
+            Layers to observe.
         reads : mapping of int to int
-            Of each layer that reads another one's entries, which: it is looked at as well.
+            For each layer that reads another one's entries, that layer, which is observed as well.
         sinks : int
             First tokens of the prompt that are never evicted.
 
         Returns
         -------
         dict of int to Observed
-            What the scorer noted of each layer.
+            Notes of the scorer by layer.
         """
         notes: dict[int, Observed] = {}
         assert scorer.later is not None
@@ -182,15 +182,13 @@ class HeldPrompt:
         return notes
 
     def _run(self, piece: slice, shown: Tensor | None) -> None:
-        """Let the decoder read some tokens of the prompts behind them, in a new cache.
+        """Let the decoder read a slice of the prompts after them, in a new cache.
 
-        They are as far from each other as in the prompt, on each axis of the positions. Of four
-        axes the first one is of text, in which tokens of an image count one by one.
+        Distances between positions do not change, on each axis. The first of four axes
+        belongs to text, and counts each token of an image.
 
         Parameters
         ----------
-        piece : slice
-            Which tokens.
         shown : Tensor of int64, (n_shown,), or None
             Tokens that they see in full-attention layers; None for all.
         """
@@ -201,8 +199,8 @@ class HeldPrompt:
             read[names.IMAGE_PLACES] = (places >= 0).to(device)
             read[names.IMAGE_FEATURES] = [one[places[places >= 0]] for one in self.features]
         positions = self.positions[:, :, piece]
-        first, behind = positions[-3:].amin(dim=(0, 2)), self.positions[-3:].amax(dim=(0, 2)) + 1
-        positions = positions + (behind - first)[:, None]
+        first, end = positions[-3:].amin(dim=(0, 2)), self.positions[-3:].amax(dim=(0, 2)) + 1
+        positions = positions + (end - first)[:, None]
         positions = positions if len(positions) > 1 else positions[0]
         self.decoder(
             **read,
@@ -213,23 +211,21 @@ class HeldPrompt:
 
 
 def check_context(later: Later, place: int, tokens: int, limit: int) -> None:
-    """Refuse a prompt that does not fit, with its repetition, what the model was made for.
+    """Refuse a prompt that does not fit the model's positions together with its repetition.
 
     Parameters
     ----------
     later : Later
-        The repetition after the prompt.
+        Repetition after the prompt.
     place : int
         Position of the first token after a row of the prompt.
-    tokens : int
-        Tokens of the row.
     limit : int
-        Positions that the model has.
+        Positions of the model.
 
     Raises
     ------
     InputError
-        If the row, or the repetition behind it, does not fit.
+        If the row or its repetition does not fit.
     """
     extent = later.furthest(tokens)
     if place + extent <= limit:
@@ -245,7 +241,7 @@ def check_context(later: Later, place: int, tokens: int, limit: int) -> None:
 
 
 def _pieces(n_prompt: int, later: Later, sinks: int) -> list[tuple[slice, LaterStep]]:
-    """Return which tokens of the prompts each repetition reads, and its description."""
+    """Return the prompt tokens that each repetition reads, and its description."""
     places, pieces = torch.arange(n_prompt, device="cpu"), []
     for begin in range(0, n_prompt, later.tokens):
         repeated = places[begin : begin + later.tokens]

@@ -1,4 +1,4 @@
-"""Which entries a KV head keeps, and how many: sinks, window, and the best others."""
+"""Selection of the entries that a KV head keeps: sinks, window, and the best others."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ def keep_best(
     Parameters
     ----------
     scores : Tensor, (batch, n_kv_heads, n_tokens)
-        Importance of each entry, finite where it is evictable, any float type.
+        Importance of each entry, any float type; finite if the entry is evictable.
     budgets : Tensor of int64, (batch, n_kv_heads)
         Entries that each KV head keeps, sinks and window included; best on the host.
     sinks, window : int
         First and last tokens of each row that are never evicted.
     absent, counts : Tensor, optional
-        Places of no entry, and how many entries each head has; see `AttentionStates`.
+        Padding, and the number of entries of each head; see `AttentionStates`.
 
     Returns
     -------
     Tensor of bool, (batch, n_kv_heads, n_tokens)
-        Exactly ``budgets[row, head]`` True. Among equal scores the earlier position wins, on
-        every device.
+        Exactly ``budgets[row, head]`` True. Among equal scores the earlier position wins, on every
+        device.
 
     Raises
     ------
     InputError
-        If a budget is below sinks and window or above the row's number of tokens, or a score is
-        not finite.
+        If a budget is below sinks and window or above the row's number of tokens, or a score is not
+        finite.
 
     Examples
     --------
@@ -56,9 +56,9 @@ def keep_best(
     >>> keep_best(scores, torch.tensor([[4]]), sinks=1, window=1).int().tolist()
     [[[1, 1, 1, 0, 0, 1]]]
     """
-    wanted = free_counts(scores, budgets, sinks=sinks, window=window, counts=counts)
+    counts_free = free_counts(scores, budgets, sinks=sinks, window=window, counts=counts)
     free = evictable(scores, sinks=sinks, window=window, absent=absent, counts=counts)
-    best = ~free | best_entries(scores, wanted, among=free)
+    best = ~free | best_entries(scores, counts_free, among=free)
     return best if absent is None else best & ~absent
 
 
@@ -71,14 +71,14 @@ def chosen_widths(
     ----------
     scores : Tensor, (batch, n_kv_heads, n_tokens)
     kept, free : Tensor of bool, as ``scores``
-        Which entries stay, and which of all are `evictable`; others come before these.
+        Entries that stay, and all `evictable` entries; protected ones come first.
     counts : mapping of int to ndarray of int64, (batch, n_kv_heads)
-        By width, the widest first, how many have it.
+        Number of entries at each width, the widest first.
 
     Returns
     -------
     Tensor of int16, as ``scores``
-        0 where an entry is evicted. Among equal scores the earlier position is the better one.
+        0 if an entry is evicted. Among equal scores the earlier position is the better one.
     """
     ranked = scores.masked_fill(~free, inf).masked_fill_(~kept, -inf)
     order = ranked.argsort(dim=-1, descending=True, stable=True)
@@ -91,7 +91,7 @@ def chosen_widths(
 
 
 def _ends(counts: Mapping[int, IntArray]) -> Iterator[tuple[int, IntArray]]:
-    """Yield each width, and how many entries have it or a wider one."""
+    """Yield each width, and the number of entries at it or a wider one."""
     total: Any = 0
     for width, count in counts.items():
         total = total + count
@@ -106,23 +106,17 @@ def evictable(
     absent: Tensor | None = None,
     counts: Tensor | None = None,
 ) -> Tensor:
-    """Return the mask of entries that a policy may evict: all but sinks and window.
+    """Return the mask of entries that a policy may evict, (batch, n_kv_heads, n_tokens).
 
     Parameters
     ----------
     entries : Tensor, (batch, n_kv_heads, n_tokens, ...)
-        Scores or keys: its sizes and its device count.
-    sinks, window : int
-        First and last tokens that always stay.
+        Scores or keys; only their shape and device are used.
     absent, counts : Tensor, optional
-        Places of no entry, and how many entries each head has; see `AttentionStates`.
-
-    Returns
-    -------
-    Tensor of bool, (batch, n_kv_heads, n_tokens)
+        Padding, and the number of entries of each head; see `AttentionStates`.
     """
     if absent is not None and counts is not None:
-        place = (~absent).cumsum(dim=-1) - 1  # of each entry among those of its head
+        place = (~absent).cumsum(dim=-1) - 1  # of each entry in its head
         ends = counts.to(entries.device)[..., None] - window
         return (place >= sinks) & (place < ends) & ~absent
     place = torch.arange(entries.shape[2], device=entries.device)
@@ -133,15 +127,6 @@ def free_counts(
     entries: Tensor, budgets: Tensor, *, sinks: int, window: int, counts: Tensor | None = None
 ) -> Tensor:
     """Return how many `evictable` entries each KV head keeps, (batch, n_kv_heads).
-
-    Parameters
-    ----------
-    entries, sinks, window
-        As there.
-    budgets : Tensor of int64, (batch, n_kv_heads)
-        Entries that each KV head keeps, sinks and window included; best on the host.
-    counts : Tensor of int64, (batch, n_kv_heads), optional
-        How many entries each head has, if not all of these.
 
     Raises
     ------
@@ -161,46 +146,37 @@ def free_counts(
 
 
 def kept_places(kept: Tensor, counts: Tensor) -> Tensor:
-    """Places of the kept entries in their heads, row by row and head by head, (n_kept,).
+    """Return the places of kept entries in their heads, row by row and head by head, (n_kept,).
 
     Parameters
     ----------
     kept : Tensor of bool, (batch, n_kv_heads, n_tokens)
     counts : Tensor of int64, (batch, n_kv_heads)
-        How many are kept, on the host, which then need not ask the device.
+        Number of kept entries, on the host, so that it does not wait for the device.
     """
     return kept.nonzero_static(size=int(counts.sum()), fill_value=0)[:, 2]
 
 
 def gathered(states: Tensor, indices: Tensor) -> Tensor:
-    """A contiguous copy of the entries at ``indices``, each KV head its own.
+    """Return a contiguous copy of the entries at ``indices`` of each KV head.
 
     Parameters
     ----------
     states : Tensor, (batch, n_kv_heads, n_tokens, head_dim)
-        Keys or values.
     indices : Tensor of int64, (batch, n_kv_heads, n_wanted)
-        Which tokens.
     """
     entries, index = flat_entries(states, *_segments(indices), indices)
     return entries.index_select(0, index.flatten()).view(*indices.shape, -1)
 
 
 def put_at(states: Tensor, indices: Tensor, entries: Tensor) -> None:
-    """Put entries back where `gathered` takes them from, into states that are no transposed ones.
-
-    Parameters
-    ----------
-    states, indices
-        As for `gathered`.
-    entries : Tensor, (batch, n_kv_heads, n_wanted, head_dim)
-    """
+    """Put entries at the indices of `gathered`, into contiguous states."""
     flat, index = flat_entries(states, *_segments(indices), indices)
     flat.index_copy_(0, index.flatten(), entries.flatten(0, 2))
 
 
 def _segments(indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the numbers of rows and heads, to be broadcast against (batch, n_kv_heads, n)."""
+    """Return row and head indices that broadcast against (batch, n_kv_heads, n)."""
     rows, heads = (torch.arange(size, device=indices.device) for size in indices.shape[:2])
     return rows[:, None, None], heads[:, None]
 
@@ -208,16 +184,16 @@ def _segments(indices: Tensor) -> tuple[Tensor, Tensor]:
 def flat_entries(
     states: Tensor, rows: Tensor, heads: Tensor, tokens: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return entries one after the other as they are stored, (n, dim), and where some of them are.
+    """Return a view of all entries in storage order, (n, dim), and the places of the selected ones.
 
-    A copy of whole entries takes a fifth of the time of a `gather` of their numbers.
+    Indexing whole entries takes a fifth of the time of a `gather` of their numbers.
 
     Parameters
     ----------
     states : Tensor, (batch, n_kv_heads, n_tokens, dim)
         Copied only if its vectors do not stand at multiples of their size.
     rows, heads, tokens : Tensor of int64
-        Which entries, broadcast against each other.
+        Indices of entries, broadcast against each other.
     """
     dim = int(states.shape[-1])
     if states.stride(-1) != 1 or any(step % dim for step in states.stride()[:3]):
@@ -229,23 +205,19 @@ def flat_entries(
 
 
 def best_entries(scores: Tensor, counts: Tensor, *, among: Tensor) -> Tensor:
-    """Mask of the highest scores along the last axis, ties to the lower index.
+    """Return the mask of the highest scores along the last axis, ties to the lower index.
 
-    A threshold instead of a sort: `topk` may pick any of several equal scores, but the value of
-    the last one is certain. Everything above it is in, and the first of those equal to it.
+    It uses a threshold: `topk` may pick any of several equal scores, but the value of the last one
+    is certain. All scores above it are taken, and the first scores equal to it.
 
     Parameters
     ----------
     scores : Tensor, (batch, n_kv_heads, n_tokens)
-        Finite where `among` is True.
+        Finite if `among` is True.
     counts : Tensor of int64, (batch, n_kv_heads)
-        How many to take, no more than `among` offers; best on the host.
+        Entries to take, no more than `among` offers; best on the host.
     among : Tensor of bool, (batch, n_kv_heads, n_tokens)
         Entries that may be taken.
-
-    Returns
-    -------
-    Tensor of bool, (batch, n_kv_heads, n_tokens)
 
     Raises
     ------
@@ -280,18 +252,18 @@ def handed_out(scores: Sequence[Tensor], total: int, *, protected: int) -> IntAr
     Parameters
     ----------
     scores : sequence of Tensor, each (n_kv_heads, n_evictable)
-        For each layer, of the entries that can be evicted; comparable across layers and heads.
-        Layers may differ in their number, and a head may have -inf at its end: no entry.
+        Scores of each layer's evictable entries, comparable across layers and heads. Layers may
+        differ in n_evictable, and a shorter head ends in -inf.
     total : int
-        Entries that all heads keep together, sinks and window included.
+        Entries of all heads, sinks and window included.
     protected : int
         Sinks and window of each head.
 
     Returns
     -------
     ndarray of int64, (n_layers, n_kv_heads)
-        Sums to `total`, but at least to sinks and window everywhere, and at most to everything.
-        Among equal scores the earlier layer wins, and in it the earlier head.
+        Sums to `total`, within sinks and window and all entries of each head. Among equal scores
+        the earlier layer wins, and in it the earlier head.
     """
     device = scores[0].device
     layers = [layer.to(device, torch.float32).mT for layer in scores]

@@ -1,4 +1,4 @@
-"""Layers of transformers beside those of full attention: states, and layers that store nothing."""
+"""Layers of transformers other than full attention: states, and layers that store nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvalloc.models.names import has_state, state_class, state_tensors
 
 
 def with_state(entries: type, other: Any, *args: Any, **kwargs: Any) -> Any:
-    """Make a layer of entries, of a class of layers, that has the state of another layer, too.
+    """Make a layer of entries that also has the state of another layer.
 
     Parameters
     ----------
@@ -21,7 +21,7 @@ def with_state(entries: type, other: Any, *args: Any, **kwargs: Any) -> Any:
     other : transformers' layer
         Its state is copied.
     *args, **kwargs
-        As the class takes them.
+        Arguments of the class.
     """
     layer = _class_of(entries, state_class())(other.number_of_states, *args, **kwargs)
     vars(layer).update(vars(_copied(other)))
@@ -41,15 +41,15 @@ def _copied(layer: Any) -> Any:
 @cache
 def _class_of(entries: Any, state: Any) -> Any:
     class WithState(state, entries):  # type: ignore[misc]
-        """A layer of entries, and a state, each as in a layer of its own."""
+        """Entries and a state, each in a layer of its own."""
 
         def __init__(self, number_of_states: int, *args: Any, **kwargs: Any) -> None:
             state.__init__(self, number_of_states=number_of_states)
             entries.__init__(self, *args, **kwargs)
 
-        def lazy_initialization(self, *given: Any, **states: Any) -> None:
-            """Get ready for entries, which come by position, or for a state."""
-            (entries if given else state).lazy_initialization(self, *given, **states)
+        def lazy_initialization(self, *arguments: Any, **states: Any) -> None:
+            """Initialize the entries if called by position, else the state."""
+            (entries if arguments else state).lazy_initialization(self, *arguments, **states)
 
         def reset(self) -> None:
             """Forget everything."""
@@ -67,7 +67,7 @@ def _class_of(entries: Any, state: Any) -> Any:
 def state_of(layer: Any, rows: Tensor) -> Any:
     """Return a layer of transformers with some rows of a layer's state; None if it has none.
 
-    A layer that stores nothing at all is returned as it is.
+    A layer that stores nothing is returned as it is.
     """
     if not has_state(layer):
         return layer if getattr(layer, "keys", None) is None else None

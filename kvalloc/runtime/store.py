@@ -1,4 +1,4 @@
-"""One full-attention layer of a cache: whole until its first eviction, then row by row."""
+"""Store of one full-attention layer: whole until its first eviction, then row by row."""
 
 from __future__ import annotations
 
@@ -21,16 +21,15 @@ from kvalloc.runtime.tail import Tail, rows_of
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Candidates:
-    """Entries of rows, as many of each row and head.
+    """Entries of rows, the same number for each row and head.
 
     Attributes
     ----------
     keys, values : Tensor, (n_rows, n_kv_heads, n, head_dim)
     positions : Tensor of int32, (n_rows, n_kv_heads, n)
-        Which token of its row each is.
+        Token of its row that each entry is.
     absent, counts : Tensor, (n_rows, n_kv_heads, n) and (n_rows, n_kv_heads), or None
-        Places of no entry, and how many entries each head has, where they hold different numbers;
-        see `AttentionStates`.
+        Padding, and the number of entries of each head, if they differ; see `AttentionStates`.
     """
 
     keys: Tensor
@@ -43,26 +42,24 @@ class Candidates:
 class Store(DynamicLayer):  # type: ignore[no-untyped-call]
     """Keys and values of a layer.
 
-    *Whole*: nothing has gone, and this is transformers' own layer, operation for operation, so that
-    a budget of 100% is bit-identical. *Reduced*: entries that earlier evictions kept stand in
-    `kept`, and later tokens in `tail`.
+    *Whole*: before the first eviction it is transformers' own layer, operation for operation, so
+    that a budget of 100% is bit-identical. *Reduced*: `kept` holds the entries of earlier
+    evictions, `tail` later tokens.
 
     Attributes
     ----------
     keys, values : Tensor, (rows, n_kv_heads, n_stored, head_dim)
-        All columns of a whole layer, the tail's tokens of a reduced one.
+        All columns of a whole layer, or the tail of a reduced one.
     kept : Kept or None
     tail : Tail or None
-    seen : int
-        Columns seen.
     fresh : bool
         Whether an eviction follows the next `update`, which then copies nothing that may go.
     notes : Notes
         Queries and observations until the next eviction.
     template : AttentionStates or None
-        Its attention without tokens: the part that is the same in all forwards of a prompt.
+        The part of its attention that is the same in all forwards of a prompt.
     latent : bool
-        Whether keys and values are latents and rotary keys, which the layer expands.
+        Whether it stores latents and rotary keys, which the layer expands.
     readers : int
         Other layers that attend to its entries.
     """
@@ -90,18 +87,12 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
         return 0 if self.keys is None or self.keys.ndim < 4 else int(self.keys.shape[0])
 
     def latest(self, tokens: IntArray) -> IntArray:
-        """Return how many tokens of each row have come since its latest eviction, (rows,).
-
-        Parameters
-        ----------
-        tokens : ndarray of int64, (rows,)
-            All that have come.
-        """
+        """Return the number of tokens of each row since its latest eviction, (rows,)."""
         return tokens if self.tail is None else self.tail.lengths
 
     @property
     def kept_counts(self) -> IntArray:
-        """Entries that earlier evictions kept of each row and KV head, (rows, n_kv_heads)."""
+        """Entries kept by earlier evictions, (rows, n_kv_heads)."""
         if self.kept is None:
             return np.zeros((self.rows, int(self.keys.shape[1])), dtype=np.int64)
         return self.kept.lengths
@@ -111,7 +102,7 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
         return np.asarray(self.kept_counts + self.latest(tokens)[:, None])
 
     def stored_tensors(self) -> list[Tensor]:
-        """Return all tensors that are allocated now, positions of kept entries too."""
+        """Return all allocated tensors, positions of kept entries included."""
         if self.kept is None or self.tail is None:
             return [] if self.keys is None else [self.keys, self.values]
         return [*self.tail.buffers, *self.kept.tensors()]
@@ -121,15 +112,12 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
     def update(
         self, key_states: Tensor, value_states: Tensor, batch: Batch, *args: Any, interval: int
     ) -> tuple[Tensor, Tensor]:
-        """Add new tokens; returns keys and values: all columns of a whole layer, else the tail.
+        """Add new tokens; return all columns of a whole layer, else the tail.
 
         Parameters
         ----------
         key_states, value_states : Tensor, (rows, n_kv_heads, n_new, head_dim)
-            The new tokens, positions applied.
         batch : Batch
-        interval : int
-            Tokens between two evictions.
         """
         self.seen += int(key_states.shape[-2])
         if self.tail is not None:
@@ -145,7 +133,7 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
         return self.keys, self.values
 
     def attended(self) -> Kept:
-        """Return kept entries as attention sees them; of latents the numbers they stand for."""
+        """Return kept entries as attention reads them; latents are expanded."""
         assert self.kept is not None
         if not self.latent:
             return self.kept
@@ -158,11 +146,11 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
     # What there is to choose from
 
     def seen_as(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values as `AttentionStates` show them."""
+        """Return keys and values as `AttentionStates` hold them."""
         return latent_states(keys, values) if self.latent else (keys, values)
 
     def stored_as(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what is stored of keys and values that `seen_as` has made."""
+        """Return stored entries from keys and values of `seen_as`."""
         if not self.latent:
             return keys, values
         first = int(values.shape[-1])
@@ -175,7 +163,7 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
         return int(self.tail.lengths[row]), *self.kept.lengths[row].tolist()
 
     def is_even(self, row: int) -> bool:
-        """Return whether all KV heads of a row hold as many entries."""
+        """Return whether all KV heads of a row have equally many entries."""
         return len({*self.kept_counts[row].tolist()}) == 1
 
     def candidates(
@@ -194,12 +182,12 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
         rows : ndarray of int64, (n_rows,)
             Increasing.
         columns : callable
-            Gives the columns of a row.
+            Returns the columns of a row.
         tokens : int, optional
             Tokens of each of these rows; by default the stored ones.
         head : int, optional
         latest : bool
-            Leave out what earlier evictions kept.
+            Leave out entries kept by earlier evictions.
         """
         if self.kept is None or self.tail is None:
             places = columns(int(rows[0]))
@@ -221,11 +209,11 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
         keys, values, positions = (
             torch.cat(pair, dim=2) for pair in zip(before, (keys, values, positions), strict=True)
         )
-        found = Candidates(keys=keys, values=values, positions=positions)
+        candidates = Candidates(keys=keys, values=values, positions=positions)
         if (lengths == lengths.max(initial=0)).all():
-            return found
+            return candidates
         counts = torch.from_numpy(lengths + end)
-        return replace(found, absent=positions == NO_COLUMN, counts=counts)
+        return replace(candidates, absent=positions == NO_COLUMN, counts=counts)
 
     # Evicting
 
@@ -248,7 +236,7 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
         counts : mapping of int to ndarray of int64, (n_segments,), or None
             How many entries of each segment are stored at each width; None as they are.
         beside_kept : bool
-            Whether entries kept before stay; the new ones then stand behind those of their width.
+            Whether entries kept before stay; the new ones follow kept ones of their width.
         """
         stored = [] if self.kept is None else self.kept.of_rows(rows)
         fresh = fresh.compact(self.seen)
@@ -273,8 +261,8 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
             like = tuple(one.new_empty(0, one.shape[3]) for one in (self.keys, self.values))
             n_rows, heads = self.rows, int(self.keys.shape[1])
             before = Kept(parts=(), rows=n_rows, heads=heads, like=like)
-        others = np.setdiff1d(np.arange(before.rows), rows)
-        stay = before.of_rows(others) if len(others) else []
+        unchanged = np.setdiff1d(np.arange(before.rows), rows)
+        stay = before.of_rows(unchanged) if len(unchanged) else []
         new = [part.compact(self.seen) for part in (*whole_rows, *new)]
         self.kept = replace(before, parts=joined([*stay, *new]))
         if self.tail is None:
@@ -288,31 +276,31 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
     # What transformers calls
 
     def get_seq_length(self) -> int:
-        """Columns seen, so that positions stay true after eviction."""
+        """Return the columns seen, so that positions stay true after eviction."""
         return self.seen
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
-        """Sizes as if nothing had been evicted, which is what a 2-D attention mask covers.
+        """Return sizes as if nothing had been evicted, which a 2-D attention mask covers.
 
         Parameters
         ----------
         query_length : int or Tensor
-            New tokens; older transformers pass their positions instead.
+            New tokens; older transformers pass their positions.
         """
         new = query_length.shape[0] if isinstance(query_length, Tensor) else query_length
         return self.seen + int(new), 0
 
     def write(self, begin: int, keys: Tensor, values: Tensor) -> None:
-        """Put keys and values, (rows, n_kv_heads, n, head_dim), at columns from one on.
+        """Write keys and values, (rows, n_kv_heads, n, head_dim), from a column on.
 
-        They have come since the latest eviction, and no row has padding among them.
+        The columns are later than the latest eviction, and have no padding.
         """
         place = begin - (self.seen - int(self.keys.shape[2]))
         for states, new in ((self.keys, keys), (self.values, values)):
             states[:, :, place : place + int(new.shape[2])] = new
 
     def take_back(self, columns: int, tokens: IntArray) -> None:
-        """Remove the latest columns, in which these are the tokens of each row."""
+        """Remove the latest columns; they hold these tokens of each row."""
         self.seen -= columns
         if self.tail is not None:
             self.tail.cut(tokens)

@@ -1,4 +1,4 @@
-"""The latest tokens of each row, which are at the end: those since a layer's latest eviction."""
+"""Latest tokens of each row, since a layer's latest eviction."""
 
 from __future__ import annotations
 
@@ -12,23 +12,18 @@ from kvalloc.accounting import IntArray
 from kvalloc.runtime.kept import index_of, on_device
 
 BLOCK_TOKENS = 64
-"""Tokens that a tail gets room for at a time: until then none is copied, and no address changes."""
+"""Tokens by which a tail's storage grows: between two growths nothing is copied, and no address
+changes."""
 
 FIRST_TOKENS = 8
-"""The first decoded tokens take no room to spare: a short answer to a short prompt
-would store more than that prompt."""
+"""The first decoded tokens get no spare capacity, so that a short answer to a short prompt stores
+less than the prompt."""
 
 
 def room_for(tokens: int, interval: int) -> int:
-    """Return the room, in tokens, for decoded tokens.
+    """Return the capacity, in tokens, for decoded tokens.
 
-    Those alone at first, then whole blocks, but no more than come before the next eviction.
-
-    Parameters
-    ----------
-    tokens : int
-    interval : int
-        Tokens between two evictions.
+    The first tokens alone, then whole blocks, but no more than before the next eviction.
     """
     if tokens <= FIRST_TOKENS:
         return tokens
@@ -36,9 +31,9 @@ def room_for(tokens: int, interval: int) -> int:
 
 
 class Latest:
-    """States of the latest tokens of each row, such as keys and values, in storage with some room.
+    """Latest states of each row, such as keys and values, with spare capacity.
 
-    A row that has fewer than another has places of no token in front of its own.
+    Shorter rows are padded in front.
 
     Attributes
     ----------
@@ -46,19 +41,19 @@ class Latest:
     tokens : int
         Places in use, from the first.
     starts : ndarray of int64, (rows,), or None
-        Places of no token in front of each row's; None where there are none.
+        Padding in front of each row; None without any.
     """
 
     def __init__(self, buffers: Iterable[Tensor], lengths: IntArray) -> None:
         self._fill(buffers, lengths)
 
     def _fill(self, buffers: Iterable[Tensor], lengths: IntArray) -> None:
-        """Hold the states in these buffers, without room."""
+        """Store the states in these buffers, without spare capacity."""
         self.buffers = tuple(buffers)
         self._use(int(self.buffers[0].shape[2]), lengths)
 
     def _use(self, tokens: int, lengths: IntArray) -> None:
-        """Set how many places are in use, and how many tokens of each row are in them."""
+        """Set the number of places in use, and of tokens of each row in them."""
         self.tokens, starts = tokens, tokens - lengths
         self.starts: IntArray | None = starts if starts.any() else None
 
@@ -78,11 +73,10 @@ class Latest:
 
         Parameters
         ----------
-        states : tuple of Tensor
         lengths : ndarray of int64, (rows,)
-            Tokens of each row among the new places; they are the last ones.
+            Tokens of each row among the new places, the last ones.
         room : int
-            Places for which storage is made if there is none for the new tokens.
+            Places to allocate if there are none left for the new tokens.
         """
         n_new = int(states[0].shape[2])
         end, in_all_rows = self.tokens + n_new, min(lengths.tolist()) == n_new
@@ -111,7 +105,7 @@ class Latest:
             self._use(end, both)
 
     def cut(self, removed: IntArray) -> None:
-        """Remove the latest tokens of each row, (rows,) of them, and free them."""
+        """Remove up to (rows,) latest tokens of each row, and free them."""
         lengths = self.lengths - removed
         end = int(lengths.max())
         if (removed == removed[0]).all():
@@ -122,7 +116,7 @@ class Latest:
             self._use(end, lengths)
 
     def _gather(self, states: Sequence[Tensor], places: IntArray) -> None:
-        """Take these places, (rows, n), from now on; those below 0 are of no token."""
+        """Keep these places, (rows, n); those below 0 are padding."""
         index = on_device(np.maximum(places, 0), states[0].device)[:, None, :, None]
         self.buffers = tuple(
             tensor.gather(2, index.expand(*tensor.shape[:2], -1, tensor.shape[3]))
@@ -130,7 +124,7 @@ class Latest:
         )
 
     def forget(self, rows: IntArray) -> None:
-        """Remove all tokens of some rows; what no row needs is freed."""
+        """Remove all tokens of some rows, and free places that no row uses."""
         lengths = self.lengths.copy()
         lengths[rows] = 0
         self._keep(self.tokens - int(lengths.max()), lengths)
@@ -142,12 +136,12 @@ class Latest:
         self._fill(copies, lengths)
 
     def select(self, rows: Tensor) -> None:
-        """Let row i go on with what row ``rows[i]`` has."""
+        """Let row i go on with the states of row ``rows[i]``."""
         states = [state[rows.to(state.device)] for state in self.states]
         self._fill(states, self.lengths[rows.cpu().numpy()])
 
     def of(self, rows: IntArray, limit: int | None = None) -> tuple[Tensor, ...]:
-        """Return the latest states of rows that have equally many, (n_rows, heads, n, dim) each."""
+        """Return the latest states of rows of equal length, (n_rows, heads, n, dim) each."""
         count = int(self.lengths[rows[0]])
         count = count if limit is None else min(count, limit)
         return tuple(rows_of(state, rows)[:, :, self.tokens - count :] for state in self.states)
@@ -169,20 +163,13 @@ class Tail(Latest):
 
     @property
     def has_room(self) -> bool:
-        """Whether one more token takes no more storage."""
+        """Whether one more token fits the allocated storage."""
         return self.tokens < int(self.buffers[0].shape[2])
 
     def add(self, states: tuple[Tensor, ...], lengths: IntArray, *, interval: int) -> None:
-        """Append keys and values, with room if single tokens go on coming.
+        """Append keys and values, with spare capacity for single tokens.
 
-        Several at once take what they take: a turn may be as long as memory has room for.
-
-        Parameters
-        ----------
-        states, lengths
-            As for `append`.
-        interval : int
-            Tokens between two evictions.
+        Several tokens at once get none: a turn may be as long as memory allows.
         """
         room, is_single = 0, states[0].shape[2] == 1
         self._n_single += is_single
@@ -192,5 +179,5 @@ class Tail(Latest):
 
 
 def rows_of(states: Tensor, rows: IntArray) -> Tensor:
-    """Return some rows: a view where they follow each other."""
+    """Return rows of a tensor: a view if they are adjacent."""
     return states[index_of(rows, states.device)]

@@ -1,6 +1,6 @@
 """Turns and answers after a prompt: when rows evict again, and how much memory is free.
 
-Each function takes the `kvalloc.runtime.cache.BudgetCache` at hand.
+Each function takes a `kvalloc.runtime.cache.BudgetCache`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvalloc.runtime.store import Store
 
 
 def memory_of(cache: Any, row: Row) -> int | None:
-    """Return the bytes that a row may take: its method's rows share the method's memory."""
+    """Return the bytes that a row may take: rows of a method share its memory."""
     memory = row.method.options.memory
     return None if memory is None else memory // sum(row.method is r.method for r in cache.rows)
 
@@ -36,7 +36,7 @@ def interval(cache: Any, row: Row) -> int:
 
 
 def _free_tokens(cache: Any) -> int | None:
-    """Return how many more tokens the memory has room for; None without one."""
+    """Return how many more tokens fit the memory; None without a bound."""
     memory = [memory_of(cache, row) for row in cache.rows]
     if not memory or None in memory:
         return None
@@ -46,7 +46,7 @@ def _free_tokens(cache: Any) -> int | None:
 
 
 def cuts(cache: Any, seen: int, end: int) -> Iterator[int]:
-    """Yield the columns where a forward is cut since the memory does not take it whole."""
+    """Yield the columns at which a forward is cut to fit the memory."""
     if cache.door.complete and (free := _free_tokens(cache)) is not None and end - seen > free:
         row = cache.rows[0]
         start = seen - (row.seen - row.evicted_at)
@@ -55,7 +55,7 @@ def cuts(cache: Any, seen: int, end: int) -> Iterator[int]:
 
 
 def room_tokens(cache: Any) -> int:
-    """Return the tokens between two evictions for which a layer has room, at most."""
+    """Return the capacity of a layer between two evictions, in tokens, at most."""
     tokens = min((interval(cache, row) for row in cache.rows if row.method.goes_on), default=None)
     if tokens is None:
         return plan.MIN_INTERVAL
@@ -79,7 +79,7 @@ def note_positions(cache: Any, arguments: Mapping[str, Any]) -> None:
 
 
 def noted_queries(cache: Any, batch: Batch) -> int:
-    """Return how many latest queries are kept of a forward that follows the prompt."""
+    """Return the number of latest queries stored of a forward that follows the prompt."""
     end, count = batch.seen + batch.new, 0
     for row in cache.rows:
         after = row.after
@@ -90,7 +90,7 @@ def noted_queries(cache: Any, batch: Batch) -> int:
 
 
 def catch_up(cache: Any) -> None:
-    """Evict in rows in which enough tokens have followed the latest eviction."""
+    """Evict in rows with enough tokens since the latest eviction."""
     if not cache.door.complete:
         return
     full = _is_full(cache)
@@ -104,13 +104,13 @@ def catch_up(cache: Any) -> None:
 
 
 def end(cache: Any) -> None:
-    """Keep no more than the budget of all tokens seen, kept and new entries ranked together."""
+    """Evict down to the budget of all tokens seen, ranking kept and new entries together."""
     if cache.door.complete:
         _settle(cache, _followed(cache))
 
 
 def _followed(cache: Any) -> list[int]:
-    """Return the rows with new tokens that evict after their prompt, too."""
+    """Return the rows with new tokens that evict after their prompt."""
     return [
         number
         for number, row in enumerate(cache.rows)
@@ -129,7 +129,7 @@ def _is_full(cache: Any) -> bool:
 
 @torch.no_grad()
 def _settle(cache: Any, rows: Sequence[int]) -> None:
-    """Go back to the budgets of all tokens that these rows have seen, if anything ranks them."""
+    """Evict down to the budgets of all tokens of these rows, if a policy ranks them."""
     stores: dict[int, Store] = cache.stores
     query_counts = [store.notes.queries.lengths for store in stores.values()]
     queries = np.min([np.broadcast_to(counts, len(cache.rows)) for counts in query_counts], axis=0)
@@ -158,17 +158,14 @@ def _settle(cache: Any, rows: Sequence[int]) -> None:
 def _goal(
     cache: Any, number: int, kept: IntArray, new: IntArray
 ) -> tuple[Row, bool, dict[int, IntArray]]:
-    """Return a row as it goes on, whether only new entries are ranked, and how many stay of them.
+    """Return the continuing row, whether only new entries are ranked, and the number that stays.
 
     Parameters
     ----------
-    cache : BudgetCache
-    number : int
-        Of the row.
     kept : ndarray of int64, (n_full_layers, n_kv_heads)
         Entries kept by earlier evictions.
     new : ndarray of int64, (n_full_layers, 1)
-        Tokens since the latest one.
+        Tokens since the latest eviction.
     """
     before: Row = cache.rows[number]
     left = _left(cache, before)
@@ -201,12 +198,12 @@ def _goal(
 def _left(cache: Any, row: Row) -> int | None:
     """Return the bytes that the memory leaves for a row's entries.
 
-    Beside them stand layers without budgets, the tail, and lists of tiles.
+    Layers without budgets, the tail, and lists of tiles are subtracted.
     """
     if (memory := memory_of(cache, row)) is None:
         return None
-    own = (layer for layer in cache.layers if not isinstance(layer, Store))
-    taken: int = sum(tensor.nbytes for layer in own for tensor in layer_tensors(layer))
+    plain_layers = (layer for layer in cache.layers if not isinstance(layer, Store))
+    taken: int = sum(tensor.nbytes for layer in plain_layers for tensor in layer_tensors(layer))
     taken = -(-(taken + cache.state_bytes) // len(cache.rows))
     if next(iter(cache.stores.values())).keys.is_cuda:  # where a kernel reads by lists
         n_pieces = max(map(len, MIXES.values())) if row.widths else 1

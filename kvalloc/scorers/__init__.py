@@ -1,7 +1,7 @@
-"""Scorers: how much each entry of the cache matters for the tokens to come.
+"""Scorers: importance of each entry of the cache for later tokens.
 
-One file a scorer. All of them, ours and others', are found through the entry-point group
-``kvalloc.scorers``. Nothing here imports torch until a score is computed.
+One file a scorer. All are found through the entry-point group ``kvalloc.scorers``. Nothing here
+imports torch until a score is computed.
 """
 
 from __future__ import annotations
@@ -15,22 +15,17 @@ __all__ = ["Scorer", "get_scorer", "scorer_class", "scorer_names"]
 
 
 def scorer_names() -> list[str]:
-    """Return the names of all registered scorers, sorted, without importing them."""
+    """Return the sorted names of all registered scorers, without importing them."""
     return names(SCORERS)
 
 
 def scorer_class(name: str) -> type[Scorer]:
-    """Return the class of a registered scorer, for its summary and reference.
-
-    Parameters
-    ----------
-    name : str
-        A registered name.
+    """Return the class of a registered scorer.
 
     Raises
     ------
     InputError
-        If there is no such scorer; lists those there are.
+        If there is no such scorer.
     SolverError
         If the plug-in cannot be imported or is not a scorer.
     """
@@ -45,7 +40,7 @@ def get_scorer(name: str, **parameters: Any) -> Scorer:
     name : str
         A registered name, also with parameters: ``"snapkv:window=32"``.
     **parameters
-        The scorer's own parameters, such as ``window`` and ``pool``.
+        Parameters of the scorer, such as ``window`` and ``pool``.
 
     Returns
     -------

@@ -10,17 +10,17 @@ from kvalloc.scorers.h2o import H2O
 
 @dataclass(frozen=True, kw_only=True)
 class A2SF(H2O):
-    """Sum of an entry's attention over all rows, each row worth less the longer ago it was.
+    """Sums an entry's attention over all rows, with less weight for older rows.
 
-    ``A[k] = sum over rows q of forgetting ** (last - q) * S[q, k]``: with 1 it is H2O, towards 0
-    it is the last row alone. The paper tunes the factor for each model and task; the default here
-    is ours, and looks back over some hundred rows. A prompt in chunks gives the same score, as
-    long as nothing is evicted before it is complete.
+    ``A[k] = sum over rows q of forgetting ** (last - q) * S[q, k]``: 1 gives H2O, towards 0 only
+    the last row counts. The paper tunes the factor for each model and task; the default here is
+    ours, over about a hundred rows. A prompt in chunks gives the same score, if nothing is evicted
+    before it is complete.
 
     Parameters
     ----------
     window : int
-        Last tokens that are never evicted, tokens.
+        Last tokens that are never evicted.
     forgetting : float
         Factor a row, above 0 and at most 1.
 

@@ -1,6 +1,6 @@
-"""Attention rows, logits and protected columns, computed again from a layer's queries and keys.
+"""Attention rows, logits and protected columns, recomputed from a layer's queries and keys.
 
-Only the requested rows are computed, so the full attention matrix never exists.
+Only the requested rows are computed, never the full attention matrix.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BLOCK_ELEMENTS, _LEAST_ROWS = 1 << 18, 16
 _WINDOW_ELEMENTS = 1 << 24
 
 _MOVED, _REUSED, _ROWS = "moved", "reused", "rows"
-"""Keys in `AttentionStates.shared`: the result of `states_behind`, which of its rows to store for
+"""Keys in `AttentionStates.shared`: the result of `states_behind`, rows of it to store for
 `known_rows`, and these rows."""
 
 
@@ -30,15 +30,13 @@ def window_attention(states: AttentionStates, window: int) -> Tensor:
 
     Parameters
     ----------
-    states : AttentionStates
-        One layer's queries, keys and values.
     window : int
-        Rows wanted; all new tokens when there are fewer.
+        Rows; all new tokens if there are fewer.
 
     Returns
     -------
     Tensor of float32, (batch, n_kv_heads, group, rows, n_tokens)
-        Query head ``h`` stands at ``[:, h // group, h % group]``. Rows of padding are 0.
+        Query head ``h`` is at ``[:, h // group, h % group]``. Rows of padding are 0.
     """
     n_new = states.queries.shape[2]
     return attention_rows(states, max(n_new - window, 0), n_new)
@@ -47,14 +45,10 @@ def window_attention(states: AttentionStates, window: int) -> Tensor:
 def window_votes(
     states: AttentionStates, window: int, reduce: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Return the window's weights reduced over its rows, in memory of one KV head if large.
+    """Return the window's weights reduced over its rows, one KV head at a time if large.
 
     Parameters
     ----------
-    states : AttentionStates
-        One layer's queries, keys and values.
-    window : int
-        Rows wanted.
     reduce : callable
         From ``(batch, n_kv_heads, group, rows, n_tokens)`` to the result, each head separately.
 
@@ -75,14 +69,7 @@ def window_votes(
 def window_maxima(states: AttentionStates, window: int) -> Tensor:
     """Return the largest weight that each entry gets from the window's rows.
 
-    A few rows after the other: all of them take memory that is taken anew for each layer.
-
-    Parameters
-    ----------
-    states : AttentionStates
-        One layer's queries, keys and values.
-    window : int
-        Rows wanted.
+    Few rows at a time bound the memory.
 
     Returns
     -------
@@ -103,14 +90,14 @@ def window_maxima(states: AttentionStates, window: int) -> Tensor:
 
 
 def row_blocks(begin: int, end: int, row: int, limit: int) -> Iterator[tuple[int, int]]:
-    """Yield begin and end of blocks of rows that stay below a number of elements.
+    """Yield begin and end of blocks of rows within a number of elements.
 
     Parameters
     ----------
     begin, end : int
-        All rows.
+        First row, and the row after the last.
     row, limit : int
-        Elements of a row, and the limit of a block, which has 16 rows at least.
+        Elements of a row, and of a block, which has at least 16 rows.
     """
     step = max(limit // max(row, 1), _LEAST_ROWS)
     return ((first, min(first + step, end)) for first in range(begin, end, step))
@@ -121,16 +108,14 @@ def attention_rows(states: AttentionStates, first: int, end: int) -> Tensor:
 
     Parameters
     ----------
-    states : AttentionStates
-        One layer's queries, keys and values.
     first, end : int
-        The rows, counted from the first of the states' queries.
+        Rows, counted from the first of the states' queries.
 
     Returns
     -------
     Tensor of float32, (batch, n_kv_heads, group, end - first, n_seen)
-        Over the first ``n_seen`` tokens; later ones, which none of the rows sees, are left out.
-        Rows of padding are 0.
+        Over the first ``n_seen`` tokens; later ones are invisible to all rows. Rows of padding are
+        0.
     """
     import torch
 
@@ -167,16 +152,14 @@ def attention_rows(states: AttentionStates, first: int, end: int) -> Tensor:
 def queries_behind(
     states: AttentionStates, places: Tensor, ahead: int | Tensor, *, user: str, instead: str
 ) -> Tensor:
-    """Return some of the queries, rotated to positions behind the newest token.
+    """Return queries rotated to positions after the newest token.
 
     Parameters
     ----------
-    states : AttentionStates
-        One layer's queries, keys and values.
     places : Tensor of int64, (n_rows,)
-        Which queries, counted from the first of the states'.
+        Indices among the states' queries.
     ahead : int, or Tensor of int64, (n_rows,)
-        Positions behind the newest token, of all queries or of each.
+        Positions after the newest token, of all queries or of each.
     user, instead : str
         See `known_rotation`.
 
@@ -187,7 +170,7 @@ def queries_behind(
     Raises
     ------
     UnsupportedModelError
-        If it is not known how the model rotates its queries.
+        If the model's rotation of queries is unknown.
     """
     rotation = known_rotation(states.rotation, user=user, instead=instead)
     queries = states.queries
@@ -199,21 +182,19 @@ def queries_behind(
 def states_behind(
     states: AttentionStates, rows: int, ahead: int, *, user: str, instead: str
 ) -> AttentionStates:
-    """Return the states with their last queries behind the newest token, where each sees it.
+    """Return the states with their last queries after the newest token, so that each sees it.
 
     Parameters
     ----------
-    states : AttentionStates
-        One layer's queries, keys and values.
     rows : int
-        Number of last queries; all of them if there are fewer.
+        Number of last queries; all if there are fewer.
     ahead, user, instead
         See `queries_behind`.
 
     Returns
     -------
     AttentionStates
-        Its mask, if any, hides padding alone: queries of padding see nothing.
+        Its mask, if any, hides only padding.
     """
     import torch
 
@@ -235,29 +216,20 @@ def states_behind(
 
 
 def want_rows(states: AttentionStates, rows: int, step: int) -> None:
-    """Let `attention_rows` store some rows of the result of `states_behind`, for `known_rows`.
+    """Let `attention_rows` store rows of the result of `states_behind`, for `known_rows`.
 
     Parameters
     ----------
-    states : AttentionStates
-        One layer's queries, keys and values.
     rows : int
         Number of last rows.
     step : int
-        Only each N-th of these, the last among them.
+        Interval of the stored rows, the last among them.
     """
     states.shared[_REUSED] = rows, step
 
 
 def known_rows(states: AttentionStates, ahead: int) -> tuple[Tensor, Tensor] | None:
     """Return the stored rows of `want_rows`.
-
-    Parameters
-    ----------
-    states : AttentionStates
-        One layer's queries, keys and values.
-    ahead : int
-        Positions from the newest token to the moved queries.
 
     Returns
     -------
@@ -277,7 +249,7 @@ def known_rows(states: AttentionStates, ahead: int) -> tuple[Tensor, Tensor] | N
 
 
 def row_divisors(logits: Tensor, weights: Tensor) -> Tensor:
-    """Return the log of the softmax's divisor of each row, from its largest logit and weight.
+    """Return the log of each row's softmax divisor, from its largest logit and weight.
 
     Parameters
     ----------
@@ -295,12 +267,10 @@ def attention_logits(states: AttentionStates, keys: Tensor, first: int, end: int
 
     Parameters
     ----------
-    states : AttentionStates
-        One layer's queries, keys and values.
     keys : Tensor, (batch, n_kv_heads, n_keys, head_dim)
         Some of its keys.
     first, end : int
-        The rows, counted from the first of the states' queries.
+        Rows, counted from the first of the states' queries.
 
     Returns
     -------
@@ -340,13 +310,6 @@ def attention_softmax(logits: Tensor, sink_logits: Tensor | None) -> Tensor:
 def protected_columns(states: AttentionStates, *, sinks: int) -> Tensor:
     """Return the columns of padding and of the first `sinks` tokens that the newest one sees.
 
-    Parameters
-    ----------
-    states : AttentionStates
-        One layer's queries, keys and values.
-    sinks : int
-        First tokens of the prompt that are never evicted.
-
     Returns
     -------
     Tensor of bool, (batch or 1, 1, n_tokens)
@@ -377,7 +340,7 @@ def _dot_keys(queries: Tensor, keys: Tensor) -> Tensor:
 
 
 def _is_visible(mask: Tensor) -> Tensor:
-    """Return which places of a mask are seen, as bools; one of numbers is added to the logits."""
+    """Return a mask as bools; a numeric mask is added to the logits."""
     import torch
 
     return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
@@ -386,7 +349,7 @@ def _is_visible(mask: Tensor) -> Tensor:
 def _row_mask(states: AttentionStates, first: int, end: int) -> Tensor | None:
     """Return mask rows, (batch or 1, n_kv_heads or 1, group or 1, end - first, n_tokens).
 
-    None stands for plain causal attention.
+    None means plain causal attention.
     """
     import torch
 
@@ -411,7 +374,7 @@ def _row_mask(states: AttentionStates, first: int, end: int) -> Tensor | None:
 
 
 def _block_rows(mask: Any, states: AttentionStates, first: int, end: int) -> Tensor:
-    """Return the rows of flex attention's `BlockMask`, by its rule for what each row sees."""
+    """Return the rows of flex attention's `BlockMask`, by its mask rule."""
     import torch
 
     rule = getattr(mask, "mask_mod", None)

@@ -1,4 +1,4 @@
-"""The contract of a scorer: one method; and parameters of scorers and policies."""
+"""Contract of a scorer, and parameters of scorers and policies."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def _odd(width: int) -> int:
-    """Refuse an even pooling width: it has no middle, and shifts every score by half a token."""
+    """Refuse an even pooling width: it has no middle, and shifts each score by half a token."""
     if width % 2 == 0:
         raise PydanticCustomError("odd", "an odd number")
     return width
@@ -61,7 +61,7 @@ class Parameterized:
         Raises
         ------
         InputError
-            If a value does not fit; names the plug-in and the parameter.
+            If a value is invalid; names the plug-in and the parameter.
         """
         cls: Any = type(self)
         for name, adapter in _adapters(cls).items():
@@ -87,10 +87,10 @@ def _adapters(cls: Any) -> dict[str, TypeAdapter[Any]]:
 
 
 class Scorer(Parameterized, ABC):
-    """Computes the importance of every entry of one layer.
+    """Computes the importance of each entry of a layer.
 
-    A scorer is a frozen, keyword-only dataclass; its fields are its parameters. Making one raises
-    `InputError` where a value is out of range.
+    A scorer is a frozen, keyword-only dataclass; its fields are its parameters. An invalid value
+    raises `InputError`.
 
     Attributes
     ----------
@@ -99,20 +99,20 @@ class Scorer(Parameterized, ABC):
     summary : str
         One line for ``kvalloc list scorers``.
     reference : str
-        Where the method comes from.
+        Source of the method.
     window : int
-        Last tokens of the prompt that are never evicted, tokens.
+        Last tokens of the prompt that are never evicted.
     holds_queries : bool
-        Whether `score` looks at the window's queries. False where it needs none, or `observe`
-        adds up all of them as they come.
+        Whether `score` reads the window's queries. False if it needs none, or `observe` sums them
+        as they come.
     rotates : bool
-        Whether `score` rotates queries or keys by their numbers in the text.
+        Whether `score` rotates queries or keys by their token numbers.
     by_head : bool
-        Whether the scores of a KV head depend on that head alone, and on no notes. Then heads are
-        scored separately, and heads that keep everything not at all.
+        Whether the scores of a KV head depend only on that head, and on no notes. Then heads are
+        scored separately, and heads that keep everything are not scored.
     across_layers : bool
         Whether heads of several layers may be scored in one call; see `AttentionStates.layers`.
-        Then of a short prompt many layers evict at once.
+        Then many layers of a short prompt evict at once.
     """
 
     kind = "scorer"
@@ -126,76 +126,56 @@ class Scorer(Parameterized, ABC):
 
     @abstractmethod
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
-        """Return the importance of each entry for the tokens to come; higher is kept.
+        """Return the importance of each entry for later tokens; higher is kept.
 
         Parameters
         ----------
-        states : AttentionStates
-            One layer's queries, keys and values.
         sinks : int
-            First tokens of the prompt that are never evicted, and so get no score.
+            First tokens of the prompt that are never evicted, and get no score.
 
         Returns
         -------
         Tensor of float32, (batch, n_kv_heads, n_tokens)
-            Finite and >= 0; 0 in the columns of padding, of the sinks and of the last `window`
-            tokens.
+            Finite and >= 0; 0 in the columns of padding, sinks and the last `window` tokens.
         """
 
     def without_protected(self, scores: Tensor, states: AttentionStates, *, sinks: int) -> Tensor:
-        """Set the columns of padding, sinks and window to 0, in place.
-
-        Parameters
-        ----------
-        scores : Tensor, (batch, n_kv_heads, n_tokens)
-            Changed.
-        states : AttentionStates
-            The layer that they are of.
-        sinks : int
-            First tokens that get no score.
-        """
+        """Set the columns of padding, sinks and window to 0, in place."""
         scores[..., max(scores.shape[-1] - self.window, 0) :] = 0.0
         return scores.masked_fill_(protected_columns(states, sinks=sinks), 0.0)
 
     def query_rows(self, n_tokens: int) -> int:
         """Return the number of a prompt's last queries that `score` reads.
 
-        If a prompt arrives in chunks, the cache keeps that many queries for it.
-
-        Parameters
-        ----------
-        n_tokens : int
-            Length of the prompt.
+        If a prompt arrives in chunks, the cache stores that many queries.
 
         Returns
         -------
         int
-            The window by default; 0 where `holds_queries` is False.
+            The window by default; 0 if `holds_queries` is False.
         """
         return self.window if self.holds_queries else 0
 
     def observe(self, states: AttentionStates, *, sinks: int) -> Observed | None:
         """Return notes of a chunk of the prompt that is not the last one.
 
-        Scorers that look at all queries need it: `score` sees the queries of the last chunk, and
-        these notes as ``states.observed``. The scorer itself stores nothing.
+        A scorer by all queries needs it: `score` gets only the last chunk's, and these notes as
+        ``states.observed``. The scorer itself stores nothing.
 
         Parameters
         ----------
         states : AttentionStates
-            One layer, one chunk; its ``observed`` has the notes of the chunks before.
-        sinks : int
-            First tokens of the prompt that are never evicted.
+            One layer, one chunk; its ``observed`` has the notes of earlier chunks.
 
         Returns
         -------
         Observed or None
-            None, as by default, for a scorer that needs no notes.
+            None, as by default, for a scorer without notes.
         """
         return None
 
     def policy(self, sinks: int, **fields: Any) -> Policy:
-        """Return the policy that keeps the entries that score best; with other fields of it."""
+        """Return the policy that keeps the best scores; keywords change other fields of it."""
         return Policy(
             scorer=self.name,
             scorer_parameters=self.parameters(),
@@ -206,14 +186,14 @@ class Scorer(Parameterized, ABC):
 
     @property
     def observes(self) -> bool:
-        """Whether `observe` has anything to note; if not, it need not be called."""
+        """Whether `observe` takes notes; if not, it need not be called."""
         return type(self).observe is not Scorer.observe
 
     @property
     def later(self) -> Later | None:
-        """The second read of the prompt that `score` looks at; None, as by default, for none.
+        """The second read that `score` needs; None by default.
 
-        If it is not None, the cache stores the whole prompt until it has been read again.
+        If it is not None, the cache stores the whole prompt until the second read.
         """
         return None
 
@@ -221,26 +201,22 @@ class Scorer(Parameterized, ABC):
     def for_turns(self) -> Scorer | None:
         """The scorer that ranks a prompt's kept entries and new ones together.
 
-        This one by default. None for a scorer that needs a second read: attention of the latest
-        queries ranks in its place.
+        This one by default. None for a scorer of a second read: attention of the latest queries
+        ranks instead.
         """
         return self if self.later is None else None
 
     def observe_later(self, states: AttentionStates, step: LaterStep, *, sinks: int) -> Observed:
-        """Return notes of a piece of the prompt that is read again.
+        """Return notes of a piece of the second read.
 
-        Only called if `later` is not None; `score` finds the notes of the last piece as
+        Only called if `later` is not None; `score` gets the notes of the last piece as
         ``states.later``.
 
         Parameters
         ----------
         states : AttentionStates
-            One layer: the queries of the piece, and all keys up to the last of it. Its
-            ``observed`` has the notes of the pieces before.
-        step : LaterStep
-            The piece.
-        sinks : int
-            First tokens of the prompt that are never evicted.
+            One layer: the queries of the piece, and all keys up to the last of it. Its ``observed``
+            has the notes of earlier pieces.
 
         Returns
         -------
@@ -256,7 +232,7 @@ class Scorer(Parameterized, ABC):
         Raises
         ------
         UnsupportedRequestError
-            If there were none.
+            If there are none.
         """
         if states.later is None:
             raise self._prompt_only()
@@ -264,13 +240,6 @@ class Scorer(Parameterized, ABC):
 
     def check_model(self, shape: ModelShape, *, allow_other_model: bool = False) -> None:
         """Refuse a model that the scorer was not made for; none by default.
-
-        Parameters
-        ----------
-        shape : ModelShape
-            The model at hand.
-        allow_other_model : bool
-            Accept other weights of the same sizes.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""CAKE's eviction score: entries with much attention, or with attention that varies."""
+"""CAKE's eviction score: entries with much attention, or with varying attention."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class CAKE(PooledScorer):
     Parameters
     ----------
     window : int
-        Observation window, tokens.
+        Observation window in tokens.
     pool : int
         Odd width of the average pooling, tokens; 1 turns it off.
     gamma : float

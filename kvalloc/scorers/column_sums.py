@@ -1,8 +1,8 @@
 """Sums of the attention of all rows, for H2O and its descendants.
 
-The rows are computed again block by block and reduced at once, so that memory grows with the
-prompt and never with its square. A prompt in chunks gives the same sums: a chunk's rows see the
-chunk and all tokens before it, and the cache stores the sums until the prompt is complete.
+The rows are recomputed block by block and reduced at once, so memory grows with the prompt, not
+with its square. A prompt in chunks gives the same sums: a chunk's rows see the chunk and all
+earlier tokens, and the cache stores the sums until the prompt is complete.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def add_columns(states: AttentionStates, *, forgetting: float = 1.0) -> Observed
     Parameters
     ----------
     states : AttentionStates
-        One layer, the prompt or a chunk of it; ``states.observed`` holds the sums before it.
+        One layer, the prompt or a chunk of it; ``states.observed`` holds the earlier sums.
     forgetting : float
-        Factor a row on all that came before it; 1 forgets nothing.
+        Factor a row on all earlier sums; 1 forgets nothing.
 
     Returns
     -------
@@ -53,10 +53,8 @@ def weighted_rows(states: AttentionStates, weights: Tensor) -> Tensor:
 
     Parameters
     ----------
-    states : AttentionStates
-        One layer's queries, keys and values.
     weights : Tensor of float32, (n_new_tokens,)
-        Weights of the rows, on the host; rows of weight 0 at either end are not computed.
+        Weights of the rows, on the host; rows of weight 0 at both ends are not computed.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""CriticalKV's second ranking as a score: what an entry adds to the layer's output."""
+"""CriticalKV's second ranking as a score: the size of an entry's output."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ if TYPE_CHECKING:
 class CriticalKV(PooledScorer):
     """``(A + epsilon) * || V W_O ||_1``, with A the pooled mean attention of the window.
 
-    Keeping the most of it minimises an upper bound of the change of the layer's output (Theorem
-    3.5). A retention curve made of it is therefore about the output rather than about attention.
-    The method itself picks in two stages, for which it needs the budget: see the policy
-    ``critical``.
+    Keeping the largest minimises an upper bound of the change of the layer's output (Theorem 3.5).
+    So its retention curve is about the output rather than about attention. The method itself picks
+    in two stages, for which it needs the budget: see the policy ``critical``.
 
     Parameters
     ----------
@@ -37,7 +36,7 @@ class CriticalKV(PooledScorer):
     References
     ----------
     Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective (Feng et
-    al., 2025), Theorem 3.5 and Algorithm 1, line 3, on SnapKV's window with maximum pooling
+    al., 2025). Theorem 3.5 and Algorithm 1, line 3, on SnapKV's window with maximum pooling
     (Algorithm 2).
     """
 

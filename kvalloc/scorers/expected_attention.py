@@ -1,4 +1,4 @@
-"""Expected attention: the entries that future queries will look at, if they are like past ones."""
+"""Expected attention: entries that future queries attend to, if they are like past ones."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ _BLOCK_TOKENS = 2048
 class ExpectedAttention(Scorer):
     """Softmax of the expected logit of a future query, times the norm of the value.
 
-    Queries before rotation are taken for normally distributed, with the mean m and covariance C of
-    the prompt's own (sinks left out). With the mean rotation R over the next `future` positions,
-    ``logit = s * k.Rm + s ** 2 / 2 * k.(R C R^T)k`` with the logits' scaling s; its softmax over
-    the entries, mean over the query heads of a KV head, times ``||v||``. A prompt in chunks gives
-    the same score: counts and sums of the queries are kept by the cache.
+    Queries before rotation count as normally distributed, with the mean m and covariance C of the
+    prompt's queries without sinks. With the mean rotation R over the next `future` positions,
+    ``logit = s * k.Rm + s ** 2 / 2 * k.(R C R^T)k`` with the logits' scaling s. The score is its
+    softmax over the entries, mean over the query heads of a KV head, times ``||v||``. A prompt in
+    chunks gives the same score: the cache stores counts and sums of the queries.
 
     Parameters
     ----------
     window : int
-        Last tokens that are never evicted, tokens.
+        Last tokens that are never evicted.
     future : int
-        Positions after the prompt over which the rotation is averaged, tokens.
+        Positions after the prompt over which the rotation is averaged.
     epsilon : float
-        Added to the softmax before the norm of the value is multiplied.
+        Added to the softmax before the product with the value's norm.
 
     References
     ----------
@@ -60,8 +60,8 @@ class ExpectedAttention(Scorer):
         Raises
         ------
         UnsupportedModelError
-            If it is not known how the model rotates its queries, or it changes its logits in a
-            way that has no expectation in closed form.
+            If the rotation of queries is unknown, or the layer changes its logits without an
+            expectation in closed form.
         """
         import torch
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class H2O(Scorer):
     """Sum of an entry's attention over all causal rows of the prompt, without pooling.
 
-    Early entries are seen by more rows, which this score does not even out; see `A2SF`. A prompt
-    in chunks gives the same score, as long as nothing is evicted before it is complete.
+    Early entries are seen by more rows, which this score does not correct; see `A2SF`. A prompt in
+    chunks gives the same score, if nothing is evicted before it is complete.
 
     References
     ----------

@@ -15,10 +15,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class KeyDiff(Scorer):
-    """``1 - cos(k, anchor)``; the anchor is the mean of all the head's keys, each of length 1.
+    """``1 - cos(k, anchor)``; the anchor is the mean of the head's keys, each of length 1.
 
-    Needs no queries, and the keys are all there when a prompt that came in chunks is complete, so
-    chunks make no difference. Scores lie in 0..2.
+    It needs no queries, so chunks make no difference. Scores are within 0..2.
 
     References
     ----------

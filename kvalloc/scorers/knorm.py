@@ -18,9 +18,8 @@ _LEAST_NORM = 1e-6
 class KNorm(Scorer):
     """``1 / ||k||``: of two entries, the one with the shorter key is kept.
 
-    Needs no queries, so chunks make no difference. The ranking is the method's; the method has no
-    scores to add up, so a retention curve made of these is ours: use it as a policy rather than to
-    decide budgets.
+    It needs no queries, so chunks make no difference. The method only ranks, so a retention curve
+    made of these scores is ours: use it as a policy rather than to decide budgets.
 
     References
     ----------

@@ -1,8 +1,8 @@
-"""The second read of a prompt, for scorers that look at it.
+"""Second read of the prompt, for scorers that need it.
 
-Most scorers look at the first read alone. A scorer of a second read has `Scorer.later`, and the
-cache then stores the whole prompt until the model has repeated it. `Scorer.observe_later` sees each
-layer's queries of the repeated tokens, and the keys up to the last of them.
+Such a scorer has `Scorer.later`, and the cache stores the whole prompt until the model has repeated
+it. `Scorer.observe_later` gets each layer's queries of the repeated tokens, and the keys up to the
+last of them.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CARRIED_TOKENS = 8
-"""Last tokens of a repeated piece that lead over to the next one, as in KVzip."""
+"""Last tokens of a repeated piece that precede the next one, as in KVzip."""
 
 SMALLEST_CHUNK = 16
 """Smallest number of tokens of a repeated piece."""
 
 
 SHOWN_FIRST = 4
-"""First tokens of the prompt that every repetition sees: much attention rests on them."""
+"""First tokens of the prompt that each repetition sees: they get much attention."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Later:
-    """The prompt once more, teacher-forced, behind itself; its tokens are taken away again.
+    """The prompt repeated after itself, teacher-forced; its tokens are removed afterwards.
 
-    In front of each further piece come the last `CARRIED_TOKENS` tokens of the piece before.
+    Each further piece begins with the last `CARRIED_TOKENS` tokens of the previous one.
 
     Attributes
     ----------
     tokens : int
         Longest piece of the prompt that is repeated at once.
     nearby : int or None
-        How many of the prompt's tokens before a piece, and behind it, its repetition may look at
-        beside the piece and the prompt's first tokens; None for all of them.
+        Prompt tokens before and after a piece that its repetition sees, besides the piece and the
+        prompt's first tokens; None for all.
     """
 
     tokens: int
@@ -50,7 +50,7 @@ class Later:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaterStep:
-    """A piece of the second read, beside the states that `Scorer.observe_later` sees.
+    """A piece of the second read, beside the states of `Scorer.observe_later`.
 
     Attributes
     ----------
@@ -58,11 +58,11 @@ class LaterStep:
         Entries of the prompt.
     shown : Tensor of int64, (n_shown,), or None
         Columns of the prompt's entries that are the first keys, in order; None for all. All other
-        keys are of the later tokens; the states' queries are of the last of these.
+        keys are of later tokens; the states' queries are the last of these.
     repeated : Tensor of int64, (n_repeated,)
         Columns of the prompt that are repeated now, the same in all rows.
     leading : Tensor of int64, (n_leading,), or None
-        Columns of the prompt's first tokens, its sinks, as far as they are not among `repeated`.
+        Columns of the prompt's sinks that are not among `repeated`.
     """
 
     n_prompt: int
@@ -72,11 +72,11 @@ class LaterStep:
 
     @property
     def n_shown(self) -> int:
-        """Place among the keys at which the later tokens begin."""
+        """Index of the first key of a later token."""
         return self.n_prompt if self.shown is None else int(self.shown.numel())
 
     def places(self, columns: Tensor) -> Tensor:
-        """Return the places among the keys of some of the prompt's columns."""
+        """Return the indices among the keys of some of the prompt's columns."""
         import torch
 
         return columns if self.shown is None else torch.searchsorted(self.shown, columns)

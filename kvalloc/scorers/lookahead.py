@@ -1,4 +1,4 @@
-"""Lookahead: attention of the prompt's last queries from behind its end, as of later ones."""
+"""Lookahead: attention of the prompt's last queries, moved after its end."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LATEST_VOTES, AHEAD_TOKENS = 128, 8
-"""Number of latest queries that rank kept entries and new ones, and positions from the end to which
-they are moved. In their own places they look at their neighbours, and at 5 bits in 20% of the bytes
-lose four times as much (SmolLM2-135M: KL .0230 and .0057)."""
+"""Number of latest queries that rank kept and new entries, and positions from the end to which they
+are moved. Unmoved, they attend to their neighbours, and at 5 bits in 20% of the bytes lose four
+times as much (SmolLM2-135M: KL .0230 and .0057)."""
 
 TURN_VOTES = 256
 """Number of latest queries that rank entries at the end of a turn: with `LATEST_VOTES`, the first
@@ -25,24 +25,23 @@ queries of a longer turn would not count."""
 
 @dataclass(frozen=True, kw_only=True)
 class Lookahead(PooledScorer):
-    """Attention of the prompt's last tokens to each entry, as if they stood behind the end.
+    """Attention of the prompt's last tokens to each entry, with queries moved after the end.
 
     Parameters
     ----------
-    window : int
+    Last tokens of the prompt that are never evicted.
         Last tokens of the prompt that are never evicted, tokens.
     votes : int
-        Last queries of the prompt that count; may be more than the window, or fewer.
+        Number of last queries that count; may be more than the window, or fewer.
     ahead : int
-        Positions behind the end to which these queries are rotated. There they see every entry; 0
-        leaves them in their own places. A query in its own place looks at its neighbours, which
-        later queries do not have. On SmolLM2-135M, at 5 bits in 20% of the bytes, evicted after
-        every 64 decoded tokens, the loss with 8 is a quarter of that with 0.
+        Positions after the end to which these queries are rotated. There they see every entry; 0
+        does not move them. An unmoved query attends to its neighbours, which later queries do not
+        have. On SmolLM2-135M, at 5 bits in 20% of the bytes, evicted after every 64 decoded tokens,
+        the loss with 8 is a quarter of that with 0.
     pool : int
         Odd width of the average pooling, tokens; 1 turns it off.
     row_reduce, group_reduce : {"mean", "max"}
-        How the attention of the queries, and then of the query heads that share a KV head, is
-        reduced.
+        Reductions of the attention over the queries, and then over the query heads of a KV head.
     """
 
     name = "lookahead"
@@ -58,7 +57,7 @@ class Lookahead(PooledScorer):
 
     @property
     def rotates(self) -> bool:  # type: ignore[override]
-        """Whether queries are put behind the end."""
+        """Whether queries are moved after the end."""
         return self.ahead > 0
 
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
@@ -84,13 +83,5 @@ class Lookahead(PooledScorer):
 
 
 def latest_votes(*, window: int, rotates: bool) -> Lookahead:
-    """Return the scorer by attention of the latest queries.
-
-    Parameters
-    ----------
-    window : int
-        Last tokens that are never evicted.
-    rotates : bool
-        Whether the model's queries can be put behind the end.
-    """
+    """Return the scorer by attention of the latest queries."""
     return Lookahead(window=window, ahead=AHEAD_TOKENS if rotates else 0)

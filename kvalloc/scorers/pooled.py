@@ -1,4 +1,4 @@
-"""Pooling for scorers by the attention of a few queries: the window's, or later ones."""
+"""Pooling for scorers by the attention of a few queries."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ Reduction = Literal["mean", "max"]
 class PooledScorer(Scorer):
     """Attention of the last `window` tokens to each earlier one, pooled and reduced to KV heads.
 
-    These are the steps: softmax over all keys with the causal mask; mean over the window's rows;
-    the window's own columns dropped, the sinks set to 0; pooling along the tokens; mean or maximum
-    over the query heads that share a KV head. A step that is no parameter of a scorer is as here.
+    Steps: softmax over all keys with the causal mask; mean over the window's rows; the window's
+    columns dropped, the sinks set to 0. Then pooling along the tokens; mean or maximum over the
+    query heads of a KV head.
 
     Attributes
     ----------
     window : int
-        Rows that count and columns that are dropped, tokens.
+        Rows that count and columns that are dropped.
     pool : int
-        Odd pooling width, tokens; stride 1; 1 turns it off. Zeros beyond the ends count.
+        Odd pooling width in tokens; stride 1; 1 turns it off. Zeros beyond the ends count.
     pooling : {"avg", "max"}
-        How neighbours are pooled.
+        Pooling of neighbours.
     group_reduce : {"mean", "max"}
-        How the query heads of one KV head are reduced.
+        Reduction over the query heads of a KV head.
     gamma : float
         Weight of the (unbiased) variance over the window's rows, which is added to their mean.
     """
@@ -60,11 +60,9 @@ class PooledScorer(Scorer):
         Parameters
         ----------
         attention : Tensor of float32, (batch, n_kv_heads, group, n_tokens)
-        states : AttentionStates
-            One layer's queries, keys and values.
         sinks : int
-            First columns, set to 0 before pooling: a sink can hold most of a head's mass, and the
-            pooling would smear it over its neighbours.
+            First columns, set to 0 before pooling: a sink can hold most of a head's mass, and
+            pooling would spread it to its neighbours.
 
         Returns
         -------

@@ -1,4 +1,4 @@
-"""How much of an entry's value reaches the layer's output: the norm of V W_O."""
+"""L1 norms of projected values: the part of an entry's value that reaches the layer's output."""
 
 from __future__ import annotations
 
@@ -15,15 +15,10 @@ _BLOCK_TOKENS = 1024
 
 
 def projected_value_norms(states: AttentionStates) -> Tensor:
-    """Return the L1 norm of each entry's value behind the output projection.
+    """Return the L1 norm of each entry's value after the output projection.
 
-    ``mean over the group's query heads h of || v W_O[h] ||_1``, block by block of tokens, so that
-    the scratch is ``batch x 1024 x hidden_size``.
-
-    Parameters
-    ----------
-    states : AttentionStates
-        One layer's queries, keys and values, with its output projection.
+    ``mean over the group's query heads h of || v W_O[h] ||_1``, in blocks of tokens, so that the
+    scratch is ``batch x 1024 x hidden_size``.
 
     Returns
     -------
@@ -37,7 +32,7 @@ def projected_value_norms(states: AttentionStates) -> Tensor:
     References
     ----------
     Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective (Feng et
-    al., 2025), Algorithm 1, line 3; the mean over a group is as in its public code.
+    al., 2025), Algorithm 1, line 3. The mean over a group is as in its public code.
     """
     import torch
 

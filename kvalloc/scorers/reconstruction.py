@@ -23,32 +23,32 @@ _BLOCK_ELEMENTS = 1 << 23
 class Reconstruction(PooledScorer):
     """Largest attention that an entry gets while the model repeats the prompt, teacher-forced.
 
-    The prompt comes a second time, in pieces of `chunk` tokens, over its own full cache. The
-    score of an entry is the largest weight that a query of its repeated piece gives it. That is the
-    maximum over these queries and the query heads that share the KV head. The softmax is over the
-    piece's entries, the prompt's sinks and the later tokens so far, and not over the whole
-    prompt. It asks no question, so that the kept entries serve any.
+    The prompt comes a second time, in pieces of `chunk` tokens, over its full cache. The score of
+    an entry is the largest weight from a query of its repeated piece. The maximum is over these
+    queries and the query heads of the KV head. The softmax is over the piece's entries, the
+    prompt's sinks and the later tokens so far, not over the whole prompt. It depends on no
+    question, so the kept entries serve any.
 
     Parameters
     ----------
     chunk : int
-        Longest piece, tokens.
+        Longest piece.
     nearby : int or None
-        Tokens before and behind a piece that its repetition sees beside the piece and the prompt's
-        first tokens; None for the whole prompt, as the method does. With 0 the repetition takes
-        time in proportion to the prompt, and on SmolLM2-135M the kept entries serve as well.
+        Tokens before and after a piece that its repetition sees, besides the piece and the prompt's
+        first tokens; None for the whole prompt, as in the method. With 0 the time is proportional
+        to the prompt, and on SmolLM2-135M the kept entries serve as well.
     window : int
-        Last tokens of the prompt that are never evicted, tokens. The method itself has no window.
+        Last tokens of the prompt that are never evicted. The method has no window.
     pool : int
         Odd width of an average pooling, tokens; the method has none: 1.
     group_reduce : {"max", "mean"}
-        How the query heads that share a KV head are reduced, after the maximum over the queries.
+        Reduction over the query heads of a KV head, after the maximum over the queries.
 
     References
     ----------
     KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction (Kim et al., 2025, arXiv
     2505.23416). Pieces of 2,048 tokens, softmax over the piece, maximum over queries and group.
-    There the words "Repeat the previous context exactly" ask for the repetition; here nothing does,
+    There the words "Repeat the previous context exactly" ask for the repetition. Here nothing does,
     which serves as well (docs/studies.md) and needs no tokenizer.
     """
 

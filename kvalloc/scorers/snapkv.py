@@ -1,4 +1,4 @@
-"""SnapKV: a longer observation window, average or maximum pooling."""
+"""SnapKV: attention of an observation window, with average or maximum pooling."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SnapKV(PooledScorer):
     pooling : {"avg", "max"}
         How neighbours are pooled.
     group_reduce : {"mean", "max"}
-        How the query heads that share a KV head are reduced.
+        Reduction over the query heads of a KV head.
 
     References
     ----------

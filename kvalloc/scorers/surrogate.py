@@ -1,4 +1,4 @@
-"""Surrogate (KVzap): a second read's attention to an entry, predicted from the entry itself."""
+"""Surrogate (KVzap): a second read's attention to an entry, predicted from the entry."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _LOG_RANGE = (-40.0, 40.0)
 """Range of the prediction; its exponential is a float32."""
 
 LATER_WEIGHT = 30.0
-"""Weight of the latest queries' attention when kept entries and new ones are ranked together. At 5
-bits in 20% of the bytes, evicted after every 64 decoded tokens, the loss with it is three quarters
-of that without. If few entries stay, weights of 30 to 100 lose a third less than 10 (SmolLM2-135M).
-"""
+"""Weight of the latest queries' attention when kept and new entries are ranked together. At 5 bits
+in 20% of the bytes, evicted after every 64 decoded tokens, the loss with it is three quarters of
+the loss without. If few entries stay, weights of 30 to 100 lose a third less than 10
+(SmolLM2-135M)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,36 +37,34 @@ class Surrogate(Scorer):
     """Exponential of a linear map of an entry's key and value, one map a layer and KV head.
 
     The maps are fitted once for a model, to the log of the score ``reconstruction``, so that one
-    read of a prompt gives about what two reads give. The score of an entry depends on nothing but
-    the entry and its position: it needs no query, no chunk makes a difference, and decoded tokens
-    have one, too.
+    read of a prompt gives about the scores of two. The score of an entry depends only on the entry
+    and its position: it needs no query, chunks make no difference, and decoded tokens have one too.
 
     Parameters
     ----------
     file : str
-        What ``kvalloc fit`` wrote for this model, or the name of one that ships.
+        File that ``kvalloc fit`` wrote for this model, or the name of a shipped one.
     window : int
-        Last tokens that are never evicted, tokens.
+        Last tokens that are never evicted.
     votes : int
-        Last tokens whose queries count from behind the end, as in the scorer ``lookahead``; 0 for
-        none. The score is then the larger of the prediction and of `votes_weight` times the largest
-        attention that an entry gets from them. By default 128 if the fit has shown that they help,
-        else none.
+        Last tokens with queries moved after the end, as in the scorer ``lookahead``; 0 for none.
+        The score is then the larger of the prediction and of their largest attention times
+        `votes_weight`. By default 128 if the fit has shown that they help, else 0.
     votes_weight : float
-        Weight of that attention, above 0; by default the weight that the fit has chosen.
+        Weight of that attention, above 0; by default the fitted weight.
 
     Raises
     ------
     InputError
         If no file is named.
-    ProfileFileError
+    If there is no such file, or it holds no valid surrogate.
         If there is no such file, or it holds no surrogate that can be trusted.
 
     References
     ----------
     KVzap (NVIDIA, 2026, arXiv 2601.07891), with a linear map of the hidden state that enters the
-    layer. Key and value are linear in it, belong to one KV head, and are there whenever an entry
-    is; norms, which are not linear, make up for what they leave out.
+    layer. Key and value are linear in it, belong to one KV head, and exist as long as the entry.
+    Norms, which are not linear, compensate for the missing parts.
     """
 
     name = "surrogate"
@@ -113,7 +111,7 @@ class Surrogate(Scorer):
 
     @property
     def for_turns(self) -> Surrogate:
-        """The same scorer, beside attention of the latest queries."""
+        """The same scorer, with attention of the latest queries."""
         return replace(self, votes=TURN_VOTES, votes_weight=LATER_WEIGHT)
 
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
@@ -122,9 +120,9 @@ class Surrogate(Scorer):
         Raises
         ------
         UnsupportedModelError
-            If it is not known how the model rotates its keys.
+            If the model's rotation of keys is unknown.
         UnsupportedRequestError
-            If the layer is none that was fitted.
+            If the layer was not fitted.
         """
         import torch
 
@@ -181,11 +179,6 @@ class Surrogate(Scorer):
 def entry_features(states: AttentionStates) -> Tensor:
     """Return the features from which an entry's score is predicted.
 
-    Parameters
-    ----------
-    states : AttentionStates
-        One layer's queries, keys and values.
-
     Returns
     -------
     Tensor of float32, (batch, n_kv_heads, n_tokens, n_features)
@@ -195,7 +188,7 @@ def entry_features(states: AttentionStates) -> Tensor:
     Raises
     ------
     UnsupportedModelError
-        If it is not known how the model rotates its keys.
+        If the model's rotation of keys is unknown.
     """
     import torch
 
@@ -221,10 +214,7 @@ def _features(states: AttentionStates) -> list[Tensor]:
 
 
 def surrogate_rotation(rotation: Rotation) -> Rotation:
-    """Return the rotation that is undone of keys, which stay as they are if positions are in them.
-
-    See `known_rotation`.
-    """
+    """Return the rotation to undo in keys, which may already hold positions from the input."""
     if rotation.known:
         return rotation
     return known_rotation(

@@ -17,14 +17,13 @@ if TYPE_CHECKING:
 class TOVA(Scorer):
     """Attention of the last token alone, mean over all query heads of the layer.
 
-    All KV heads of a layer share the score, so they keep the same tokens where their budgets are
+    All KV heads of a layer share the score, so they keep the same tokens if their budgets are
     equal. (The same row for each head separately is ``xkv`` with window 1 and pool 1.)
 
     Parameters
     ----------
     window : int
-        Last tokens that are never evicted, tokens. The method protects the last one alone, the one
-        of the row.
+        Last tokens that are never evicted. The method protects only the last one.
 
     References
     ----------

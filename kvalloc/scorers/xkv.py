@@ -15,16 +15,16 @@ class XKV(PooledScorer):
     Parameters
     ----------
     window : int
-        Observation window, tokens ("ows" in the paper).
+        Observation window in tokens ("ows" in the paper).
     pool : int
         Odd width of the average pooling, tokens; 1 turns it off.
     group_reduce : {"mean", "max"}
-        How the query heads that share a KV head are reduced; the paper leaves it open.
+        Reduction over the query heads of a KV head; the paper leaves it open.
 
     References
     ----------
-    XKV: Personalized KV Cache Memory Reduction for Long-Context LLM Inference, Eq. 3 and
-    Section V-A (window 8, pooling 7, average).
+    XKV: Personalized KV Cache Memory Reduction for Long-Context LLM Inference, Eq. 3 and Section
+    V-A (window 8, pooling 7, average).
     """
 
     name = "xkv"

@@ -1,4 +1,4 @@
-"""The contract of a solver as a pytest suite: subclass it and give one fixture."""
+"""Contract of a solver as a pytest suite: subclass it and give one fixture."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from kvalloc.testing.oracle import brute_force
 from kvalloc.testing.problems import KINDS, larger_problem, tiny_problems
 
 TOLERANCE = 1e-9
-"""Objectives this close, relative to the larger of 1 and the objective, are equal."""
+"""Relative difference, to the larger of 1 and the objective, up to which objectives are equal."""
 
 
 class SolverContract:
-    """What kvalloc and its users rely on, for any solver.
+    """Guarantees that kvalloc and its users rely on, for any solver.
 
-    Every test runs on tiny problems of all kinds that the solver accepts; it must refuse the
-    others with a reason. `kvalloc.allocation.verification.solve_problem` computes every claim
-    again: whole numbers as choice, capacity, target, side constraints, objective, and bound.
+    Every test runs on tiny problems of all kinds that the solver accepts; it must refuse the others
+    with a reason. `kvalloc.allocation.verification.solve_problem` recomputes every claim: whole
+    numbers as choice, capacity, target, side constraints, objective, and bound.
 
     Attributes
     ----------
@@ -37,12 +37,12 @@ class SolverContract:
     problems_per_kind : int
         Problems of each kind for each test, half of them with a capacity, half with a target.
     seed : int
-        Of the first problem.
+        Seed of the first problem.
     exact : bool
-        Set it True for a solver that must always prove its answer optimal where it is given time.
+        Set it True for a solver that must always prove its answer optimal if it has time.
     may_give_up : bool
-        Set it True for a rule that may fail to meet a target, or to keep side constraints, though
-        another choice could. It must say so with a SolverError or an InfeasibleError.
+        Set it True for a rule that may miss a target, or break side constraints, though another
+        choice would not. It must say so with a SolverError or an InfeasibleError.
     monotone : bool
         Set it False for a rule that may reach less value with more to spend. Optimal answers must
         be monotone in any case.
@@ -88,8 +88,8 @@ class SolverContract:
         """Say early which problems cannot be solved, in a sentence with the way out.
 
         The way out is another solver, or an option of `kvalloc.solve` as `kvalloc.errors.option`
-        names it: ``level='head'``, ``--level head``. A suite that only ever skips proves nothing,
-        so it has to accept something.
+        writes it: ``level='head'``, ``--level head``. A suite that only skips proves nothing, so
+        the solver has to accept a problem.
         """
         accepted = 0
         for name, problem in self._all_problems():
@@ -131,8 +131,8 @@ class SolverContract:
     def test_more_is_never_worse(self, solver: Solver) -> None:
         """More to spend gives at least as much value, a higher target costs at least as much.
 
-        The goals go from room for the floors alone to room for everything. A rule owes this only
-        if an entry more is never worth less.
+        The goals go from the floors alone to everything. A rule must pass only if an entry more is
+        never worth less.
         """
         for name, problem in self._problems(solver):
             owed = self.monotone and bool(np.all(np.diff(problem.values, axis=1) >= 0))
@@ -146,7 +146,7 @@ class SolverContract:
                     )
 
     def test_it_answers_the_same_twice(self, solver: Solver) -> None:
-        """Deterministic, and without a memory of the problems before."""
+        """Deterministic, and without a memory of earlier problems."""
         first: dict[str, list[int] | None] = {}
         problems = list(self._problems(solver))
         for name, problem in [*problems, *reversed(problems)]:
@@ -155,9 +155,9 @@ class SolverContract:
             assert first.setdefault(name, choice) == choice, name
 
     def test_it_keeps_a_time_limit(self, solver: Solver) -> None:
-        """On larger problems, too, it ends with a true answer or says that it found none.
+        """On larger problems too, it ends with a true answer or says that it found none.
 
-        `kvalloc.solve` gives up a solver of another package that goes on long after its limit.
+        `kvalloc.solve` gives up a solver of another package long after its limit.
         """
         for kind in ("concave", "losses", "unequal_costs", "losses+max_distinct"):
             problem = larger_problem(kind, seed=self.seed)
@@ -170,7 +170,7 @@ class SolverContract:
                     pytest.fail(f"{kind}: {error}")
 
     def test_it_says_why_it_stopped(self, solver: Solver) -> None:
-        """Out of time only where there was a limit; one line of detail; a bound that is a number.
+        """Out of time only with a limit; one line of detail; a bound that is a number.
 
         `kvalloc.solve_problem` refuses a claim to be optimal without a bound that meets it.
         """

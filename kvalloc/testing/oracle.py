@@ -1,4 +1,4 @@
-"""The oracle: the best of all choices, for problems so small that all can be tried."""
+"""Oracle: the best of all choices, for problems so small that all can be tried."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def brute_force(problem: AllocationProblem) -> Solution | None:
     Returns
     -------
     Solution or None
-        None when no choice keeps every constraint.
+        None if no choice keeps every constraint.
 
     Raises
     ------

@@ -16,19 +16,20 @@ CURVES = (
     *("concave", "paged", "tied", "weighted"),
     *("non_concave", "losses", "unequal_costs", "unequal_options"),
 )
-"""What the options are like, by name.
+"""Kinds of options, by name.
 
-Concave curves are of one cost per entry, ``paged`` ones of whole pages, ``tied`` ones of few
-different gains, ``weighted`` ones of units of unequal weight. ``losses`` are values below zero of
-any shape; units with ``unequal_options`` have different numbers of them, some one."""
+Concave curves have one cost per entry, ``paged`` ones whole pages, ``tied`` ones few different
+gains, ``weighted`` ones units of unequal weight. ``losses`` are values below zero of any shape;
+units with ``unequal_options`` have different numbers of them, some one.
+"""
 
 BIT_CURVES = ("bits",)
-"""Options of tokens and bits together; a higher cost may keep fewer tokens. No side constraint on
-tokens goes with them."""
+"""Options of tokens and bits; a higher cost may keep fewer tokens. No side constraint on tokens
+goes with them."""
 
 SIDES = ("plain", "nested_caps", "crossing_caps", "max_distinct", "mixed")
 """Side constraints, by name: caps on layers inside a cap on several layers, caps that share units,
-few different budgets, or a cap and few different budgets at once."""
+few different budgets, or a cap and few different budgets."""
 
 KINDS: tuple[str, ...] = (
     *CURVES,
@@ -51,8 +52,8 @@ def tiny_problem(
     Parameters
     ----------
     kind : str
-        One of `KINDS`, or any ``[worst:]curves[+side]`` of `CURVES` and `SIDES`,
-        or of `BIT_CURVES` and a side that compares no tokens.
+        One of `KINDS`, or any ``[worst:]curves[+side]`` of `CURVES` and `SIDES`, or of `BIT_CURVES`
+        and a side that compares no tokens.
     seed : int
         The same seed gives the same problem, on any machine.
     sense : Sense
@@ -63,8 +64,8 @@ def tiny_problem(
     Returns
     -------
     AllocationProblem
-        Its floors fit and its target can be reached, side constraints aside; with
-        them it may have no solution at all.
+        Its floors fit and its target can be reached, without side constraints; with them it may
+        have no solution.
 
     Raises
     ------
@@ -87,7 +88,7 @@ def tiny_problem(
 def tiny_problems(
     count: int, *, seed: int = 0, kinds: Sequence[str] = KINDS
 ) -> Iterator[tuple[str, AllocationProblem]]:
-    """Yield tiny problems of all kinds in turn, both senses, heads and layers.
+    """Yield tiny problems of all kinds, both senses, heads and layers.
 
     Parameters
     ----------
@@ -101,7 +102,7 @@ def tiny_problems(
     Yields
     ------
     (str, AllocationProblem)
-        A name that says how to make it again, and the problem.
+        A name from which it can be made again, and the problem.
     """
     for number in range(count):
         turn, place = divmod(number, len(kinds))
@@ -218,14 +219,14 @@ def _sides(
         _cap(random, problem, name, inside) for name, inside in capped.get(side, {}).items()
     ]
     if side in ("max_distinct", "mixed"):
-        sides.append(MaxDistinct(most=2 if side == "mixed" else int(random.integers(1, 3))))
+        sides.append(MaxDistinct(maximum=2 if side == "mixed" else int(random.integers(1, 3))))
     return tuple(sides)
 
 
 def _cap(
     random: np.random.Generator, problem: AllocationProblem, name: str, units: list[int]
 ) -> GroupCap:
-    """Return a cap between what the smallest and the largest options of the units take."""
+    """Return a cap between the costs of the smallest and the largest options of the units."""
     low = int(problem.costs[units, 0].sum())
     high = int(problem.costs[units, problem.last_options[units]].sum())
     capacity = low + int(random.uniform(0.3, 0.9) * (high - low))

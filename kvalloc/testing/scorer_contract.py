@@ -1,4 +1,4 @@
-"""The contract of a scorer as a pytest suite: subclass it and give one fixture."""
+"""Contract of a scorer as a pytest suite: subclass it and give one fixture."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def tightened(problem, seed):
                 one, capacity_bytes=least + int(share * (one.capacity_bytes - floors))
             )
         if isinstance(one, MaxDistinct):
-            return MaxDistinct(most=1)
+            return MaxDistinct(maximum=1)
         return one
 
     changed = dataclasses.replace(
@@ -88,7 +88,7 @@ def one_tighter(problem, one):
     if isinstance(one, GroupCap):
         return dataclasses.replace(one, capacity_bytes=one.capacity_bytes - 1)
     assert isinstance(one, MaxDistinct)
-    return MaxDistinct(most=one.most - 1) if one.most > 1 else None
+    return MaxDistinct(maximum=one.maximum - 1) if one.maximum > 1 else None
 
 
 def check_relaxations(name, problem):

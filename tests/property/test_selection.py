@@ -94,17 +94,17 @@ def test_selection(case):
     budgets=st.lists(st.integers(0, 500), min_size=4, max_size=4),
     bits=st.lists(st.sampled_from(BIT_WIDTHS), min_size=2, max_size=2),
     most=st.integers(0, 2**18),
-    least=st.integers(0, 20),
+    minimum=st.integers(0, 20),
 )
-def test_budgets_within_bytes_are_the_largest_of_one_factor(budgets, bits, most, least):
+def test_budgets_within_bytes_are_the_largest_of_one_factor(budgets, bits, most, minimum):
     shape = make_shape(n_layers=2, n_kv_heads=2)
     table, widths = np.array(budgets).reshape(2, 2), np.array(bits)[:, None]
-    found = within_bytes(table, most, widths, shape, least=least)
+    found = within_bytes(table, most, widths, shape, minimum=minimum)
 
     def taken(numbers):
         return int(head_bytes(numbers, widths, shape).sum())
 
-    floor, whole = np.minimum(table, least), max(*budgets, 1)
+    floor, whole = np.minimum(table, minimum), max(*budgets, 1)
     every = [np.maximum(table * part // whole, floor) for part in range(whole + 1)]
     fit = [own for own in every if taken(own) <= most]
     assert (found == (fit[-1] if fit else floor)).all()

@@ -1,1 +1,1 @@
-"""Attention over what a layer keeps of a prompt and the tokens after it."""
+"""Attention from new tokens to kept entries and later tokens."""

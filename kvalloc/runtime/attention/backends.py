@@ -1,9 +1,9 @@
-"""Which backend attends: a kernel that reads entries as they are stored, or torch's operations.
+"""Choice of the backend that attends: a kernel that reads entries as stored, or torch's operations.
 
 On the CPU the kernel is written in C (`kvalloc.runtime.attention.cpu`). Others, such as the one on
-CUDA, are found through the entry-point group ``kvalloc.attention`` and are asked first. torch's
+CUDA, come through the entry-point group ``kvalloc.attention`` and are asked first. torch's
 operations (`kvalloc.runtime.attention.torch`) serve every call. A backend that cannot serve a call
-says why; the reason is logged once.
+gives a reason, which is logged once.
 """
 
 from __future__ import annotations
@@ -24,25 +24,19 @@ _LOG = logging.getLogger(__name__)
 
 @cache
 def backends() -> tuple[Backend, ...]:
-    """Return all backends in the order in which they are asked; the last one serves everything.
+    """Return all backends in the order of preference; the last one serves everything.
 
     Raises
     ------
     SolverError
-        If one of another package cannot be imported or is none.
+        If a backend of another package cannot be imported, or is not a backend.
     """
     plugged = [load(ATTENTION, name, Backend)() for name in names(ATTENTION)]
     return (*plugged, CpuBackend(), TorchBackend())
 
 
 def attend(call: AttentionCall, kept: Kept) -> Tensor:
-    """Attend from one layer's new tokens to kept entries and the tokens that followed.
-
-    Parameters
-    ----------
-    call : AttentionCall
-    kept : Kept
-        What earlier evictions kept.
+    """Attend from one layer's new tokens to kept entries and later tokens.
 
     Returns
     -------
@@ -53,7 +47,7 @@ def attend(call: AttentionCall, kept: Kept) -> Tensor:
 
 
 def chosen(call: AttentionCall, kept: Kept) -> Backend:
-    """Return the first backend that serves a call; the last one serves each."""
+    """Return the first backend that serves a call."""
     for backend in backends():
         if (reason := backend.refusal(call, kept)) is None:
             break

@@ -1,4 +1,4 @@
-"""The contract of a backend: a call of attention over kept entries, and its answer."""
+"""Contract of a backend: a call of attention over kept entries."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from torch import Tensor
 from kvalloc.runtime.kept import Kept
 
 KERNEL_TYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""What kernels read."""
+"""Types of entries that kernels read."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class AttentionCall:
-    """New tokens of one layer, and the tokens between them and the kept entries.
+    """New tokens of one layer, and the tokens since the latest eviction.
 
-    All kept entries lie before all tokens that followed, so every new token sees each of them, and
-    only the tokens that followed need a mask.
+    All kept entries precede these tokens, so each new token sees all kept entries; only later
+    tokens need a mask.
 
     Attributes
     ----------
     queries : Tensor, (batch, n_query_heads, n_new_tokens, head_dim)
         The new tokens, positions applied.
     keys, values : Tensor, (batch, n_kv_heads, n_following, head_dim)
-        The tokens that followed the kept entries, the new ones last.
+        Tokens since the latest eviction, the new ones last.
     scaling : float
         Factor on the logits.
     starts : Tensor of int64, (batch,), or None
-        Which of the tokens that followed is the first of each row; None where it is the first of
-        all. A token always sees itself, so that no row is empty.
+        First token of each row among these tokens; None if it is 0 for all. A token always sees
+        itself, so that no row is empty.
     softcap : float or None
         Logits are ``softcap * tanh(logits / softcap)``.
     sink_logits : Tensor, (n_query_heads,), or None
         One more logit a query head, without a value.
     sees : Tensor of bool, (batch, n_new_tokens, n_new_tokens), or None
-        Which new tokens see which, as those of an image see each other; None if that is causal.
+        Which new tokens see which, such as tokens of one image; None if causal.
     """
 
     queries: Tensor
@@ -56,12 +56,12 @@ class AttentionCall:
         return torch.promote_types(self.queries.dtype, torch.float32)
 
     def capped(self, logits: Tensor) -> Tensor:
-        """Return logits within the soft cap, where there is one."""
+        """Return logits within the soft cap, if any."""
         cap = self.softcap
         return logits if cap is None else (logits / cap).tanh() * cap
 
     def with_dense_vectors(self) -> AttentionCall:
-        """Return the call with each vector's numbers side by side; copy only where they are not."""
+        """Return the call with each vector contiguous; copies only if needed."""
         queries, keys, values = (
             one if one.stride(-1) == 1 else one.contiguous()
             for one in (self.queries, self.keys, self.values)
@@ -69,7 +69,7 @@ class AttentionCall:
         return replace(self, queries=queries, keys=keys, values=values)
 
     def kernel_refusal(self, kept: Kept) -> str | None:
-        """Return why no kernel serves this call, in words; None where each one does."""
+        """Return a sentence if no kernel serves this call, else None."""
         if self.sees is not None:
             return "new tokens see others than those before them"
         if not self.queries.dtype == self.keys.dtype == self.values.dtype:
@@ -94,11 +94,11 @@ class Backend(ABC):
     name: ClassVar[str]
 
     def unavailable(self) -> str | None:
-        """Return why it can serve nothing on this machine, in words; None where it can."""
+        """Return a sentence if it serves nothing on this machine, else None."""
         return None
 
     def refusal(self, call: AttentionCall, kept: Kept) -> str | None:
-        """Return why it cannot serve this call, in words; None where it can."""
+        """Return a sentence if it cannot serve this call, else None."""
         return None
 
     @abstractmethod

@@ -1,9 +1,9 @@
 """Attention of a few new tokens over kept entries in one pass on the CPU, written in C.
 
-Each entry is read once, as it is stored: float32, half precision, codes of 8 bits and fewer.
-Threads share all entries of a layer equally, however different segments are. `cpu.c` is built when
-kvalloc is installed where there is a compiler (setup.py), and by ``make kernel``: on x86 twice, and
-the processor takes its own. Without it torch's operations do the same, slower.
+Each entry is read once, as stored: float32, half precision, or codes of at most 8 bits. Threads
+share all entries of a layer equally, for segments of any length. `cpu.c` is built at installation
+if there is a compiler (setup.py), and by ``make kernel``: on x86 twice, and the faster build that
+runs is loaded. Without it torch's operations do the same, slower.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from kvalloc.runtime.attention.call import AttentionCall, Backend
 from kvalloc.runtime.kept import Kept, Part
 
 SWITCH = "KVALLOC_CPU_KERNEL"
-"""Environment variable: at 0 torch's operations do the work; else the path of another build."""
+"""Environment variable: 0 selects torch's operations, a path another build."""
 
 MOST_ROWS = 256
-"""Query rows of a segment, those of all new tokens and of all heads that ask: what the kernel has
-room for. A question of 50 tokens takes 0.5 to 0.8 of the time that torch's operations take."""
+"""Query rows of a segment (new tokens x query heads of its KV head) that the kernel allocates for.
+A question of 50 tokens takes 0.5 to 0.8 of the time of torch's operations."""
 
 _LOG = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_name("cpu.c")
 _KINDS = {torch.float32: 32, torch.bfloat16: 17, torch.float16: 16}
-"""As cpu.c calls them; codes by how many bits they have."""
+"""Codes of cpu.c for types, and for numbers of bits."""
 
 
 class _Part(ctypes.Structure):
-    """The same fields, in the same order, as ``part`` in cpu.c."""
+    """Fields in the order of ``part`` in cpu.c."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("keys", "values", "key_scales")),
@@ -66,7 +66,7 @@ class _Part(ctypes.Structure):
 
 
 class _Arguments(ctypes.Structure):
-    """The same fields, in the same order, as ``arguments`` in cpu.c."""
+    """Fields in the order of ``arguments`` in cpu.c."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("queries", "parts", "pieces")),
@@ -80,21 +80,21 @@ class _Arguments(ctypes.Structure):
 
 
 _ENTRIES: WeakKeyDictionary[Kept, tuple[_Arguments, tuple[int, ...], Any]] = WeakKeyDictionary()
-"""Made once for each eviction: arguments that say where the entries are, checked sizes, parts."""
+"""Addresses of a layer's entries, checked sizes, and parts; made once for each eviction."""
 
 
 class CpuBackend(Backend):
-    """Entries on the CPU, read by compiled code."""
+    """Serves entries on the CPU with compiled code."""
 
     name = "CPU kernel"
 
     def unavailable(self) -> str | None:
-        """Return why there is no compiled code on this machine."""
+        """Return a sentence if there is no compiled code on this machine."""
         library = kernel_library()
         return library if isinstance(library, str) else None
 
     def refusal(self, call: AttentionCall, kept: Kept) -> str | None:
-        """Refuse types it does not read, gradients, too long a question, no compiler."""
+        """Refuse types that it does not read, gradients, too long a question, no compiler."""
         if not call.queries.is_cpu:
             return "the entries are not on the CPU"
         rows = call.queries.shape[1] // call.keys.shape[1] * call.queries.shape[2]
@@ -108,16 +108,16 @@ class CpuBackend(Backend):
         Raises
         ------
         MemoryError
-            If there is no memory to work with.
+            If working memory cannot be allocated.
         UnsupportedModelError
-            If heads, sizes or types of the call and of the kept entries do not fit together.
+            If heads, sizes or types of the call and of the kept entries do not match.
         """
         return cpu_attention(call, kept, threads=torch.get_num_threads())
 
 
 @cache
 def kernel_library() -> ctypes.CDLL | str:
-    """Load the kernel once in a process; or return why it cannot be, which is also logged."""
+    """Load the kernel once in a process, or return why it cannot be loaded, which is logged."""
     kernel = _load()
     if isinstance(kernel, str):
         _LOG.info("cpu.c is not used, torch's operations are: %s", kernel)
@@ -157,14 +157,14 @@ def _load() -> ctypes.CDLL | str:
 
 
 def built() -> list[Path]:
-    """Return the files of the kernel that are for this processor, the fastest first."""
+    """Return the kernel's builds for this processor, the fastest first."""
     wide = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
     names = ("_cpu_avx512", "_cpu") if wide else ("_cpu",)
     return [path for name in names for path in sorted(_SOURCE.parent.glob(f"{name}.*so"))]
 
 
 def openmp_libraries() -> list[str]:
-    """Return the OpenMP libraries that are loaded, torch's own first."""
+    """Return the loaded OpenMP libraries, torch's own first."""
     maps = os.fsdecode(Path("/proc/self/maps").read_bytes())
     paths = set(re.findall(r"(/.*/lib(?:gomp|iomp5|omp)[-.][^/\n]*)$", maps, re.MULTILINE))
     home = str(Path(torch.__file__).parent)
@@ -206,7 +206,7 @@ def cpu_attention(call: AttentionCall, kept: Kept, *, threads: int) -> Tensor:
 
 
 def _entries(kept: Kept, *sizes: int) -> _Arguments:
-    """Return new arguments that hold where the entries of a layer are; `sizes` are checked once."""
+    """Return arguments with the addresses of a layer's entries; their sizes are checked once."""
     known = _ENTRIES.get(kept)
     if known is None or known[1] != sizes:
         batch, n_kv_heads, key_dim, value_dim = sizes
@@ -226,7 +226,7 @@ def _entries(kept: Kept, *sizes: int) -> _Arguments:
 
 
 def _check_call(call: AttentionCall) -> None:
-    """Raise if tensors for C do not fit together: C reads storage without a look."""
+    """Raise if tensors for C do not match: C reads storage unchecked."""
     queries, keys, values = states = call.queries, call.keys, call.values
     batch, n_query_heads, n_new, key_dim = queries.shape
     _, n_kv_heads, n_following, value_dim = values.shape

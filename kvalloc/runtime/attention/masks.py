@@ -12,34 +12,34 @@ from kvalloc.shape import WINDOWED
 
 
 def shown_columns(arguments: Mapping[str, Any]) -> tuple[Any, bool]:
-    """Return which columns a forward's mask shows, and whether it is ready-made.
+    """Return the columns that a forward's mask shows, and whether the mask is ready-made.
 
     Returns
     -------
-    Tensor of bool, (batch, n_columns), or what it is
+    Tensor of bool, (batch, n_columns), or the mask itself
         Of a ready-made mask of queries and keys, (batch, n, n_new_tokens, n_columns): True or 0 if
-        a key is visible. Or of such masks by kind of layer, as a model with images makes for its
-        decoder. Any other mask is returned as it is.
+        a key is visible. A model with images makes one for each kind of layer. Any other mask is
+        returned as it is.
     bool
         Whether it is ready-made.
     """
-    given = arguments.get("attention_mask")
-    mask = _of_full_attention(given)
+    passed_mask = arguments.get("attention_mask")
+    mask = _of_full_attention(passed_mask)
     if isinstance(mask, Tensor) and mask.ndim == 4:
         mask = _shown(mask).flatten(1, 2).any(dim=1)
-    return mask, mask is not given
+    return mask, mask is not passed_mask
 
 
 def with_columns(decoder: nn.Module, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a forward's arguments, a ready-made mask replaced by the columns it shows.
+    """Return a forward's arguments, with a ready-made mask replaced by the columns it shows.
 
-    If the model makes the same mask of them for every kind of its layers. Gemma 4, for one, has
-    sliding layers alone in which tokens of an image see each other.
+    Only if the mask is the same for every kind of layer. In Gemma 4, for one, only sliding layers
+    let tokens of an image see each other.
     """
-    given, (columns, ready) = arguments.get("attention_mask"), shown_columns(arguments)
+    passed_mask, (columns, ready) = arguments.get("attention_mask"), shown_columns(arguments)
     config: Any = decoder.config
     kinds = getattr(config, "layer_types", None) or ("full_attention",)
-    masks = given if isinstance(given, Mapping) else dict.fromkeys(kinds, given)
+    masks = passed_mask if isinstance(passed_mask, Mapping) else dict.fromkeys(kinds, passed_mask)
     for kind, mask in masks.items():
         if isinstance(mask, Tensor) and mask.ndim == 4:
             shown = _shown(mask)
@@ -63,7 +63,7 @@ def seen_among_new(mask: Any, columns: Tensor) -> Tensor | None:
     mask : object
         The ready-made mask of a forward, as `shown_columns` reads it.
     columns : Tensor of bool, (batch, n_columns)
-        What `shown_columns` returns of it.
+        Result of `shown_columns` for it.
 
     Returns
     -------
@@ -78,9 +78,9 @@ def seen_among_new(mask: Any, columns: Tensor) -> Tensor | None:
 
 
 def _of_full_attention(mask: Any) -> Any:
-    """Return the mask of layers that see every token, of masks by kind of layer.
+    """Return the mask of full-attention layers, from masks by kind of layer.
 
-    Masks that are no tensors, such as those of flex attention, stay as they are.
+    Masks that are no tensors, such as flex attention's, stay as they are.
     """
     if not isinstance(mask, Mapping) or any(
         not isinstance(one, Tensor | None) for one in mask.values()

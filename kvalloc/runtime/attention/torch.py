@@ -1,7 +1,7 @@
-"""Attention by torch's operations: right on every device and in every type, with gradients.
+"""Attention by torch's operations, on every device and in every type, with gradients.
 
-Segments (a row's KV head) that keep equally many entries are computed together, others one after
-the other. Logits are at least float32, and so are the numbers that entries at fewer bits stand for.
+Segments of equally many entries are computed together. Logits and unpacked entries are at least
+float32.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from kvalloc.runtime.kept import Kept, Part, Run, index_of
 from kvalloc.runtime.quantization import key_numbers, rotated, value_numbers
 
 SCRATCH_NUMBERS = 1 << 18
-"""Numbers that the logits of one step may take, or entries that are converted; one segment's
-entries, and one new token's logits, are always done at once."""
+"""Numbers that the logits of one step, or its converted entries, may take. One segment's entries,
+and one new token's logits, are never split."""
 
 
 class TorchBackend(Backend):
@@ -54,7 +54,7 @@ class TorchBackend(Backend):
 class _Entries(NamedTuple):
     """Kept entries of equally long segments, (n_segments, length, ...), in the work type.
 
-    Values may be ``turned``: then their weighted sum is to be turned back.
+    If values are ``turned``, their weighted sum has to be turned back.
     """
 
     keys: Tensor
@@ -63,20 +63,20 @@ class _Entries(NamedTuple):
 
 
 def _equal_segments(call: AttentionCall, kept: Kept) -> Iterator[tuple[Run, slice]]:
-    """Yield segments that are computed together: equally long, as many as fit the scratch."""
-    numbers = call.queries.shape[-1] + call.values.shape[-1]
+    """Yield runs of equally long segments that fit the scratch together."""
+    n_numbers = call.queries.shape[-1] + call.values.shape[-1]
     for run in kept.runs:
         converted = [part for part, _ in run.pieces if part.keys.dtype != call.work_type]
         step = len(run.segments)
         if converted:
-            size = sum(int(part.lengths[place]) for part, place in run.pieces) * numbers
+            size = sum(int(part.lengths[place]) for part, place in run.pieces) * n_numbers
             step = max(SCRATCH_NUMBERS // size, 1)
         for start in range(0, len(run.segments), step):
             yield run, slice(start, min(start + step, len(run.segments)))
 
 
 def _unpacked(call: AttentionCall, part: Part, first: int, places: slice) -> _Entries:
-    """Return the entries of some segments of a run, whose first one has this place in a part."""
+    """Return the entries of segments of a run; its first one has this place in the part."""
     spans, count, start = part.spans, places.stop - places.start, first + places.start
     length = int(part.lengths[first])
     entries = slice(int(spans.starts[start]), int(spans.starts[start]) + count * length)
@@ -103,9 +103,9 @@ def _answers(
     segments: slice | Tensor,
     tokens: slice,
 ) -> Tensor:
-    """Return what segments answer new tokens, as the queries: (n, group, n_tokens, dim).
+    """Return the answers of segments to new tokens, (n, group, n_tokens, dim).
 
-    Those with turned values come first, so that the sum of all of them is turned back once.
+    Turned values come first, so that their sum is turned back once.
     """
     (n_segments, group, n_tokens, _), work = queries.shape, call.work_type
     n_kept = sum(one.keys.shape[1] for one in kept)
@@ -121,9 +121,9 @@ def _answers(
         sinks = sinks.expand(len(call.keys), -1, -1, n_tokens).reshape(-1, group * n_tokens, 1)
         logits = torch.cat([logits, sinks[segments]], dim=-1)
     weights = logits.softmax(dim=-1)
-    every = [*kept, _Entries(keys, values, turned=False)]
+    sources = [*kept, _Entries(keys, values, turned=False)]
     result, end, turned = weights.new_zeros(*rows.shape[:2], values.shape[-1]), 0, False
-    for one in every:
+    for one in sources:
         if turned and not one.turned:
             result = rotated(result).to(work)
         start, end, turned = end, end + one.keys.shape[1], one.turned
@@ -132,7 +132,7 @@ def _answers(
 
 
 def _hidden(call: AttentionCall, segments: slice | Tensor, tokens: slice) -> Tensor | None:
-    """Return what new tokens do not see of the following, (n or 1, 1, n_tokens, n_following)."""
+    """Return which later tokens new ones do not see, (n or 1, 1, n_tokens, n_following)."""
     n_new, n_following = call.queries.shape[2], call.keys.shape[2]
     if n_new == 1 and call.starts is None:
         return None

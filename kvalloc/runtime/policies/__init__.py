@@ -1,7 +1,6 @@
 """Policies: which entries stay within the budgets.
 
-One file a policy. All of them, ours and those of other packages, are found through the
-entry-point group ``kvalloc.policies``.
+One file a policy. All are found through the entry-point group ``kvalloc.policies``.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ from kvalloc.scorers import Scorer, get_scorer
 
 
 def policy_names() -> list[str]:
-    """Return the names of all registered policies, sorted, without importing them."""
+    """Return the sorted names of all registered policies, without importing them."""
     return names(POLICIES)
 
 
 def policy_class(name: str) -> type[EvictionPolicy]:
-    """Return the class of a registered policy, for its summary and reference.
+    """Return the class of a registered policy.
 
     Raises
     ------
     InputError
-        If there is no such policy; lists those there are.
+        If there is no such policy.
     SolverError
         If the plug-in cannot be imported or is not a policy.
     """
@@ -52,7 +51,7 @@ def get_policy(name: str, *, scorer: Scorer, **parameters: Any) -> EvictionPolic
     scorer : Scorer
         The profile's scorer.
     **parameters
-        The policy's own parameters.
+        Parameters of the policy.
 
     Raises
     ------
@@ -70,8 +69,8 @@ def policy_of(policy: Policy) -> EvictionPolicy:
     Raises
     ------
     InputError
-        If there is no such policy, scorer or parameter, or the scorer looks at more of the last
-        tokens than the policy protects.
+        If there is no such policy, scorer or parameter, or the scorer reads more last tokens than
+        the policy protects.
     """
     scorer = get_scorer(policy.scorer, **policy.scorer_parameters)
     if scorer.window > policy.window:
@@ -83,22 +82,17 @@ def policy_of(policy: Policy) -> EvictionPolicy:
 
 
 def changed_policy(policy: Policy, name: str, options: Mapping[str, Any] | None = None) -> Policy:
-    """Return another way to pick entries, with the same sinks and window: budgets still fit.
+    """Return another policy with the same sinks and window, so that budgets still fit.
 
     Parameters
     ----------
     policy : Policy
-        The profile's own.
+        Policy of the profile.
     name : str
-        A registered policy, which goes on with the profile's scorer; or a registered scorer,
-        which stands for the policy ``score`` with that scorer; also with parameters, such as
-        ``"critical:alpha=0.25"``.
+        A registered policy, which keeps the profile's scorer, or a registered scorer, for the
+        policy ``score``. Parameters may follow, such as ``"critical:alpha=0.25"``.
     options : mapping, optional
-        Parameters of the policy or scorer. A scorer looks at the profile's window unless told.
-
-    Returns
-    -------
-    Policy
+        Parameters of the policy or scorer. A scorer uses the profile's window by default.
 
     Raises
     ------

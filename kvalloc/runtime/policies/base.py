@@ -1,4 +1,4 @@
-"""The contract of a policy: which entries stay within the budgets, and what happens to others."""
+"""Contract of a policy: it chooses the entries that stay, and may change them."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from kvalloc.scorers.lookahead import TURN_VOTES, latest_votes
 from kvalloc.shape import LayerType
 
 SHORT_TOKENS, FEW_ENTRIES = 768, 2**15
-"""Of texts of no more tokens, up to so many entries of heads and layers are looked at in one call:
-one by one they would take the time of their calls."""
+"""Longest text, and most entries of heads and layers, that are scored in one call. Separate calls
+would take longer than the scores."""
 
 
 class Limits(TypedDict):
-    """Which entries are not for a policy to decide.
+    """Entries that always stay.
 
     Attributes
     ----------
     sinks, window : int
-        First and last tokens of each row that always stay.
+        First and last tokens of each row.
     """
 
     sinks: int
@@ -37,16 +37,15 @@ class Limits(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class EvictionPolicy(Parameterized, ABC):
-    """Decides which entries of a layer stay. The budgets are given, and met exactly.
+    """Chooses the entries of a layer that stay. It meets the budgets exactly.
 
-    A policy is a frozen, keyword-only dataclass; its fields are its parameters, beside the scorer.
-    What it has seen of a prompt belongs to the cache, so that one policy serves any number of
-    caches.
+    A policy is a frozen, keyword-only dataclass; its fields are the scorer and its parameters. Its
+    observations of a prompt belong to the cache, so that one policy serves any number of caches.
 
     Parameters
     ----------
     scorer : Scorer
-        The profile's scorer, which policies may use or not.
+        The profile's scorer, which a policy may ignore.
 
     Attributes
     ----------
@@ -55,16 +54,17 @@ class EvictionPolicy(Parameterized, ABC):
     summary : str
         One line for ``kvalloc list policies``.
     reference : str
-        Where the method comes from.
+        Source of the method.
     """
 
     kind = "policy"
     summary: ClassVar[str]
     reference: ClassVar[str]
     unserved: ClassVar[tuple[LayerType, ...]] = ()
-    """Kinds of layers that it does not serve; beside latents, if it combines entries."""
+    """Kinds of layers that it does not serve; a policy that combines entries serves no latents
+    either."""
     fits_new: ClassVar[bool] = False
-    """Whether `combine` changes the entries of a turn alone."""
+    """Whether `combine` changes only the entries of a turn."""
     scorer: Scorer
 
     @abstractmethod
@@ -74,11 +74,11 @@ class EvictionPolicy(Parameterized, ABC):
         Parameters
         ----------
         states : AttentionStates
-            One layer's attention when the prompt is complete, without padding;
-            ``states.observed`` is what `observe` left of earlier chunks.
+            One layer's attention when the prompt is complete, without padding. ``states.observed``
+            holds the notes of `observe` about earlier chunks.
         budgets : Tensor of int64, (batch, n_kv_heads)
-            Entries that each KV head keeps, sinks and window included. The cache has them on the
-            host, so that nobody has to ask the device.
+            Entries that each KV head keeps, sinks and window included. On the host, so that it does
+            not wait for the device.
         **limits
             Sinks and window; see `Limits`.
 
@@ -100,16 +100,16 @@ class EvictionPolicy(Parameterized, ABC):
 
         Parameters
         ----------
-        states, budgets, **limits
+        As for `keep`.
             As for `keep`.
         kept : Tensor of bool, (batch, n_kv_heads, n_tokens)
-            What `keep` returned for them.
+            Result of `keep`.
 
         Returns
         -------
         keys, values : Tensor, (batch, n_kv_heads, n_tokens, head_dim)
-            As before, but for some of the kept columns. The other columns are not read. Or None, as
-            by default, where evicted entries are simply dropped.
+            Changed only in kept columns. Other columns are not read. None, as by default, if
+            evicted entries are dropped.
         """
         return None
 
@@ -120,31 +120,31 @@ class EvictionPolicy(Parameterized, ABC):
 
     @property
     def rotates(self) -> bool:
-        """Whether it rotates queries or keys by their numbers in the text, as its scorer does."""
+        """Whether it rotates queries or keys by their token numbers, as its scorer does."""
         return self.scorer.rotates
 
     @property
     def holds(self) -> bool:
-        """Return whether the cache holds a prompt whole until it is complete; no by default."""
+        """Return whether the cache stores the whole prompt until it is complete; no by default."""
         return False
 
     def observe(self, states: AttentionStates, *, sinks: int) -> Observed | None:
-        """Return what to remember of a chunk that is not the last one; see `Scorer.observe`."""
+        """Return notes about a chunk that is not the last one; see `Scorer.observe`."""
         return self.scorer.observe(states, sinks=sinks)
 
     @property
     def observes(self) -> bool:
-        """Return whether `observe` has anything to note; if not, it need not be called."""
+        """Return whether `observe` takes notes; if not, it need not be called."""
         overridden = type(self).observe is not EvictionPolicy.observe
         return overridden or self.scorer.observes
 
     @property
     def across_layers(self) -> bool:
-        """Return whether heads of several layers may be shown as those of one; no by default."""
+        """Return whether heads of several layers may be passed as heads of one; no by default."""
         return False
 
     def query_rows(self, n_tokens: int) -> int:
-        """Return how many of a prompt's last queries `keep` sees; see `Scorer.query_rows`."""
+        """Return how many of a prompt's last queries `keep` reads; see `Scorer.query_rows`."""
         return self.scorer.query_rows(n_tokens)
 
     def turn_policy(self, *, rotates: bool) -> EvictionPolicy:
@@ -152,7 +152,7 @@ class EvictionPolicy(Parameterized, ABC):
 
         Parameters
         ----------
-        rotates : bool
+        Whether the model's queries can be rotated to other positions.
             Whether the model's queries can be put elsewhere.
         """
         return replace(self, scorer=self._turn_scorer(rotates=rotates))
@@ -166,42 +166,36 @@ class EvictionPolicy(Parameterized, ABC):
         return replace(latest, votes=TURN_VOTES)
 
     def extension(self, *, sinks: int, window: int) -> Extension | None:
-        """Return what listens to a cache of this policy; None, as by default, for nothing.
-
-        Parameters
-        ----------
-        sinks, window : int
-            First and last tokens of the prompt, which always stay.
-        """
+        """Return the extension of a cache with this policy; None by default."""
         return None
 
     def parameters(self) -> dict[str, Any]:
-        """Return what builds this policy again, apart from the scorer."""
+        """Return the parameters that build this policy again, without the scorer."""
         return {name: each for name, each in super().parameters().items() if name != "scorer"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class VotedPolicy(EvictionPolicy):
-    """A policy that ranks entries by the attention that the prompt's last rows pay, added up.
+    """Ranks entries by the summed attention of the prompt's last queries.
 
-    How many rows is `query_rows`. The scorer is not used: the cache holds the rows' queries back.
+    `query_rows` is their number. The scorer is not used: the cache stores these queries.
     """
 
     rotates = False
 
     @abstractmethod
     def query_rows(self, n_tokens: int) -> int:
-        """Return how many of a prompt's last rows are added up."""
+        """Return the number of the prompt's last queries that are summed."""
 
     @property
     def observes(self) -> bool:
-        """Return False: the rows' queries are held back by the cache."""
+        """Return False: the cache stores the queries."""
         return False
 
     def votes(self, states: AttentionStates) -> Tensor:
-        """Return the sums of the rows' attention, (batch, n_kv_heads, n_tokens).
+        """Return the summed attention of the queries, (batch, n_kv_heads, n_tokens).
 
-        Where the keys of some rows are gone, all rows of the states are added up.
+        If the keys of some are gone, all queries of the states are summed.
         """
         votes = torch.ones(states.queries.shape[2], device="cpu")
         if not states.gaps:

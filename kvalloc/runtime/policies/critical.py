@@ -1,4 +1,4 @@
-"""CriticalKV: half the budget by attention, the rest by what an entry adds to the output."""
+"""CriticalKV: half the budget by attention, half by the size of an entry's output."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from kvalloc.scorers.projected_values import projected_value_norms
 
 @dataclass(frozen=True, kw_only=True)
 class Critical(EvictionPolicy):
-    """Two stages within the evictable budget b, on the scores A of the profile's scorer.
+    """Spends the evictable budget b in two stages, on the scores A of the profile's scorer.
 
-    Stage 1 keeps the ``floor(alpha * b)`` best by A. Stage 2 fills the rest with the best by
-    ``(A + epsilon) * || V W_O ||_1``, which bounds how much the output can change. b leaves out
-    sinks and window, which stay in any case. The method is meant for scores that are mean
-    attention weights (``snapkv``, ``xkv``): epsilon is on their scale.
+    Stage 1 keeps the ``floor(alpha * b)`` best by A. Stage 2 takes the best others by ``(A +
+    epsilon) * || V W_O ||_1``, which bounds the change of the output. Sinks and window are not part
+    of b. Scores should be mean attention weights (``snapkv``, ``xkv``), since epsilon is on their
+    scale.
 
     Parameters
     ----------

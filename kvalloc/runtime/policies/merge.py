@@ -1,4 +1,4 @@
-"""Merging: evicted entries go into the most similar entry that stays."""
+"""Merging: evicted entries are merged into the most similar kept entry."""
 
 from __future__ import annotations
 
@@ -22,24 +22,23 @@ _BLOCK_ENTRIES = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Merge(Score):
-    """The best scores stay, and each evicted entry is merged into its nearest one, or dropped.
+    """Keeps the best scores, and merges each evicted entry into its nearest kept one, or drops it.
 
-    Within a KV head, entry i goes to the kept entry j whose key is most similar, by the cosine
-    u_ij. It is merged where u_ij reaches a threshold, and dropped otherwise. Keys and values become
-    the same weighted mean of the kept entry and of all that go to it. Sinks and window take nothing
-    in: they stay as they are.
+    Within a KV head, entry i belongs to the kept entry j with the most similar key, by the cosine
+    u_ij. It is merged if u_ij reaches a threshold, and dropped otherwise. Keys and values become
+    the weighted mean of the kept entry and all merged into it. Sinks and window do not change.
 
     Parameters
     ----------
     scorer : Scorer
         Picks the entries that stay.
     threshold : float, optional
-        Least cosine, 0..1. By default the mean over the head's evicted entries of their best
+        Lowest cosine, 0..1. By default the mean over the head's evicted entries of their best
         cosine, as in D2O's prefill. KVMerger takes a fixed one (0.75).
     weights : {"exponential", "gaussian"}
-        ``exp(u_ij)`` for an evicted entry and e for the kept one, as in D2O; or
-        ``exp(-d_ij ** 2 / (2 s ** 2))`` with the distance d of the keys and 1 for the kept one, the
-        kernel of KVMerger, where s is the mean distance of the head's merged pairs (ours).
+        ``exp(u_ij)`` for an evicted entry and e for the kept one, as in D2O. Or ``exp(-d_ij ** 2 /
+        (2 s ** 2))`` with the distance d of the keys, and 1 for the kept one, the kernel of
+        KVMerger. Here s is the mean distance of the head's merged pairs (ours).
 
     Raises
     ------
@@ -48,8 +47,8 @@ class Merge(Score):
 
     Notes
     -----
-    KVMerger merges runs of neighbours around a pivot, at any budget; here the budget is
-    given, and the kept entry is the pivot.
+    KVMerger merges runs of neighbours around a pivot, at any budget; here the budget is fixed, and
+    the kept entry is the pivot.
 
     References
     ----------
@@ -108,26 +107,13 @@ class Merge(Score):
 
 
 def _front(mask: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Return where a mask is True, increasing, and other places behind where a head has fewer.
-
-    Parameters
-    ----------
-    mask : Tensor of bool, (batch, n_kv_heads, n_tokens)
-    counts : Tensor of int64, (batch, n_kv_heads)
-        How often it is, on the host.
-
-    Returns
-    -------
-    places : Tensor of int64, (batch, n_kv_heads, most)
-    there : Tensor of bool, of that shape
-        Whether the mask is True there.
-    """
+    """Return places of True, increasing, and whether each is one, (batch, n_kv_heads, most)."""
     order = mask.byte().argsort(dim=-1, descending=True, stable=True)[..., : int(counts.max())]
     return order, mask.gather(-1, order)
 
 
 def _mean(values: Tensor, among: Tensor) -> Tensor:
-    """Return the mean of some numbers of each head, (batch, n_kv_heads, 1)."""
+    """Return the mean of selected numbers of each head, (batch, n_kv_heads, 1)."""
     count = among.sum(dim=-1, keepdim=True).clamp(min=1)
     return values.masked_fill(~among, 0.0).sum(dim=-1, keepdim=True) / count
 
@@ -135,9 +121,9 @@ def _mean(values: Tensor, among: Tensor) -> Tensor:
 def _nearest(
     keys: Tensor, blocks: Sequence[Tensor], targets: Tensor, taken: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the best cosine of each source, and the place among the targets that has it.
+    """Return the best cosine of each source, and the place of its target.
 
-    Block by block of sources, so that the scratch is ``1024 x n_targets`` for all heads together.
+    Sources go in blocks, so that the scratch is ``1024 x n_targets`` for all heads.
     """
     normed = normalize(gathered(keys, targets).float(), dim=-1).mT
     cosines, places = [], []

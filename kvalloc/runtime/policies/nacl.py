@@ -18,26 +18,26 @@ from kvalloc.scorers.base import Count, Share
 
 @dataclass(frozen=True, kw_only=True)
 class NaCl(VotedPolicy):
-    """Proxy tokens stay and score the others; some others are drawn from these scores.
+    """Keeps proxy tokens; their attention scores the others, and some are drawn by score.
 
     1. ``F = sum over proxy rows of softmax(A)``, mean over the query heads of a KV head.
-    2. The proxies stay. Where they alone are more than the budget, the last ones stay.
-    3. A share of the remaining budget is drawn without replacement from ``softmax(F)``,
-       other than by score, with another seed in each layer and KV head; others are the best by F.
+    2. The proxies stay. If they exceed the budget, the last ones stay.
+    3. A share of the remaining budget is drawn without replacement from ``softmax(F)``, with
+       another seed in each layer and KV head. The best by F fill the budget.
 
-    The profile's scorer is not used. The same seed draws the same entries, on every device and
-    whatever else is in the batch.
+    The profile's scorer is not used. A seed draws the same entries on every device and in every
+    batch.
 
     Parameters
     ----------
     scorer : Scorer
         Not used.
     proxy_share : float
-        Share of a row's tokens, at its end, that are proxies: where the question stands.
+        Share of a row's tokens, at its end, that are proxies: it should hold the question.
     random_share : float
         Share of the budget left after the proxies that is drawn at random.
     seed : int
-        Of the draw.
+        Seed of the draw.
 
     Raises
     ------
@@ -81,10 +81,7 @@ class NaCl(VotedPolicy):
         return ~free | kept_proxies | best | drawn
 
     def _noise(self, states: AttentionStates) -> Tensor:
-        """Return Gumbel noise, (n_kv_heads, n_tokens): the largest of ``F + noise`` are a draw.
-
-        That is, from softmax(F).
-        """
+        """Return Gumbel noise, (n_kv_heads, n_tokens): the largest F + noise are a draw."""
         heads = range(states.first_head, states.first_head + int(states.keys.shape[1]))
         noise = [
             np.random.default_rng([self.seed, states.layer, head]).gumbel(size=states.keys.shape[2])

@@ -1,4 +1,4 @@
-"""The best scores stay, and everything else goes."""
+"""Policy `score`: the best scores stay."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from kvalloc.runtime.selection import keep_best
 
 @dataclass(frozen=True, kw_only=True)
 class Score(EvictionPolicy):
-    """Sinks, window, and each KV head's best entries by the profile's scorer.
+    """Keeps sinks, window, and each KV head's best entries by the profile's scorer.
 
-    With the scorers of this package this is SnapKV, XKV, H2O, TOVA, StreamingLLM and so on.
+    Depending on the scorer, this is SnapKV, XKV, H2O, TOVA, StreamingLLM and others.
 
     References
     ----------
@@ -30,7 +30,7 @@ class Score(EvictionPolicy):
 
     @property
     def across_layers(self) -> bool:
-        """Return what the scorer says."""
+        """Return the scorer's answer."""
         return self.scorer.across_layers
 
     def scores(self, states: AttentionStates, *, sinks: int) -> Tensor:
@@ -38,16 +38,16 @@ class Score(EvictionPolicy):
         return self.scorer.score(states, sinks=sinks)
 
     def keep(self, states: AttentionStates, budgets: Tensor, **limits: Unpack[Limits]) -> Tensor:
-        """Choose by the scores, of one KV head after the other if many; see `keep`."""
+        """Choose by the scores, one KV head at a time if there are many entries."""
         scores = self.scores_of(states, budgets < states.keys.shape[2], sinks=limits["sinks"])
         return keep_best(scores, budgets, absent=states.absent, counts=states.counts, **limits)
 
-    def scores_of(self, states: AttentionStates, wanted: Tensor, *, sinks: int) -> Tensor:
-        """Return scores of the wanted heads (batch, n_kv_heads), one after the other if many."""
+    def scores_of(self, states: AttentionStates, heads: Tensor, *, sinks: int) -> Tensor:
+        """Return scores of the selected heads (batch, n_kv_heads), one at a time if long."""
         few = states.keys.shape[2] <= SHORT_TOKENS or states.counts is not None
         if not self.scorer.by_head or few:
             return self.scores(states, sinks=sinks)
         scores = states.keys.new_zeros(states.keys.shape[:3], dtype=torch.float32)
-        for head in wanted.any(dim=0).nonzero()[:, 0].tolist():
+        for head in heads.any(dim=0).nonzero()[:, 0].tolist():
             scores[:, head] = self.scores(states.kv_head(head), sinks=sinks)[:, 0]
         return scores

@@ -65,7 +65,7 @@ VALUES = [[0.0, 0.5, 0.75], [0.0, 0.25, 0.375]]
 
 @pytest.mark.parametrize(
     "side",
-    [GroupCap(name="device 0", units=(0, 1), capacity_bytes=9), MaxDistinct(most=2)],
+    [GroupCap(name="device 0", units=(0, 1), capacity_bytes=9), MaxDistinct(maximum=2)],
     ids=["cap", "distinct"],
 )
 def test_a_limit_that_does_not_bind_hides_no_lie(side):
@@ -133,7 +133,7 @@ def test_optimal_by_word_reads_so():
     )
     [check] = [check for check in verify(profile, scores) if check.name == "bound"]
     assert (check.passed, check.proven) == (True, False)
-    assert check.found.endswith("; not proven again: dp's word")
+    assert check.recomputed.endswith("; not proven again: dp's word")
 
 
 # A plug-in is not trusted: everything it says is computed again

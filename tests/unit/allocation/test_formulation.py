@@ -241,7 +241,7 @@ def test_constraints_that_compare_budgets_are_refused_with_bits():
     problem = make_problem(values, costs=costs, tokens=tokens, bits=bits, capacity=5)
     assert problem.bits[np.arange(2), [0, 1]].tolist() == [8, 16]  # type: ignore[index]
     with pytest.raises(InputError, match="compares budgets in tokens"):
-        dataclasses.replace(problem, constraints=(MaxDistinct(most=1),))
+        dataclasses.replace(problem, constraints=(MaxDistinct(maximum=1),))
     with pytest.raises(InputError, match="tokens must be >= 0 and rise"):
         make_problem(values, costs=costs, tokens=tokens, capacity=5)
     with pytest.raises(InputError, match="bits are int64 shaped"):
@@ -274,8 +274,8 @@ def test_exact_solvers_find_the_least_loss_of_entries_and_bits(seed, share, dear
     pairs = itertools.product(every, repeat=2)
     found = [(a[0] + b[0], each[0][a[1]] + each[1][b[1]]) for a, b in pairs]
     if dear:
-        least, most = min(loss for _, loss in found), max(loss for _, loss in found)
-        limit = max(0.0, least) + share * (most - least)
+        least, maximum = min(loss for _, loss in found), max(loss for _, loss in found)
+        limit = max(0.0, least) + share * (maximum - least)
         best = min(cost for cost, loss in found if loss <= limit + 1e-12)
         request = Request.parse(target_loss=limit, level="head", bits=BITS)
     else:

@@ -150,7 +150,7 @@ def test_a_cap_s_price_is_what_a_little_more_of_it_gains(shares):
     assert list(limits) == ["capacity", "cap of a", "cap of b"]
     for place, cap in enumerate(problem.constraints):
         limit = limits[f"cap of {cap.name}"]
-        assert (limit.used, limit.most) == (
+        assert (limit.used, limit.allowed) == (
             int(problem.costs[list(cap.units), answer.choice[list(cap.units)]].sum()),
             cap.capacity_bytes,
         )

@@ -177,7 +177,7 @@ def test_numbers_have_the_sign_and_unit_that_solve_prints(asked, unit):
     profile = kvalloc.solve(scores, solver="dp", **asked)
     checks = {check.name: check for check in verify(profile, scores)}
     for name in ("objective", "bound"):
-        for text in (checks[name].stated, checks[name].found.removesuffix(" by duality")):
+        for text in (checks[name].stated, checks[name].recomputed.removesuffix(" by duality")):
             assert re.fullmatch(rf"[\d.,e-]+{f' {unit}' if unit else ''}", text)
             assert not text.startswith("-")
     stated, objective = checks["objective"].stated, objective_text(profile.objective, profile)

@@ -113,7 +113,7 @@ def test_digests_tell_problems_apart():
             remade(heads=np.array([0, 1])),
             remade(protected_tokens=1),
             GOOD.with_target(0.5),
-            remade(constraints=(MaxDistinct(most=1),)),
+            remade(constraints=(MaxDistinct(maximum=1),)),
             remade(values=np.array([[0.0, 0.5, 0.75], [0.0, 0.25, 0.5]])),
         )
     }
@@ -148,8 +148,8 @@ def test_side_constraints_by_hand():
     cap = GroupCap(name="layer 1", units=(2, 3), capacity_bytes=39)
     assert cap.fault(problem, choice) == "layer 1 takes 40 bytes of 39"
     assert GroupCap(name="layer 1", units=(2, 3), capacity_bytes=40).fault(problem, choice) is None
-    assert MaxDistinct(most=3).fault(problem, choice) is None
-    assert "3 different budgets" in str(MaxDistinct(most=2).fault(problem, choice))
+    assert MaxDistinct(maximum=3).fault(problem, choice) is None
+    assert "3 different budgets" in str(MaxDistinct(maximum=2).fault(problem, choice))
     capped = dataclasses.replace(
         make_problem([[0, 1]], capacity=9, protected_tokens=5),
         constraints=(GroupCap(name="device 0", units=(0,), capacity_bytes=4),),
@@ -157,7 +157,7 @@ def test_side_constraints_by_hand():
     with pytest.raises(InfeasibleError, match="the cap of device 0, 4 bytes, is below its floors"):
         capped.check_feasible()
     with pytest.raises(InputError, match="ask for 1"):
-        MaxDistinct(most=0)
+        MaxDistinct(maximum=0)
 
 
 def test_a_variant_keeps_what_its_changes_leave_and_checks_the_rest():

@@ -139,8 +139,8 @@ TREE = tuple(
         ((), False, {"dp", "ilp", "auto"}),
         ((), True, {"dp", "flow", "greedy", "ilp", "auto"}),
         (TREE, True, {"flow", "ilp", "auto"}),
-        ((MaxDistinct(most=2),), False, {"ilp", "auto"}),
-        ((MaxDistinct(most=3), *DEVICES), False, {"ilp", "auto"}),
+        ((MaxDistinct(maximum=2),), False, {"ilp", "auto"}),
+        ((MaxDistinct(maximum=3), *DEVICES), False, {"ilp", "auto"}),
         (DEVICES, False, {"ilp", "auto"}),
     ],
     ids=["any", "concave", "tree", "few", "few+caps", "caps"],
@@ -173,7 +173,7 @@ CROSSING = (
     GroupCap(name="device 0", units=(0, 1), capacity_bytes=100),
     GroupCap(name="layer 1", units=(1, 2), capacity_bytes=100),
 )
-FEW = MaxDistinct(most=2)
+FEW = MaxDistinct(maximum=2)
 CAPPED = hand_problem(constraints=CROSSING[:1])
 WORST_UNIT = hand_problem(aggregate=Aggregate.WORST)
 DENTED = make_problem([[0.0, 0.1, 0.9]], capacity=1)
@@ -259,7 +259,7 @@ def test_a_solver_of_the_worst_unit_alone_refuses_a_sum():
 MANY = {"n_layers": 80, "n_heads": 8, "n_options": 64}
 LONG = medium_problem(6, **MANY)
 LONG_TARGET = medium_problem(6, target=True, share=0.5, **MANY)
-LONG_FEW = medium_problem(1, n_layers=30, n_options=64, constraints=(MaxDistinct(most=3),))
+LONG_FEW = medium_problem(1, n_layers=30, n_options=64, constraints=(MaxDistinct(maximum=3),))
 
 
 @pytest.mark.parametrize(

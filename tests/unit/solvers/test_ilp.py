@@ -26,7 +26,7 @@ LIMITED = [side for side in SIDES if side != "plain"]
 
 
 def test_no_time_for_a_first_choice_is_an_error_not_a_lie():
-    problem = medium_problem(1, target=True, constraints=(MaxDistinct(most=3),))
+    problem = medium_problem(1, target=True, constraints=(MaxDistinct(maximum=3),))
     answer = answer_or_error(ILP(), problem, time_limit_seconds=1e-6)
     if isinstance(answer, SolverError):
         assert "give it more time" in str(answer)
@@ -62,7 +62,7 @@ def test_what_a_library_prints_does_not_reach_stdout(capfd):
 @pytest.mark.parametrize("backend", sorted(BACKENDS))
 def test_a_back_end_that_had_no_time_proves_no_bound(backend):
     """CP-SAT says 0 where it has none: what was known was then called optimal."""
-    problem = medium_problem(1, n_layers=30, n_options=24, constraints=(MaxDistinct(most=3),))
+    problem = medium_problem(1, n_layers=30, n_options=24, constraints=(MaxDistinct(maximum=3),))
     whole = encode(problem, problem.exists, 3, None)
     answer = BACKENDS[backend](whole.program, time.monotonic(), 0.0, 1)
     best = solve_problem(problem, ILP()).objective
@@ -144,7 +144,7 @@ def test_one_program_for_the_worst_unit_is_exact(kind, back_end, monkeypatch):
 def test_sets_of_budgets_under_caps_are_proven():
     """Set after set took 20 s for nothing here; one program takes a moment."""
     base = larger_problem("losses", n_layers=1, n_heads=4, n_options=46)
-    few = (MaxDistinct(most=3),)
+    few = (MaxDistinct(maximum=3),)
     problem = with_crossing_caps(base, (0.4, 0.45), parts=4, room=0.45, sides=few)
     answer = solve_problem(problem, ILP(), time_limit_seconds=60.0)
     assert answer.termination is Termination.OPTIMAL
@@ -162,7 +162,7 @@ def test_the_worst_unit_under_crossing_caps_is_no_worse_than_equal(seconds, monk
     values = curves[base.units % 3]
     weights = np.ones(15)
     paged = base.replace(tokens=pages, values=values, weights=weights, aggregate=Aggregate.WORST)
-    few = (MaxDistinct(most=2),)
+    few = (MaxDistinct(maximum=2),)
     problem = with_crossing_caps(paged, (0.75, 0.75), parts=4, room=0.45, sides=few)
     problem = problem.with_capacity(int(problem.costs[:, 3].sum()))
     assert solve_problem(problem, get_solver("uniform")).objective == 52 / 55

@@ -63,7 +63,7 @@ NESTED = (cap(range(40), 0.15), cap(range(10), 0.1))
         ("lagrangian", CROSSING, 1e-3),
         ("lagrangian", NESTED, 1e-5),
         ("ilp", CROSSING, 0.25),
-        ("ilp", (MaxDistinct(most=4),), 0.25),
+        ("ilp", (MaxDistinct(maximum=4),), 0.25),
     ],
     ids=["crossing", "nested", "ilp crossing", "ilp few"],
 )
@@ -120,7 +120,7 @@ def test_the_bound_of_parts_is_never_beaten(kind, name, monkeypatch):
 
 
 def test_parts_are_no_worse_than_equal_budgets_and_know_what_is_impossible():
-    worst = large(Sense.MAX_VALUE, MaxDistinct(most=4)).replace(aggregate=Aggregate.WORST)
+    worst = large(Sense.MAX_VALUE, MaxDistinct(maximum=4)).replace(aggregate=Aggregate.WORST)
     answer, equal = (
         solve_problem(worst, get_solver(one), time_limit_seconds=1.0) for one in ("ilp", "uniform")
     )
