@@ -8,7 +8,7 @@ References
 CacheBlend (Yao et al., 2024): the tokens with the largest changes of keys and values are computed
 anew, the same share in all layers. ProphetKV: the tokens that the question attends to. Here the
 rank of a token is the product of both; that fewer tokens in deeper layers are no better is a row of
-docs/studies.md.
+benchmarks/studies/documents.md.
 """
 
 from __future__ import annotations

@@ -247,7 +247,10 @@ def test_the_readme_is_short_and_shows_both_commands_at_the_top():
     assert len([line for line in snippet.text.splitlines() if line]) <= 10
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+WITH_LINKS = sorted({*PAGES, *ROOT.glob("*.md"), *(ROOT / "benchmarks").rglob("*.md")})
+
+
+@pytest.mark.parametrize("page", WITH_LINKS, ids=lambda page: page.stem)
 def test_links_lead_somewhere(page):
     text = page.read_text(encoding="utf-8")
     for target in re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", text):
