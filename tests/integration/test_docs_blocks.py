@@ -41,7 +41,6 @@ NOT_RUN = {
     ("README.md", "installs; CI runs every line of this page in a fresh environment"),
     ("clients.md", "a test loads the server's models and has no server"),
     ("clients.md", "these packages are in no environment of this project"),
-    ("engines.md", "the engines have environments of their own"),
     ("evaluating.md", "takes hours; a quick form takes minutes"),
     ("evaluating.md", "lm-eval and its data sets are in no environment of this project"),
     ("from_kvpress.md", "kvpress has an environment of its own, where a test runs this"),
