@@ -45,8 +45,6 @@ NOT_RUN = {
     ("evaluating.md", "lm-eval and its data sets are in no environment of this project"),
     ("from_kvpress.md", "kvpress has an environment of its own, where a test runs this"),
     ("from_kvpress.md", "kvpress has an environment of its own"),
-    ("peers.md", "kvpress has an environment of its own"),
-    ("scale.md", "starts a Ray cluster; tests/unit/engine runs these commands"),
 }  # fmt: skip
 
 
