@@ -22,6 +22,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("*.md", "docs/*.md", "docs/*.png", "docs/*.json", "profiles/README.md", "benchmarks/*.md",
+         "benchmarks/studies/*.md",
          "benchmarks/quality/*.png", "benchmarks/results/*.txt")  # fmt: skip
 NOTEBOOKS = ROOT / "build" / "notebooks"
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)

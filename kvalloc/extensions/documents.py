@@ -8,7 +8,7 @@ References
 CacheBlend (Yao et al., 2024): the tokens with the largest changes of keys and values are
 recomputed, the same share in all layers. ProphetKV: the tokens that the question attends to. Here
 the rank of a token is the product of both; fewer tokens in deeper layers are no better
-(docs/studies.md).
+(benchmarks/studies/documents.md).
 """
 
 from __future__ import annotations

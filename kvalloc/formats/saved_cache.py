@@ -2,6 +2,18 @@
 
 Digests have no key, so an edited file can be signed again. So each part of a file is compared with
 its other parts: the kernels that read the tensors check nothing.
+
+The tensors of layer L; a layer that has evicted nothing has the first two alone:
+
+- ``L.keys``, ``L.values``, (rows, KV heads, tokens, head size): tokens since the latest eviction,
+  each row's at the end;
+- ``L.latest``, (rows,): the number of these tokens;
+- ``L.bits_W.lengths``, (rows, KV heads): kept entries of width W;
+- ``L.bits_W.kept_keys``, ``kept_values``, (entries, numbers or bytes): one head after another;
+- ``L.bits_W.kept_positions``, (entries,): the token of each entry in its row, without padding;
+- ``L.bits_W.key_scales``, (blocks, 2, head size): scales and minima, below 16 bits.
+
+``visible``, (rows, tokens seen), is 0 for padding, and absent without padding.
 """
 
 from __future__ import annotations

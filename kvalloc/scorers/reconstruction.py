@@ -49,7 +49,7 @@ class Reconstruction(PooledScorer):
     KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction (Kim et al., 2025, arXiv
     2505.23416). Pieces of 2,048 tokens, softmax over the piece, maximum over queries and group.
     There the words "Repeat the previous context exactly" ask for the repetition. Here nothing does,
-    which serves as well (docs/studies.md) and needs no tokenizer.
+    which serves as well (benchmarks/studies/fitted-values.md) and needs no tokenizer.
     """
 
     name = "reconstruction"

@@ -40,13 +40,10 @@ NOT_RUN = {
     ("README.md", "installs; CI runs every line of this page in a fresh environment"),
     ("clients.md", "a test loads the server's models and has no server"),
     ("clients.md", "these packages are in no environment of this project"),
-    ("engines.md", "the engines have environments of their own"),
     ("evaluating.md", "takes hours; a quick form takes minutes"),
     ("evaluating.md", "lm-eval and its data sets are in no environment of this project"),
     ("from_kvpress.md", "kvpress has an environment of its own, where a test runs this"),
     ("from_kvpress.md", "kvpress has an environment of its own"),
-    ("peers.md", "kvpress has an environment of its own"),
-    ("scale.md", "starts a Ray cluster; tests/unit/engine runs these commands"),
 }  # fmt: skip
 
 
@@ -231,7 +228,10 @@ def test_the_readme_is_short_and_shows_both_commands_at_the_top():
     assert len([line for line in snippet.text.splitlines() if line]) <= 10
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+WITH_LINKS = sorted({*PAGES, *ROOT.glob("*.md"), *(ROOT / "benchmarks").rglob("*.md")})
+
+
+@pytest.mark.parametrize("page", WITH_LINKS, ids=lambda page: page.stem)
 def test_links_lead_somewhere(page):
     text = page.read_text(encoding="utf-8")
     for target in re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", text):

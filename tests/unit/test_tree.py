@@ -122,8 +122,9 @@ def test_texts_are_clean_and_in_one_role_each():
     assert len(set().union(*speakers.values())) == sum(map(len, speakers.values()))
 
 
-def test_every_file_that_the_architecture_names_exists():
-    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("page", ["ARCHITECTURE.md", "CONTRIBUTING.md"])
+def test_every_file_that_a_page_for_maintainers_names_exists(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
     named = re.findall(r"`((?:[a-z]+/)+[a-z_]+\.py)`", text)
     assert [
         name for name in named if not any((ROOT / top / name).exists() for top in ("", "kvalloc"))

@@ -1,6 +1,12 @@
-"""Test what other runtimes get wrong and no other file tests; see docs/testing.md.
+"""Test failures of other runtimes that no other file tests.
 
-Budgets are by head, so that layers, heads and rows all differ.
+Budgets are by head, so that layers, heads and rows all differ. Other files test these failures:
+
+- test_matrix.py: a second prompt undoes the first eviction (arrival ``interleaved``), a question of
+  several tokens (``question_of_5``), scored padding (``left_padding``), shifted positions, and NaN
+  in half precision;
+- test_peaks.py: later chunks of a prompt stay whole;
+- tests/property/test_selection.py: ties evict the window, and tiny budgets evict everything.
 """
 
 import pytest
