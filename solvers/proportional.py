@@ -33,24 +33,6 @@ class Proportional(SharingRule):
     rounding rule, so that the sum is the budget exactly. A published rule is a choice of the weight
     and of the limits.
 
-    ========================== =====================================================
-    rule                       options
-    ========================== =====================================================
-    CAKE, spatial part         ``weight="entropy", power=1/tau1``
-    LAVa, layer budgets        ``weight="normalized_entropy"``
-    ZigZagKV                   ``weight="threshold", threshold=0.9, beta=...``
-    CompressKV                 ``weights=errors, floor_tokens=32, max_multiple=3``
-    HeadKV                     ``weights=importance, beta=1.005...10, power=temperature``
-    SqueezeAttention           ``weight="two_groups", weights=similarity, small_share=p``
-    ========================== =====================================================
-
-    CAKE multiplies the entropy by a temporal variance to the power 1/tau2. That needs attention
-    rows, not curves, and is left out; pass the product as ``weights`` to have it. CAKE and LAVa sum
-    the entropy over all heads. A unit of a layer has one curve here, the sum over its heads of
-    their n best, and its entropy is used. ZigZagKV averages the counts of a layer's heads, which a
-    layer's curve does not show either. SqueezeAttention finds its groups by k-means; in one
-    dimension the best split into two is found exactly.
-
     Parameters
     ----------
     weight : {"entropy", "normalized_entropy", "threshold", "given", "two_groups"}, optional
@@ -82,6 +64,28 @@ class Proportional(SharingRule):
     ------
     InputError
         If an option is out of range, or weights are missing or superfluous.
+
+    Notes
+    -----
+    Published rules:
+
+    ========================== =====================================================
+    rule                       options
+    ========================== =====================================================
+    CAKE, spatial part         ``weight="entropy", power=1/tau1``
+    LAVa, layer budgets        ``weight="normalized_entropy"``
+    ZigZagKV                   ``weight="threshold", threshold=0.9, beta=...``
+    CompressKV                 ``weights=errors, floor_tokens=32, max_multiple=3``
+    HeadKV                     ``weights=importance, beta=1.005...10, power=temperature``
+    SqueezeAttention           ``weight="two_groups", weights=similarity, small_share=p``
+    ========================== =====================================================
+
+    CAKE multiplies the entropy by a temporal variance to the power 1/tau2. That needs attention
+    rows, not curves, and is left out; pass the product as ``weights`` to have it. CAKE and LAVa sum
+    the entropy over all heads. A unit of a layer has one curve here, the sum over its heads of
+    their n best, and its entropy is used. ZigZagKV averages the counts of a layer's heads, which a
+    layer's curve does not show either. SqueezeAttention finds its groups by k-means; in one
+    dimension the best split into two is found exactly.
 
     References
     ----------

@@ -1,15 +1,15 @@
 """Pool: one memory for several score profiles, as one problem with the units of all members.
 
 Its value is the weighted sum of the members' values. A floor of a member is a limit on its value.
-Its price raises the member's weight. Any prices mu >= 0 prove
+Its price raises the member's weight. Any prices mu >= 0 prove:
 
-    max sum_i w_i V_i  <=  max sum_i (w_i + mu_i) V_i - sum_i mu_i f_i    with  V_i >= f_i
+    max sum_i w_i V_i  <=  max sum_i (w_i + mu_i) V_i - mu . f    with  V_i >= f_i.
 
-If the worst member counts, any weights p >= 0 that add up to 1 prove
+If the worst member counts, any weights p >= 0 that add up to 1 prove:
 
-    max min_i V_i  <=  max sum_i p_i V_i
+    max min_i V_i  <=  max sum_i p_i V_i.
 
-and the largest floor that all can have is found by halving.
+Bisection finds the largest floor that all members can have.
 """
 
 from __future__ import annotations

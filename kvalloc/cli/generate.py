@@ -26,7 +26,7 @@ def generate(options: PromptOptions, **target: Unpack[RequestOptions]) -> None:
     kvalloc generate demo --budget 20% --prompt-file prompt.txt
     kvalloc generate demo --profile p.json --policy tova --prompt-file prompt.txt
     kvalloc generate demo --target-retention 0.9 --prompt-file prompt.txt
-    kvalloc generate demo --budget 100% --prompt "What is a KV cache?" --max-new-tokens 40
+    kvalloc generate demo --budget 100% --prompt "Explain KV caches." --max-new-tokens 40
     cat prompt.txt | kvalloc generate demo --profile p.json --json
     """
     options.check(target)

@@ -1,4 +1,4 @@
-"""What is evaluated: anything that reads a prompt into a cache that can be asked; its bytes."""
+"""Methods that are evaluated: each reads a prompt into a cache; the bytes of that cache."""
 
 from __future__ import annotations
 
@@ -25,20 +25,17 @@ MakeCache = Callable[[], "Cache"]
 def stored_bytes(cache: Cache) -> int:
     """Return the bytes that a cache stores, read from its tensors' storages.
 
-    Those are K and V, and of a reduced cache the positions of its entries.
-
-    Every storage counts once and in full, so a view that keeps a larger tensor alive costs what it
-    keeps alive.
+    K and V count, and the positions of a reduced cache. Every storage counts once and in full, also
+    if a view shows only a part of it.
     """
     return sum(storage.nbytes() for storage, _, _ in _storages(cache.layers))
 
 
 def needed_bytes(cache: Cache) -> int:
-    """Return the bytes that later tokens attend to: of each storage what its tensors show.
+    """Return the bytes that later tokens attend to, at most `stored_bytes`.
 
-    After a prompt, a sliding layer of transformers shows the last tokens of its window and keeps
-    the whole prompt's storage alive until the next token; what a model needs is what it shows, at
-    most `stored_bytes`.
+    Only the part of a storage that its tensors show counts. After a prompt, a sliding layer of
+    transformers shows its window but keeps the whole prompt's storage alive until the next token.
     """
     return sum(min(storage.nbytes(), shown) for storage, shown, _ in _storages(cache.layers))
 
@@ -71,13 +68,13 @@ def next_logits(
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Return the tokens that end an answer: those of the model and of its tokenizer."""
+    """Return the end tokens of the model and of its tokenizer."""
     mark = tokenizer.eos_token_id
     return {*structure.end_tokens(model), *(() if mark is None else (mark,))}
 
 
 ANY_CONTEXT = 64
-"""Everything is kept of a prompt of any length where everything is of one."""
+"""Context of a profile that keeps everything, tokens; it then keeps everything of any prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,11 +91,10 @@ class Compressed:
     stored_bytes : int
         Bytes that are stored now, read from the tensors.
     kept_bytes : int
-        Bytes of the entries that later tokens can attend to: less than what is stored where a
-        method only masks entries and frees nothing, and where a sliding layer still keeps what
-        has left its window.
+        Bytes of the entries that later tokens can attend to. Fewer than are stored if a method only
+        masks entries, or a sliding layer still stores tokens that left its window.
     bytes_at_16_bits : int
-        The same, every number that is not rounded counted at 16 bits.
+        Bytes of the stored entries, with numbers that are not rounded counted at 16 bits.
     prefill_seconds : float
         Wall time of reading and compressing.
     """
@@ -126,9 +122,9 @@ class Compressed:
         question_ids : sequence of int, (n_question,)
             They stay in the cache.
         answer_ids : sequence of int, (n_answer,)
-            What comes after them.
+            Tokens that are read after the question.
         last : int
-            Positions whose predictions are wanted, counted from the end.
+            Number of last positions to return predictions of.
 
         Returns
         -------
@@ -146,7 +142,7 @@ class Method(Protocol):
         Parameters
         ----------
         model : PreTrainedModel
-            To be left as it was: other methods use it in turn.
+            Must stay unchanged: other methods use it next.
         prompt_ids : sequence of int, (n_tokens,)
 
         Returns
@@ -157,13 +153,12 @@ class Method(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class CacheMethod:
-    """Caches that compress by themselves while the prompt is read, as kvalloc's do.
+    """Method of a cache that compresses while the prompt is read, such as kvalloc's.
 
     Attributes
     ----------
     make_cache : callable
-        Gives a new, empty cache, such as
-        ``lambda: kvalloc.make_cache(model, profile)``.
+        Returns a new, empty cache, such as ``lambda: kvalloc.make_cache(model, profile)``.
     """
 
     make_cache: MakeCache
@@ -178,7 +173,7 @@ class CacheMethod:
 
 @dataclass(frozen=True, kw_only=True)
 class AppliedMethod:
-    """What `kvalloc.apply` gives a prompt whose answer is generated.
+    """Method of `kvalloc.apply`: the cache that it makes for a prompt.
 
     Attributes
     ----------
@@ -189,7 +184,7 @@ class AppliedMethod:
     options: Mapping[str, Any]
 
     def compress(self, model: PreTrainedModel, prompt_ids: Sequence[int]) -> Compressed:
-        """Read a prompt; nothing of the answer is read."""
+        """Read a prompt into the cache that `kvalloc.apply` makes."""
         from kvalloc.online.application import apply
 
         start = time.perf_counter()
@@ -201,14 +196,14 @@ class AppliedMethod:
 
 def _read(model: PreTrainedModel, cache: Cache, logits: Tensor, seconds: float) -> Compressed:
     """Return a cache that has read its prompt, with its bytes."""
-    every: list[Any] = cache.layers
+    layers: list[Any] = cache.layers
     return Compressed(
         model=model,
         cache=cache,
         logits=logits,
         stored_bytes=stored_bytes(cache),
         kept_bytes=needed_bytes(cache),
-        bytes_at_16_bits=bytes_at_16_bits(every),
+        bytes_at_16_bits=bytes_at_16_bits(layers),
         prefill_seconds=seconds,
     )
 
@@ -257,7 +252,7 @@ def full_cache(model: PreTrainedModel) -> CacheMethod:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What was written greedily.
+    """One answer, decoded greedily.
 
     Attributes
     ----------
@@ -287,7 +282,7 @@ def answer_greedily(
     compressed : Compressed
     tokenizer : PreTrainedTokenizerBase
     question_ids : sequence of int, (n_question,)
-        Empty where the prompt ends with the question.
+        Empty if the prompt ends with the question.
     max_new_tokens : int
         Longest answer, tokens.
 
@@ -298,7 +293,7 @@ def answer_greedily(
     Raises
     ------
     InputError
-        If the answer may not have a token.
+        If ``max_new_tokens`` is below 1.
     """
     if max_new_tokens < 1:
         raise InputError(f"an answer of {max_new_tokens} tokens says nothing; allow at least 1")

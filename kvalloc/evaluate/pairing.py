@@ -19,8 +19,8 @@ Pair = tuple[Outcome, Outcome]
 def compare(scores: Sequence[Score], other: Sequence[Score]) -> dict[str, Any]:
     """Compare two methods prompt by prompt, tasks with equal weight.
 
-    Prompts are drawn with replacement, the same ones for both methods, within each task. What is
-    compared is the mean over tasks of the mean over prompts, KL over the tokens that both methods
+    A bootstrap draws the same prompts of each task for both methods, with replacement. The compared
+    value is the mean over tasks of the mean over prompts. KL is over the tokens that both methods
     predicted after their eviction.
 
     Parameters
@@ -31,12 +31,12 @@ def compare(scores: Sequence[Score], other: Sequence[Score]) -> dict[str, Any]:
     Returns
     -------
     dict
-        ``against``, the other method; ``kl_difference`` and ``score_difference``, the mean less
-        that of the other, None where nothing was compared; ``kl_ratio``, the mean KL by
-        that of the other, None where that is 0; each with its bootstrap interval over the prompts
-        under its name and ``_ci95``, None for fewer than two prompts in a task. Of the same tokens
-        ``p99_ratio`` and ``p999_ratio``, percentiles of the KL over all ``n_tokens`` of them by
-        those of the other, None for too few tokens; and ``top1_difference``, of the agreement.
+        ``against`` names the other method. ``kl_difference`` and ``score_difference`` are the mean
+        less the other method's mean, None if nothing was compared. ``kl_ratio`` is the mean KL over
+        the other method's, None if the latter is 0. The name with ``_ci95`` has the bootstrap
+        interval over prompts, None for fewer than two prompts in a task. ``p99_ratio`` and
+        ``p999_ratio`` divide percentiles of the KL over all ``n_tokens`` compared tokens, None for
+        too few tokens. ``top1_difference`` is the difference of the agreement.
 
     Raises
     ------
@@ -54,7 +54,7 @@ def compare(scores: Sequence[Score], other: Sequence[Score]) -> dict[str, Any]:
     tokens = [
         both for task in pairs for pair in task for turn in _shared("kls", pair) for both in turn
     ]
-    mine, theirs = map(tails, np.array(tokens, dtype=np.float64).reshape(-1, 2).T)
+    of_scores, of_other = map(tails, np.array(tokens, dtype=np.float64).reshape(-1, 2).T)
     ratio = kl[0] / kl[1] if kl is not None and kl[1] > 0 else None
     by = None if ratio is None else interval(kls, lambda m: m[:, 0] / m[:, 1])
     return {
@@ -63,8 +63,8 @@ def compare(scores: Sequence[Score], other: Sequence[Score]) -> dict[str, Any]:
         "kl_difference_ci95": interval(kls, _difference),
         "kl_ratio": ratio,
         "kl_ratio_ci95": by,
-        **{f"{name}_ratio": mine[name] / theirs[name] if theirs[name] else None for name in TAILS},
-        "n_tokens": mine["n_tokens"],
+        **{f"{n}_ratio": of_scores[n] / of_other[n] if of_other[n] else None for n in TAILS},
+        "n_tokens": of_scores["n_tokens"],
         "top1_difference": None if top1 is None else top1[0] - top1[1],
         "score_difference": None if score is None else score[0] - score[1],
         "score_difference_ci95": interval(points, _difference),
@@ -100,9 +100,9 @@ def rows(scores: Sequence[Score]) -> list[dict[str, Any]]:
 
 
 def _paired(by_name: Mapping[str, list[Score]], name: str) -> list[dict[str, Any]]:
-    """Compare a method with the full cache, and with the first of the others."""
-    others = [other for other in by_name if other != FULL]
-    against = [] if name == FULL else [FULL, *(other for other in others[:1] if other != name)]
+    """Compare a method with the full cache, and with the first reduced method."""
+    reduced = [method for method in by_name if method != FULL]
+    against = [] if name == FULL else [FULL, *(first for first in reduced[:1] if first != name)]
     return [compare(by_name[name], by_name[other]) for other in against]
 
 

@@ -68,7 +68,7 @@ def text_digest(cases: Mapping[str, Sequence[Case]]) -> str:
     """Return a SHA-256 digest over the token ids of all prompts and questions, by task."""
     return digest_of(
         {
-            task: [[one.input_ids, *(turn.question_ids for turn in one.turns)] for one in some]
-            for task, some in cases.items()
+            task: [[one.input_ids, *(turn.question_ids for turn in one.turns)] for one in of_task]
+            for task, of_task in cases.items()
         }
     )

@@ -1,4 +1,4 @@
-"""Put caches through tasks: harm, right answers, bytes and speed, each with its uncertainty."""
+"""Run caches on tasks: loss, right answers, bytes and speed, each with its uncertainty."""
 
 from __future__ import annotations
 
@@ -36,38 +36,37 @@ ALL_TASKS = "all tasks"
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What one method made of one prompt, the mean over its turns where there are several.
+    """Result of one method on one prompt; figures are means over its turns.
 
     Attributes
     ----------
     answers : tuple of str, (n_turns,)
-        What was written greedily.
+        Answers, decoded greedily.
     kls : tuple of tuple of (float or None), (n_turns, n_continuation)
-        Teacher-forced KL(full cache || this cache) of each token of the continuation, nats: what
-        follows in the text, or the full cache's own answer. None for the first tokens where they
-        are predicted before anything is evicted, by what is the full cache still. 0 for the full
-        cache.
+        Teacher-forced KL(full cache || this cache) of each token of the continuation, nats. The
+        continuation is the text's, or else the full cache's answer. None for first tokens that are
+        predicted before any eviction. 0 for the full cache.
     agrees : tuple of tuple of (bool or None), (n_turns, n_continuation)
-        Whether both find the same token the most likely, of the same tokens.
+        Whether the most likely token is the same with both caches, for the same tokens.
     nll : float or None
-        Mean negative log likelihood of what really follows in the text, nats per token.
+        Mean negative log likelihood of the text's continuation, nats per token.
     score : float or None
-        The answers by the task's metric, 0..1; None without a question.
+        Score of the answers by the task's metric, 0..1; None without a question.
     exact_match : float or None
-        Share of the turns whose answer contains a right one, 0..1; None without a question.
+        Share of turns with a right answer in the answer, 0..1; None without a question.
     retained_bytes, full_bytes : int
-        Bytes after the prompt, read from the storages; those that the full cache needs,
-        which is less than it stores while sliding layers keep what has left their window.
+        Bytes that are stored after the prompt, and bytes that the full cache needs. It stores more
+        while sliding layers keep tokens that left their window.
     kept_bytes : int
         Bytes of the entries that can be attended to; see `Compressed`.
     bytes_at_16_bits, full_bytes_at_16_bits : int
-        The same of this cache and of the full one, numbers counted at 16 bits.
+        Bytes of this cache and of the full one, with unrounded numbers counted at 16 bits.
     prefill_seconds : float
-        Wall time of the prompt.
+        Wall time of reading the prompt.
     decoded_tokens : int
-        Tokens decoded one by one after the first.
+        Decoded tokens without the first of each answer.
     decode_seconds : float
-        Wall time of those.
+        Wall time of decoding these tokens.
     """
 
     answers: tuple[str, ...]
@@ -89,12 +88,12 @@ class Outcome:
     def kl(self) -> float | None:
         """Return the mean over the turns of the mean KL after the eviction, nats per token.
 
-        None where there is nothing to compare: all was predicted before it.
+        None if all tokens were predicted before the eviction.
         """
         return self.kl_at(slice(None))
 
     def kl_at(self, positions: slice) -> float | None:
-        """Return the same over these tokens of the answers alone."""
+        """Return the mean KL over these token positions of the answers, nats per token."""
         return _mean_of_turns(self.kls, positions)
 
     @property
@@ -103,12 +102,12 @@ class Outcome:
         return self.agreement_at(slice(None))
 
     def agreement_at(self, positions: slice) -> float | None:
-        """Return the same over these tokens of the answers alone."""
+        """Return the agreement over these token positions of the answers, 0..1."""
         return _mean_of_turns(self.agrees, positions)
 
     @property
     def exact_tokens(self) -> float:
-        """Return the tokens of an answer that were predicted before any eviction, mean of turns."""
+        """Return the mean number of tokens per turn that were predicted before any eviction."""
         return float(np.mean([turn.count(None) for turn in self.kls]))
 
 
@@ -137,7 +136,7 @@ class Score:
 def values(
     tasks: Iterable[Iterable[T]], of: Callable[[T], npt.ArrayLike | None]
 ) -> list[FloatArray]:
-    """Return the known values of each task that has some, ``(n_prompts, ...)``."""
+    """Return the known values of each task that has any, ``(n_prompts, ...)``."""
     arrays = [[value for one in task if (value := of(one)) is not None] for task in tasks]
     return [np.array(array, dtype=np.float64) for array in arrays if array]
 
@@ -204,13 +203,13 @@ def row(scores: Sequence[Score]) -> dict[str, Any]:
 
 
 class CaseWork:
-    """Every method on one prompt after the other, the full cache first.
+    """Work on one prompt: every method, the full cache first.
 
     Parameters
     ----------
     tokenizer : PreTrainedTokenizerBase
     make : callable
-        Gives the methods for a model, by name.
+        Returns the methods for a model, by name.
     """
 
     def __init__(
@@ -239,7 +238,7 @@ class CaseWork:
         Raises
         ------
         InputError
-            If one is called as the full cache is, or cannot be made for the model.
+            If a method has the full cache's name, or cannot be made for the model.
         """
         names = [*result_of(engine, self)]
         if FULL in names:
@@ -256,21 +255,21 @@ def evaluate(
     context: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Score]:
-    """Put every method through every task, prompt by prompt, all methods on the same prompts.
+    """Run every method on the same prompts of every task.
 
     Parameters
     ----------
     model : PreTrainedModel or Engine
-        Or workers, to which the prompts are spread; see `kvalloc.engine.ray.RayEngine`.
+        Model, or workers that share the prompts; see `kvalloc.engine.ray.RayEngine`.
     tokenizer : PreTrainedTokenizerBase
     tasks : sequence of (Task, cases)
     methods : mapping of str to Method, or CaseWork
-        Such as ``CacheMethod(make_cache=lambda: kvalloc.make_cache(model, profile))``; workers make
-        their own.
+        Such as ``CacheMethod(make_cache=lambda: kvalloc.make_cache(model, profile))``. For workers
+        a CaseWork, which makes the methods on each worker.
     context : int
-        For the rows.
+        Longest prompt, tokens; for the rows.
     progress : callable
-        Called with what is done and all there is, counted in prompts with a method each.
+        Called with the numbers of done and of all pairs of prompt and method.
 
     Returns
     -------
@@ -280,7 +279,7 @@ def evaluate(
     Raises
     ------
     InputError
-        If a method is called as the full cache is, or a prompt kills its worker again and again.
+        If a method has the full cache's name, or a prompt kills its worker repeatedly.
     """
     engine = engine_of(model)
     work = methods
@@ -288,7 +287,7 @@ def evaluate(
         named = work
         work = CaseWork(tokenizer, lambda _: named)
     names = work.names(engine)
-    cases = [(task, case) for task, some in tasks for case in some]
+    cases = [(task, case) for task, of_task in tasks for case in of_task]
     steps = Steps(len(cases) * (1 + len(names)), progress)
     items = {number: case for number, (_, case) in enumerate(cases)}
     outcomes: dict[int, dict[str, Outcome]] = {}
@@ -301,8 +300,8 @@ def evaluate(
         outcomes[number] = result
     in_order = iter(outcomes[number] for number in sorted(outcomes))
     scores: list[Score] = []
-    for task, some in tasks:
-        by_prompt = [next(in_order) for _ in some]
+    for task, of_task in tasks:
+        by_prompt = [next(in_order) for _ in of_task]
         scores += [
             Score(
                 name=name,
@@ -322,12 +321,12 @@ class ReadTurn:
     Attributes
     ----------
     answer : Answer
-        Written greedily.
+        Answer, decoded greedily.
     continuation_ids : tuple of int, (n_continuation,)
-        What was then read: the text, or the full cache's answer.
+        Tokens that were read next: the text's continuation, or the full cache's answer.
     logits : Tensor of float32, (n_predictions, vocabulary)
-        Predictions of the continuation while it was read; without that of the first token where
-        the prompt's own prefill made it.
+        Predictions of the continuation while it was read. The first token's is left out if the
+        prompt's own prefill made it.
     """
 
     answer: Answer
@@ -336,13 +335,13 @@ class ReadTurn:
 
     @property
     def exact_tokens(self) -> int:
-        """Return the first tokens of the continuation that the prompt's own prefill predicted."""
+        """Return how many tokens of the continuation the prompt's own prefill predicted."""
         return len(self.continuation_ids) - len(self.logits)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What one cache made of one prompt; that of the full cache is the yardstick for the others.
+    """Turns and outcome of one cache on one prompt; the full cache's are the yardstick.
 
     Attributes
     ----------
@@ -372,9 +371,9 @@ def measure(
     method : Method
     case : Case
     full : Measured, optional
-        What the full cache made of it; None while that is measured.
+        Result of the full cache; None to measure the full cache.
     answers : bool
-        Whether the cache also answers by itself; the full one always does.
+        Whether the cache also decodes an answer; the full one always does.
     """
     compressed = method.compress(model, case.input_ids)
     yardstick = None if full is None else full.turns
@@ -400,9 +399,9 @@ def read_turns(
     tokenizer : PreTrainedTokenizerBase
     case : Case
     yardstick : sequence of ReadTurn, optional
-        The full cache's; None while it is made.
+        Turns of the full cache; None to read them with the full cache.
     answers : bool
-        Whether anything is answered greedily where there is a yardstick.
+        Whether turns with a yardstick are answered greedily, too.
 
     Returns
     -------
@@ -489,7 +488,7 @@ def _tokens_per_second(outcomes: Sequence[Outcome]) -> float | None:
 
 
 def _mean_of_turns(turns: Sequence[Sequence[float | None]], positions: slice) -> float | None:
-    """Return the mean over turns of the mean of what is known at some positions, or None."""
+    """Return the mean over turns of the mean of known values at some positions, or None."""
     at = (known(turn[positions]) for turn in turns)
     return _mean_or_none([float(np.mean(turn)) for turn in at if turn])
 

@@ -11,11 +11,11 @@ from kvalloc.formats.record import JsonRecord
 from kvalloc.shape import ModelShape
 
 Ends = list[float] | None
-"""Low and high end of a 95% bootstrap interval; None where there is none."""
+"""Low and high end of a 95% bootstrap interval, or None."""
 
 
 class Distance(TypedDict):
-    """How far predictions are from the full cache's: ``kl`` and ``top1_agreement`` are means.
+    """Distance of predictions from the full cache's: ``kl`` and ``top1_agreement`` are means.
 
     ``p99`` and ``p999`` are percentiles of the KL over all ``n_tokens`` compared tokens, None for
     too few of them; see `kvalloc.prompts.intervals.tails`.
@@ -34,9 +34,9 @@ class EvaluationRow(Distance):
     """One method on one task, or on all of them: means over prompts, then over tasks.
 
     Bytes are of one prompt, KL in nats per token, times in seconds, shares, scores and agreement
-    0..1; None is unknown. `kvalloc.evaluate.scoring.Outcome` says what each is the mean of,
-    `kvalloc.evaluate.pairing.compare` what stands under ``paired``, and
-    `kvalloc.prompts.cases.POSITIONS` names the ranges under ``by_position``.
+    0..1; None is unknown. `kvalloc.evaluate.scoring.Outcome` defines the averaged figures,
+    `kvalloc.evaluate.pairing.compare` the items of ``paired``, and
+    `kvalloc.prompts.cases.POSITIONS` the ranges of ``by_position``.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]

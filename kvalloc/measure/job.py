@@ -80,7 +80,7 @@ class LossPlan:
 
         if not self.matched:
             return Score(scorer=scorer)
-        return AttentionMatching(scorer=scorer, rows=self.matched, every=self.interval)
+        return AttentionMatching(scorer=scorer, rows=self.matched, interval=self.interval)
 
     def levels(self, context_tokens: int, protected_tokens: int) -> IntArray:
         """Return the budgets at which losses are measured.

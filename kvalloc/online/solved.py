@@ -42,8 +42,8 @@ _STEPS = 8
 def matching_options(share: float) -> dict[str, int]:
     """Return the parameters of `attention_matching` at a share."""
     if share < FEW_BELOW:
-        return {"rows": MATCHED_BY_FEW, "every": 1}
-    return {"rows": MATCHED, "every": STEP}
+        return {"rows": MATCHED_BY_FEW, "interval": 1}
+    return {"rows": MATCHED, "interval": STEP}
 
 
 def fits_values(shape: ModelShape, rotates: bool) -> bool:

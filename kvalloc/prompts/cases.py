@@ -56,7 +56,7 @@ class Expected:
         """
         enough = all if self._metric.needs_all else any
         counts = self._counts(answer)
-        return enough(self._metric.found(counts, right) for right in self.answers)
+        return enough(self._metric.holds(counts, right) for right in self.answers)
 
     @property
     def _metric(self) -> Metric:

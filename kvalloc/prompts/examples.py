@@ -1,4 +1,4 @@
-"""Examples in words, and how they become the tokens of prompts and questions."""
+"""Examples in words, and the tokens of their prompts and questions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvalloc.prompts.texts import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-LEAST_SHARE = 0.9
+MIN_SHARE = 0.9
 """A prompt made by rule has at least this share of the requested tokens."""
 
 
@@ -26,11 +26,11 @@ class Question(Expected):
     Attributes
     ----------
     text : str
-        The question; where it is a template, with places such as ``{name}`` in it.
+        The question, or a template of it with places such as ``{name}``.
     prefix : str
         Start of the answer, given to the model.
     continuation : str
-        Text that every cache reads after it instead of the full cache's answer; mostly empty.
+        Text that every cache reads next, in place of the full cache's answer; mostly empty.
     """
 
     text: str
@@ -38,14 +38,14 @@ class Question(Expected):
     continuation: str = ""
 
     def filled(self, *answers: str, **values: object) -> Question:
-        """Return the question with these answers, and values in the places of text and prefix."""
+        """Return the question with these answers, and with values for its places."""
         text, prefix = (one.format(**values) for one in (self.text, self.prefix))
         return replace(self, text=text, prefix=prefix, answers=answers)
 
-    def turn(self, question_ids: tuple[int, ...], **others: Any) -> Turn:
-        """Return the question as a turn of a case, with other attributes of `Turn`."""
+    def turn(self, question_ids: tuple[int, ...], **attributes: Any) -> Turn:
+        """Return the question as a turn of a case, with more attributes of `Turn`."""
         expected = {field.name: getattr(self, field.name) for field in fields(Expected)}
-        return Turn(question_ids=question_ids, **others, **expected)
+        return Turn(question_ids=question_ids, **attributes, **expected)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,10 +61,10 @@ class Example:
     source : str
         Origin of the text.
     joint : str
-        Between context and question.
+        Text between context and question.
     chat : bool
-        Whether a model with a chat template is given a chat; few-shot examples and code are
-        running text for any model.
+        Whether a model with a chat template reads a chat; few-shot examples and code are plain text
+        for any model.
     """
 
     context: str
@@ -75,7 +75,7 @@ class Example:
 
 
 OPENING = Question(text="Who might have written this? Answer in one sentence.")
-"""First question, if the others come in later turns."""
+"""First question, if all questions of an example come in later turns."""
 
 
 def render(
@@ -85,18 +85,17 @@ def render(
     after: bool = False,
     opened: bool = False,
 ) -> Case:
-    """Bring an example into the form that the model reads.
+    """Return the prompt and questions of an example as the model reads them.
 
     Parameters
     ----------
     tokenizer : PreTrainedTokenizerBase
-        The model's own.
+        Tokenizer of the model.
     example : Example
     after : bool
-        Whether the first question comes after the compression, so that the cache is made of the
-        context alone; questions of later turns always do.
+        Whether the first question is read after the compression, as later questions always are.
     opened : bool
-        Whether another question comes first, so that these are of later turns.
+        Whether another question comes first, so that all questions are of later turns.
 
     Returns
     -------
@@ -126,13 +125,13 @@ def render(
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
-    """One example in any size.
+    """One example of any size.
 
     Attributes
     ----------
     make : callable
-        ``make(size)`` gives the example of a size; a larger one is not shorter. It draws no random
-        numbers.
+        ``make(size)`` returns the example of a size; a larger one is not shorter. It must draw no
+        random numbers.
     min_items, max_items : int
         Smallest and largest size.
     """
@@ -147,16 +146,16 @@ class Draft:
         Parameters
         ----------
         tokenizer : PreTrainedTokenizerBase
-            The model's own.
+            Tokenizer of the model.
         n_tokens : int
             Longest prompt, tokens.
         task : str
-            For messages.
+            Name of the task, for messages.
 
         Returns
         -------
         Example
-            Of at least `LEAST_SHARE` of these tokens.
+            At least `MIN_SHARE` of these tokens long.
 
         Raises
         ------
@@ -175,7 +174,7 @@ class Draft:
                 f"{option('context')}"
             )
         example = self.make(size := sizes[fitting - 1])
-        if length(size) < LEAST_SHARE * n_tokens:
+        if length(size) < MIN_SHARE * n_tokens:
             raise InputError(
                 f"the task {task} cannot be made {n_tokens} tokens long from {example.source}; "
                 f"ask for another {option('context')}"
@@ -184,7 +183,7 @@ class Draft:
 
 
 def prompt_ids(tokenizer: Any, prompt: Prompt) -> tuple[int, ...]:
-    """Return the tokens of a prompt: its own, else the tokens of its text or chat.
+    """Return the tokens of a prompt, or else of its text or chat.
 
     Raises
     ------
@@ -211,6 +210,6 @@ def _first(tokenizer: Any, example: Example) -> tuple[DocumentForm, str, str]:
 
 
 def _asking(form: DocumentForm, question: Question, joint: str) -> str:
-    """Return the text from what was read before to the question's answer."""
+    """Return the text between the read text and the question's answer."""
     after = "" if form.special and not (question.text and question.prefix) else form.after
     return f"{joint}{question.text}{after}{question.prefix}"

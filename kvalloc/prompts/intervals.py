@@ -78,8 +78,8 @@ def interval(
 def tails(kls: Iterable[float | None]) -> dict[str, Any]:
     """Return the percentiles of the KL over tokens, which show what a mean hides.
 
-    A percentile is one of the values, by NumPy's method ``inverted_cdf``: the smallest that at
-    least this share of the tokens do not exceed. So at most 1% of the tokens are above ``p99``.
+    Percentiles are measured values, by NumPy's method ``inverted_cdf``: the smallest value that
+    at least this share of the tokens do not exceed. So at most 1% of the tokens are above ``p99``.
 
     Parameters
     ----------

@@ -1,8 +1,7 @@
-"""Metrics of an answer beside the right ones: LongBench's, and a few more.
+"""Metrics of an answer against the right ones: LongBench's, and a few more.
 
-The formulas stand here and are not taken from lm-evaluation-harness: its LongBench metrics need
-packages of their own (jieba, fuzzywuzzy, rouge), and are loaded with the harness, which takes
-seconds and is an extra.
+The formulas are not taken from lm-evaluation-harness, which is an extra and takes seconds to load.
+Its LongBench metrics need more packages (jieba, fuzzywuzzy, rouge).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _CODE_NOISE = ("`", "#", "//")
 
 
 def contained(answer: str, right: str, _: Sequence[str] = ()) -> bool:
-    """Return whether the right answer stands in an answer, letter case aside.
+    """Return whether an answer contains the right one, in any letter case.
 
     A right answer of digits is a number of its own: commas and spaces within a number do not
     count, and a longer number is no match.
@@ -46,8 +45,7 @@ def contained(answer: str, right: str, _: Sequence[str] = ()) -> bool:
 def f1(answer: str, right: str, _: Sequence[str] = ()) -> float:
     """Return the harmonic mean of precision and recall of words, 0..1.
 
-    Words are compared in lower case, without punctuation and English articles, each as often as it
-    stands there.
+    Words are compared with their counts, in lower case, without punctuation and English articles.
 
     References
     ----------
@@ -177,12 +175,12 @@ def called(answer: str, right: str, _: Sequence[str] = ()) -> bool:
     >>> called('Sure: [{"name": "add", "arguments": {"b": 2, "a": 1}}]', right)
     True
     """
-    if not (wanted := _calls(right)):
+    if not (expected := _calls(right)):
         raise InputError(
             f"the answer {right!r} holds no JSON object with 'name' and 'arguments', which the "
             f"metric call needs; choose another {option('metric')}"
         )
-    return _calls(answer) == wanted
+    return _calls(answer) == expected
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,16 +190,16 @@ class Metric:
     Attributes
     ----------
     of : callable
-        ``of(answer, right, classes)`` gives 0..1.
+        ``of(answer, right, classes)`` returns 0..1.
     needs_all : bool
-        Whether all right answers are needed, not any of them.
-    found : callable
-        ``found(answer, right)``: whether a right answer stands in an answer.
+        Whether all right answers are needed, instead of any.
+    holds : callable
+        ``holds(answer, right)``: whether an answer contains a right answer.
     """
 
     of: Callable[[str, str, Sequence[str]], float]
     needs_all: bool = False
-    found: Callable[[str, str], bool] = contained
+    holds: Callable[[str, str], bool] = contained
 
     def score(self, answer: str, answers: Sequence[str], classes: Sequence[str] = ()) -> float:
         """Return the best score against the right answers, or the mean if all are needed, 0..1.
@@ -229,7 +227,7 @@ METRICS = {
     "edit": Metric(of=edit_similarity),
     "retrieval": Metric(of=retrieval),
     "count": Metric(of=count),
-    "call": Metric(of=called, found=called),
+    "call": Metric(of=called, holds=called),
 }
 """The values of ``--metric``."""
 
@@ -240,7 +238,7 @@ def _calls(text: str) -> list[str]:
     while (at := text.find("{", at + 1)) >= 0:
         with suppress(ValueError, RecursionError):
             value, end = decoder.raw_decode(text, at)
-            # A call may also stand within another object, whose text is then read again.
+            # A call may be nested in an object without these keys, so scanning goes on inside it.
             if value.keys() >= {"name", "arguments"}:
                 calls.append(json.dumps([value["name"], value["arguments"]], sort_keys=True))
                 at = end - 1

@@ -200,7 +200,7 @@ def read_objects(path: str | Path) -> Iterator[tuple[Prompt, Fields]]:
     prompt : Prompt
         See `read_prompts`.
     fields : Fields
-        The object, whose texts can be written as UTF-8.
+        The object; its texts can be written as UTF-8.
 
     Raises
     ------
@@ -240,7 +240,7 @@ def _prompt_of(fields: Fields, name: str, line: int) -> Prompt:
 
 
 def shipped_texts(prefix: str) -> dict[str, str]:
-    """Return the shipped public-domain texts whose names have this prefix, by file name."""
+    """Return the shipped public-domain texts with this prefix in their names, by file name."""
     folder = resources.files("kvalloc") / "data" / "texts"
     files = sorted(folder.iterdir(), key=lambda entry: entry.name) if folder.is_dir() else []
     return {

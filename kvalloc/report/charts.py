@@ -171,7 +171,7 @@ def _bytes_axis(rows: Sequence[Row], of: str) -> Spec:
 
 
 def selectable(spec: Spec, field: str, value: str) -> Spec:
-    """Return a chart whose rows are chosen by a parameter of a field's name.
+    """Return a chart with a parameter, named after a field, that selects its rows.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What engine choices state, in words for people."""
+"""Engine choices in words for people."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvalloc.report.wording import model_text
 from kvalloc.units import gap_text, share_text, size
 
 HEADINGS = ("bits", "bytes", "KL mean", "99%", "top-1")
-"""Of the cells of a setting."""
+"""Headings of the cells of a setting."""
 
 KL_NOTE = (
     "KL: of the next token's probabilities from those at 16 bits, predicted, nats per token: the "
@@ -21,7 +21,7 @@ KL_NOTE = (
 
 
 def size_cells(stored: int, full: int) -> list[str]:
-    """Return the cells of some bytes, of those of a cache at 16 bits."""
+    """Return the cells of a cache's bytes, given its bytes at 16 bits."""
     return [f"{16 * stored / max(full, 1):.2f}", size(stored)]
 
 

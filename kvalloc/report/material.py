@@ -116,8 +116,8 @@ class Material:
     def decided_elsewhere(self) -> list[str]:
         """Return the names of profiles that were decided by other curves than these."""
         digests = {scores.digest for scores in self.scores.values()}
-        others = (name for name, one in self.profiles.items() if one.score_digest not in digests)
-        return [*others] if digests else []
+        elsewhere = (name for name, one in self.profiles.items() if one.score_digest not in digests)
+        return [*elsewhere] if digests else []
 
     def budget_rows(self) -> list[Row]:
         """Return a row for each profile and layer: tokens and bits of each KV head."""
@@ -216,7 +216,7 @@ class UnitCurves:
     marks : dict of tuple of ndarray, each (n_layers, 1 + n_kv_heads)
         The share that each budget profile keeps, and the curve's value there.
     layers : tuple of int
-        Those that get budgets.
+        Layers that get budgets.
     what : str
         What ``values`` are, and their unit.
     """
@@ -246,7 +246,7 @@ class UnitCurves:
         """Return retention curves of every layer and head, the mean over samples."""
 
         def with_layers(heads: FloatArray) -> FloatArray:
-            """Return curves of layers and heads from those of heads and samples."""
+            """Return curves of layers and heads from curves of heads and samples."""
             of_layers = np.einsum("slh,slhp->lp", scores.head_shares, heads) / scores.n_samples
             return np.concatenate([of_layers[:, None], heads.mean(axis=0)], axis=1)
 

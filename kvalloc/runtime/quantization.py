@@ -1,9 +1,8 @@
-"""Keys and values at fewer bits, as they are stored: what measuring and running share.
+"""Keys and values at fewer bits, as measuring and the runtime store them.
 
-The layout of bytes is ours, not that of optimum-quanto or torchao: theirs are tensors of one shape,
-with scales of the model's type, while heads and rows here keep different numbers of entries and
-each byte, scales included, has to be the one that the budget was decided with
-(`kvalloc.accounting.costs`).
+The layout of optimum-quanto and torchao does not fit. Their tensors have one shape, with scales of
+the model's type. Here heads and rows keep different numbers of entries, and all bytes, scales
+included, must be the bytes of `kvalloc.accounting.costs`.
 """
 
 from __future__ import annotations
@@ -32,36 +31,35 @@ _LARGEST_SCALE = 65504.0
 """Largest finite float16."""
 
 _LARGEST = 2.0**12
-"""Scales and minima from it on are stored in bfloat16: float16 has few digits behind the point."""
+"""Scales and minima from here on are in bfloat16: such a float16 has few fractional digits."""
 
 ROUNDING = 2
-"""Changes whenever other numbers come back from storage at widths of the same bits."""
+"""Version of the rounding, raised whenever decoded numbers change."""
 
 _CENTRED_STEPS = {4: 0.3352, 3: 0.586, 2: 0.9957, 1: 1.5958}
-"""By bits, the step between codes around 0 with the least squared error of normally distributed
+"""By bits, the step between codes around 0 with the smallest squared error of normally distributed
 numbers, over their standard deviation."""
 
 _STEP_FACTORS = (0.85, 1.0, 1.2)
-"""Of each block around 0 the multiple of that step is taken that has the least squared error."""
+"""Multiples of that step that a block around 0 tries; the smallest squared error is taken."""
 
-_LEAST_STEP, _LEAST_CHANNEL_STEP = 2.0**-16, 2.0**-22
-"""A head, or a channel of its keys, whose steps are all smaller has scales in bfloat16: below
-2**-14 a float16 loses digits."""
-
+_MIN_STEP, _MIN_CHANNEL_STEP = 2.0**-16, 2.0**-22
+"""Smallest largest step of a head, and of a channel of its keys, for scales in float16, which
+loses digits below 2**-14."""
 
 _DAMPING = 1.0
-"""Added to the moments of queries, whose mean is 1 then: later queries differ from those known."""
+"""Diagonal that is added to moments of mean 1, as later queries differ from the known ones."""
 
 
 def quantised_keys(keys: Tensor, bits: int) -> Tensor:
-    """Return keys as they come back from storage: per channel, in blocks of 64 tokens.
+    """Return keys as decoded from storage: rounded per channel, in blocks of 64 tokens.
 
     Parameters
     ----------
     keys : Tensor, (batch, n_kv_heads, n_tokens, head_dim)
-        In the order in which they are stored.
+        In storage order.
     bits : int
-        Of `WIDTHS`; at 16 they come back as they are.
+        Of `WIDTHS`; 16 returns them unchanged.
 
     Returns
     -------
@@ -73,13 +71,13 @@ def quantised_keys(keys: Tensor, bits: int) -> Tensor:
 
 
 def quantised_values(values: Tensor, bits: int) -> Tensor:
-    """Return values as they come back from storage: per token, in blocks of 64 channels.
+    """Return values as decoded from storage: rounded per token, in blocks of 64 channels.
 
     Parameters
     ----------
     values : Tensor, (batch, n_kv_heads, n_tokens, head_dim)
     bits : int
-        Of `WIDTHS`; at 16 they come back as they are.
+        Of `WIDTHS`; 16 returns them unchanged.
 
     Returns
     -------
@@ -99,21 +97,21 @@ def round_kept_keys(
     width_of: Tensor | None = None,
     moments: Tensor | None = None,
 ) -> None:
-    """Round kept keys of each row and head as they will come back from storage, in place.
+    """Round kept keys of each row and head to the keys that storage will return, in place.
 
-    What rounding a channel loses is made up for in the channels after it, as far as queries do not
-    tell them apart. The ends of a block's range stay, so that such keys are stored as they are.
+    Later channels make up for the rounding of a channel, as far as queries do not tell them apart.
+    The ends of a block's range stay, so that storing the rounded keys changes them no more.
 
     Parameters
     ----------
     keys : Tensor, (batch, n_kv_heads, n_tokens, head_dim)
-        The kept ones come first.
+        The kept keys come first.
     counts : mapping of int to ndarray of int64, (batch, n_kv_heads)
-        By width, how many are stored at it.
+        Number of keys that are stored at each width.
     width_of : Tensor of int, (batch, n_kv_heads, n_tokens), optional
-        The width of each, where a head has several.
+        Width of each key, if a head has several.
     moments : Tensor of float64, (batch, n_kv_heads, head_dim, head_dim), optional
-        Mean outer product of the queries that read them. Without it each number is rounded alone.
+        Mean outer product of the queries that read them. None rounds each number independently.
 
     References
     ----------
@@ -129,17 +127,17 @@ def round_kept_keys(
         of_width = np.flatnonzero(count.any(axis=0))
         if width == 16 or not len(of_width):
             continue
-        own, head = count[:, of_width], torch.from_numpy(of_width).to(device)
-        if width_of is None or (own == total[:, of_width]).all():
-            keys[:, head] = _first_rounded(keys[:, head], own, width)
+        counts_of, head = count[:, of_width], torch.from_numpy(of_width).to(device)
+        if width_of is None or (counts_of == total[:, of_width]).all():
+            keys[:, head] = _first_rounded(keys[:, head], counts_of, width)
             continue
         first = (width_of[:, head] == width).byte().argsort(dim=-1, descending=True, stable=True)
-        place = row, head[:, None], first[..., : int(own.max())]
-        keys[place] = _first_rounded(keys[place], own, width)
+        place = row, head[:, None], first[..., : int(counts_of.max())]
+        keys[place] = _first_rounded(keys[place], counts_of, width)
 
 
 def _first_rounded(keys: Tensor, counts: IntArray, width: int) -> Tensor:
-    """Return keys (batch, n_heads, n, head_dim), the first of each row and head rounded."""
+    """Return keys (batch, n_heads, n, head_dim), with the first of each row and head rounded."""
     n_tokens, device = int(keys.shape[2]), keys.device
     ends = torch.from_numpy(counts).to(device)[..., None]
     places = torch.arange(n_tokens + -n_tokens % KEY_BLOCK_TOKENS, device=device)
@@ -157,7 +155,7 @@ def _round_for_queries(
 ) -> None:
     """Round kept keys in place, blocks of all widths and heads at once; see `round_kept_keys`.
 
-    Moments are of all rows and heads, (n_segments, head_dim, head_dim).
+    ``moments`` has shape (n_rows * n_heads, head_dim, head_dim).
     """
     n_tokens, head_dim = keys.shape[2:]
     flat, device = keys.view(-1, head_dim), keys.device
@@ -173,27 +171,27 @@ def _round_for_queries(
         size = lengths[segment] - start * KEY_BLOCK_TOKENS
         repeated = among % np.minimum(size[:, None], KEY_BLOCK_TOKENS)  # of a short block
         index = start[:, None] * KEY_BLOCK_TOKENS + repeated
-        chosen, own = (torch.from_numpy(one).to(device) for one in (index, segment))
+        chosen, block_of = (torch.from_numpy(one).to(device) for one in (index, segment))
         if width_of is not None:
             its = (width_of == width).byte().flatten(0, 1)
-            chosen = its.argsort(dim=-1, descending=True, stable=True)[own[:, None], chosen]
-        places.append(chosen + own[:, None] * n_tokens)
-        segments.append(own)
+            chosen = its.argsort(dim=-1, descending=True, stable=True)[block_of[:, None], chosen]
+        places.append(chosen + block_of[:, None] * n_tokens)
+        segments.append(block_of)
         stored.append((among < size[:, None]).ravel())
         bits = WIDTHS[width].keys
         _, _, exact = coded(flat[places[-1]].float(), bits, 1)
-        levels = exact.new_full((len(own), 1, head_dim), 2.0**bits - 1)
+        levels = exact.new_full((len(block_of), 1, head_dim), 2.0**bits - 1)
         scales.append(torch.cat([exact, levels], dim=1))
     if not places:
         return
-    place, own = torch.cat(places), torch.from_numpy(np.flatnonzero(np.concatenate(stored)))
+    place, kept = torch.cat(places), torch.from_numpy(np.flatnonzero(np.concatenate(stored)))
     rounded = _with_feedback(flat[place].float(), torch.cat(scales), torch.cat(segments), moments)
-    own = own.to(device)
-    flat[place.flatten()[own]] = rounded.flatten(0, 1)[own].to(keys.dtype)
+    kept = kept.to(device)
+    flat[place.flatten()[kept]] = rounded.flatten(0, 1)[kept].to(keys.dtype)
 
 
 def _with_feedback(blocks: Tensor, scales: Tensor, segments: Tensor, moments: Tensor) -> Tensor:
-    """Return keys rounded to codes, what one channel loses made up for by those after it.
+    """Return rounded keys; later channels make up for the rounding of a channel.
 
     Parameters
     ----------
@@ -201,7 +199,7 @@ def _with_feedback(blocks: Tensor, scales: Tensor, segments: Tensor, moments: Te
     scales : Tensor of float32, (n_blocks, 3, head_dim)
         Scale, minimum and the largest code of each block and channel.
     segments : Tensor of int64, (n_blocks,)
-        Which of the moments each block has.
+        Index of each block's moments.
     moments : Tensor of float64, (n_segments, head_dim, head_dim)
     """
     diagonal = moments.diagonal(dim1=-2, dim2=-1)
@@ -213,24 +211,24 @@ def _with_feedback(blocks: Tensor, scales: Tensor, segments: Tensor, moments: Te
     inverse, failed = torch.linalg.inv_ex(known.gather(-1, columns).gather(-2, columns.mT))
     upper, failed_too = torch.linalg.cholesky_ex(inverse, upper=True)
     passed = (upper / upper.diagonal(dim1=-2, dim2=-1)[..., None]).float()
-    fails = (failed | failed_too) != 0  # queries overflow: each number is rounded alone
+    fails = (failed | failed_too) != 0  # queries overflow: numbers are rounded independently
     passed = passed.masked_fill(fails[:, None, None], 0.0)[segments].permute(1, 2, 0)[..., None]
 
-    def by_channel(numbers: Tensor) -> Tensor:  # in order, contiguous
-        return numbers.gather(-1, places.expand(numbers.shape)).movedim(-1, 0).contiguous()
+    def by_channel(of: Tensor) -> Tensor:  # in order, contiguous
+        return of.gather(-1, places.expand(of.shape)).movedim(-1, 0).contiguous()
 
     places = order[segments][:, None]
     ends = (blocks == blocks.amin(1, keepdim=True)) | (blocks == blocks.amax(1, keepdim=True))
     rest, stays = by_channel(blocks), by_channel(ends)
     plain = rest.clone()
-    scale, minimum, most = (by_channel(one) for one in torch.split(scales, 1, dim=1))
+    scale, minimum, largest = (by_channel(one) for one in torch.split(scales, 1, dim=1))
     steps = torch.threshold(scale, 0.0, inf)
-    for number, own in enumerate(rest):
-        code = (own - minimum[number]).div_(steps[number]).round_().clamp_(min=0)
-        back = torch.minimum(code, most[number]).mul_(scale[number]).add_(minimum[number])
+    for number, channel in enumerate(rest):
+        code = (channel - minimum[number]).div_(steps[number]).round_().clamp_(min=0)
+        back = torch.minimum(code, largest[number]).mul_(scale[number]).add_(minimum[number])
         back = torch.where(stays[number], plain[number], back)
-        rest[number + 1 :].addcmul_(passed[number, number + 1 :], own - back, value=-1)
-        own.copy_(back)
+        rest[number + 1 :].addcmul_(passed[number, number + 1 :], channel - back, value=-1)
+        channel.copy_(back)
     result = torch.empty_like(blocks)
     return result.scatter_(-1, places.expand(blocks.shape), rest.movedim(0, -1))
 
@@ -238,8 +236,8 @@ def _with_feedback(blocks: Tensor, scales: Tensor, segments: Tensor, moments: Te
 def rotated(vectors: Tensor) -> Tensor:
     """Return vectors times the orthonormal Hadamard matrix; twice gives them back.
 
-    What stands out in one channel is spread over all, so that fewer bits lose less. The product is
-    in float64: once it is float32, it does not depend on how many vectors there are.
+    Outliers of a channel spread over all channels, so that fewer bits lose less. The product is in
+    float64, so that the float32 result does not depend on the number of vectors.
 
     Parameters
     ----------
@@ -277,15 +275,12 @@ def _hadamard(dim: int, device: torch.device) -> Tensor:
 
 
 def from_codes(codes: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
-    """Return the numbers that codes stand for, float32; scale and minimum are broadcast.
-
-    These may be float16: they become float32 where they are used, without a copy on a GPU.
-    """
+    """Return decoded numbers, float32; scale and minimum are broadcast, and may be float16."""
     return codes.float().mul_(scale).add_(minimum)
 
 
 def scales_of(scales: Tensor, bits: int, dim: int = -1) -> tuple[Tensor, Tensor]:
-    """Return scale and minimum of blocks, which stand along an axis; around 0 the scale alone."""
+    """Return scale and minimum of blocks along an axis, which has only the scale around 0."""
     if scales.shape[dim] == 1:
         return scales, scales.float() * (-(2**bits - 1) / 2)
     scale, minimum = torch.split(scales, 1, dim=dim)
@@ -301,9 +296,9 @@ def coded(
     kind: torch.dtype = torch.float16,
     *,
     centred: bool = False,
-    again: Tensor | None = None,
+    recoded: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return blocks of float32, which lie along one axis, as codes and their scales.
+    """Return blocks of float32 along an axis as codes and scales.
 
     Parameters
     ----------
@@ -312,34 +307,33 @@ def coded(
     dim : int
         The axis.
     before : Tensor of the kind, optional
-        Scales by which numbers of a block were rounded before, as they are returned; NaN for none.
-        They are kept where they cover all of the block to half a step, and those numbers come back
-        as they are. Not of blocks around 0.
+        Scales from an earlier rounding, NaN for none. They are kept if they cover the whole block
+        to half a step; earlier rounded numbers then do not change. Not for blocks around 0.
     kind : torch.dtype
-        Of the scales, float16 or bfloat16; see `fits_float16`.
+        Type of the scales, float16 or bfloat16; see `fits_float16`.
     centred : bool
         Whether codes are around 0: blocks, along the last axis, then have a scale and no minimum.
-    again : Tensor of bool, (n,), optional
-        Which blocks around 0, along the first axis, may be rounded already; those that are come
-        back as they are.
+    recoded : Tensor of bool, (n,), optional
+        Which blocks around 0, along the first axis, may be rounded already; rounded ones do not
+        change.
 
     Returns
     -------
     codes : Tensor of uint8, as ``blocks``
     scales : Tensor of the kind
-        As ``blocks``, but with a block's scale and its minimum along the axis, or its scale.
+        As ``blocks``, with scale and minimum, or only the scale, along the axis.
     exact : Tensor of float32, as ``scales``
-        The same before they were rounded.
+        Scales before they are rounded to the kind.
     """
     levels, wide = float(2**bits - 1), kind == torch.bfloat16
     if centred:
-        exact = _best_steps(blocks, bits, again)
+        exact = _best_steps(blocks, bits, recoded)
     else:
         exact = _ranges(blocks, levels, dim, before, wide=wide)
     limit, up = _LARGEST_SCALE, int(not centred)
     scales = (_upper_half(exact, up) if wide else exact.clamp(-limit, limit)).to(kind)
     scale, minimum = scales_of(scales, bits, dim)
-    divisor = torch.threshold(scale, 0.0, inf)  # at 0 all of a block are alike: no steps
+    divisor = torch.threshold(scale, 0.0, inf)  # 0 if all numbers of a block are equal
     steps = (blocks - minimum).div_(divisor)  # in float32
     return steps.round_().clamp_(0, levels).to(torch.uint8), scales, exact
 
@@ -364,37 +358,37 @@ def _ranges(
     return torch.where(covers, before.float(), exact)
 
 
-def _best_steps(blocks: Tensor, bits: int, again: Tensor | None) -> Tensor:
-    """Return the exact scales of blocks around 0, which lie along the last axis; see `coded`."""
+def _best_steps(blocks: Tensor, bits: int, recoded: Tensor | None) -> Tensor:
+    """Return the exact scales of blocks around 0 along the last axis; see `coded`."""
     codes, end = torch.empty_like(blocks), 2 ** (bits - 1) - 1
 
-    def norm(numbers: Tensor) -> Tensor:
-        result: Tensor = torch.linalg.vector_norm(numbers, dim=-1, keepdim=True)
+    def norm(of: Tensor) -> Tensor:
+        result: Tensor = torch.linalg.vector_norm(of, dim=-1, keepdim=True)
         return result
 
-    def lost_by(off: Tensor) -> Tensor:  # of where numbers lie, in steps from the first code
+    def lost_by(off: Tensor) -> Tensor:  # distances from the first code, in steps
         return norm(off.sub_(torch.round(off, out=codes).clamp_(max=end)))
 
     deviation = norm(blocks).mul_(blocks.shape[-1] ** -0.5)
     sizes = (blocks / torch.threshold(deviation, 0.0, inf)).abs_()
     half, trial = sizes.new_full((), 0.5), torch.empty_like(blocks)
-    best, least = torch.ones_like(deviation), torch.full_like(deviation, inf)
+    best, smallest = torch.ones_like(deviation), torch.full_like(deviation, inf)
     for step in (factor * _CENTRED_STEPS[bits] for factor in _STEP_FACTORS):
         lost = lost_by(torch.add(-half, sizes, alpha=1 / step, out=trial)).mul_(step)
-        best, least = best.masked_fill(lost < least, step), torch.fmin(lost, least)
-    if again is not None:  # the least number of a rounded block is half a step
-        own = sizes.amin(-1, keepdim=True).mul_(2)
-        lost_by(torch.div(sizes, own, out=trial).sub_(half))
+        best, smallest = best.masked_fill(lost < smallest, step), torch.fmin(lost, smallest)
+    if recoded is not None:  # the smallest number of a rounded block is half a step
+        step_of = sizes.amin(-1, keepdim=True).mul_(2)
+        lost_by(torch.div(sizes, step_of, out=trial).sub_(half))
         codes += half
-        own = (torch.linalg.vecdot(sizes, codes) / codes.square().sum(-1))[..., None]
-        lost = norm(torch.mul(codes, own, out=trial).sub_(sizes))
-        same = (lost < least) & again.view(-1, *[1] * (own.ndim - 1))
-        best = torch.where(same, own, best)
+        step_of = (torch.linalg.vecdot(sizes, codes) / codes.square().sum(-1))[..., None]
+        lost = norm(torch.mul(codes, step_of, out=trial).sub_(sizes))
+        same = (lost < smallest) & recoded.view(-1, *[1] * (step_of.ndim - 1))
+        best = torch.where(same, step_of, best)
     return best.mul_(deviation)
 
 
 def magnitudes(exact: Tensor, bits: int, dim: int = -1) -> Tensor:
-    """Return the largest magnitude in each block, of its exact scales along an axis, or a bound."""
+    """Return the largest magnitude in each block, or a bound, by its exact scales along an axis."""
     span = exact.select(dim, 0) * (2**bits - 1)
     return span if exact.shape[dim] == 1 else torch.maximum(exact.select(dim, 1).abs(), span)
 
@@ -405,49 +399,48 @@ def fits_float16(magnitudes: Tensor, bits: int | None = None) -> Tensor:
     Parameters
     ----------
     magnitudes : Tensor of float32, (n_heads, n_channels)
-        The largest of each head's channels; one channel where they share scales.
+        Largest magnitude in each channel; one channel if channels share scales.
     bits : int, optional
-        Of a code: heads and channels must not be too small either.
+        Bits of a code; with it, heads and channels must not be too small.
 
     Returns
     -------
     Tensor of bool, ()
     """
     levels = 0 if bits is None else 2**bits - 1
-    least, least_channel = _LEAST_STEP * levels, _LEAST_CHANNEL_STEP * levels
-    return within(magnitudes, _LARGEST, least, least_channel)
+    return within(magnitudes, _LARGEST, _MIN_STEP * levels, _MIN_CHANNEL_STEP * levels)
 
 
-def within(channels: Tensor, end: float, least: float, least_channel: float) -> Tensor:
+def within(channels: Tensor, end: float, minimum: float, channel_minimum: float) -> Tensor:
     """Return whether magnitudes are below an end, and neither heads nor channels too small.
 
     Parameters
     ----------
     channels : Tensor, (n_heads, n_channels)
-        The largest of each head's channels.
+        Largest magnitude in each channel.
     end : float
-    least, least_channel : float
+    minimum, channel_minimum : float
         A head is too small if all of its channels are below the first, a channel if it is below
-        the second; those of 0 are not.
+        the second; zeros are not too small.
 
     Returns
     -------
     Tensor of bool, ()
     """
     heads = channels.amax(dim=1)
-    small = (heads > 0) & (heads < least)
+    small = (heads > 0) & (heads < minimum)
     fits: Tensor = ((heads < end) & ~small).all()  # not if a number is NaN
-    return fits & ~((channels > 0) & (channels < least_channel)).any()
+    return fits & ~((channels > 0) & (channels < channel_minimum)).any()
 
 
 def _upper_half(values: Tensor, away: Tensor | int) -> Tensor:
-    """Return float32 numbers that bfloat16 has: the next away from 0 where so said, or towards."""
+    """Return float32 numbers rounded to bfloat16, away from 0 if ``away``, else towards 0."""
     bits = values.view(torch.int32) + 0xFFFF * away
     return bits.bitwise_and_(-0x10000).view(torch.float32)
 
 
 def in_blocks(values: Tensor, block: int, dim: int = -1) -> Tensor:
-    """Return numbers in blocks along an axis, float32: that axis becomes (n_blocks, block).
+    """Return numbers in blocks, float32: the axis becomes (n_blocks, block).
 
     An axis shorter than a block is one block of its own length.
     """
@@ -456,7 +449,7 @@ def in_blocks(values: Tensor, block: int, dim: int = -1) -> Tensor:
     block = min(block, max(size, 1))
     missing = -size % block
     padded = values.float()
-    if missing:  # by the last number of its block, which changes neither minimum nor maximum
+    if missing:  # the last number again, so that minimum and maximum stay
         last = padded.narrow(dim, size - 1, 1)
         padded = torch.cat([padded, last.repeat_interleave(missing, dim=dim)], dim=dim)
     sizes = (*values.shape[:dim], (size + missing) // block, block, *values.shape[dim + 1 :])
@@ -490,17 +483,17 @@ def encode_keys(
     bits : int
         Of `WIDTHS`, but not 16.
     before : Tensor of the kind, (n_blocks, 2, head_dim), optional
-        Scales to be kept; see `kvalloc.runtime.quantization.coded`.
+        Earlier scales; see `coded`.
     kind : torch.dtype
-        Of the scales.
+        Type of the scales.
 
     Returns
     -------
     keys : Tensor of uint8, (n_blocks * 64, key_bytes)
     key_scales : Tensor of the kind, (n_blocks, 2, head_dim)
-        Of each block and channel the scale and the minimum.
+        Scale and minimum of each block and channel.
     exact : Tensor of float32, as ``key_scales``
-        Before they were rounded.
+        Scales before they are rounded.
     """
     width = WIDTHS[bits].keys
     codes, scales, exact = coded(blocks.float(), width, dim=1, before=before, kind=kind)
@@ -508,30 +501,30 @@ def encode_keys(
 
 
 def encode_values(
-    values: Tensor, bits: int, kind: torch.dtype, again: Tensor | None = None
+    values: Tensor, bits: int, kind: torch.dtype, recoded: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return values (n, head_dim) as they are stored, of uint8, (n, value_bytes), and exact scales.
 
-    Behind the codes of a token stand the scale of each block of its channels, and if they are not
-    turned its minimum. Which tokens may be rounded ``again`` says `coded`.
+    The codes of a token are followed by the scale of each block of its channels, and its minimum if
+    values are not turned. For ``recoded`` see `coded`.
     """
     dim, width = int(values.shape[1]), WIDTHS[bits].values
     turned = turns(bits, dim)
     blocks = in_blocks(rotated(values) if turned else values, VALUE_BLOCK_CHANNELS)
-    codes, scales, exact = coded(blocks, width, kind=kind, centred=turned, again=again)
+    codes, scales, exact = coded(blocks, width, kind=kind, centred=turned, recoded=recoded)
     rows = packed_codes(codes.flatten(1)[:, :dim], width)
     rows = torch.cat([rows, scales.flatten(1).view(torch.uint8)], dim=1)
     return rows, exact
 
 
 def key_numbers(rows: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """Return keys, float32, (n, head_dim).
+    """Return decoded keys, float32, (n, head_dim).
 
     Parameters
     ----------
     rows : Tensor of uint8, (n, key_bytes)
     scales : Tensor of float16 or bfloat16, (n, 2, head_dim)
-        Scales and minimum of each row's block.
+        Scale and minimum of each row's block.
     bits : int
         Of `WIDTHS`, but not 16.
     """
@@ -542,14 +535,14 @@ def key_numbers(rows: Tensor, scales: Tensor, bits: int) -> Tensor:
 def value_numbers(rows: Tensor, bits: int, head_dim: int, kind: torch.dtype) -> Tensor:
     """Return values, float32, (n, head_dim), of packed rows with their scales, (n, value_bytes).
 
-    Turned values are still `kvalloc.runtime.quantization.rotated`.
+    Turned values stay `rotated`.
     """
     width = WIDTHS[bits].values
     n_bytes = code_bytes(width, head_dim)
     # A copy even of one row: float16 cannot begin at an odd byte.
     scales = rows[:, n_bytes:].clone(memory_format=torch.contiguous_format).view(kind)
-    each = 1 if turns(bits, head_dim) else 2
-    scales = scales.view(len(rows), scales.shape[1] // each, each)
+    n_scales = 1 if turns(bits, head_dim) else 2
+    scales = scales.view(len(rows), scales.shape[1] // n_scales, n_scales)
     codes = unpacked_codes(rows[:, :n_bytes], width, head_dim)
     block = min(VALUE_BLOCK_CHANNELS, head_dim)
     blocks = _padded(codes, block).view(len(rows), scales.shape[1], block)
@@ -583,7 +576,7 @@ def _packed_plane(codes: Tensor, width: int) -> Tensor:
     """Return codes (n, head_dim) of ``width`` bits as bytes."""
     if width == 8:
         return codes.contiguous()
-    # a product puts each number where it belongs in the word's last byte, where none overlap
+    # the product shifts each number to its bits in the word's last byte, without overlap
     each = 8 // width
     words = _padded(codes, each).contiguous().view(_WORDS[width])
     joined: Tensor = words * sum(2 ** ((8 - width) * place) for place in range(1, each + 1))
@@ -606,6 +599,6 @@ def _places(width: int, device: torch.device) -> Tensor:
 
 
 def _padded(codes: Tensor, multiple: int) -> Tensor:
-    """Return numbers (n, m) with zeros behind, m being a multiple; the same where it is one."""
+    """Return numbers (n, m) with zeros appended, so that m is a multiple."""
     missing = -codes.shape[1] % multiple
     return torch.nn.functional.pad(codes, (0, missing)) if missing else codes

@@ -29,8 +29,8 @@ class Lookahead(PooledScorer):
 
     Parameters
     ----------
-    Last tokens of the prompt that are never evicted.
-        Last tokens of the prompt that are never evicted, tokens.
+    window : int
+        Last tokens of the prompt that are never evicted.
     votes : int
         Number of last queries that count; may be more than the window, or fewer.
     ahead : int

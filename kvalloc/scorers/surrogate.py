@@ -57,7 +57,7 @@ class Surrogate(Scorer):
     ------
     InputError
         If no file is named.
-    If there is no such file, or it holds no valid surrogate.
+    ProfileFileError
         If there is no such file, or it holds no surrogate that can be trusted.
 
     References

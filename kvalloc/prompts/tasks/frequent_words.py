@@ -4,7 +4,7 @@ References
 ----------
 C.-P. Hsieh et al., RULER (2024), Sec. 3.3: common words (cwe) and frequent words (fwe). The common
 words occur 30 times among words that occur 3 times, or 6 times among words that occur once in a
-short prompt, which here has fewer than 8,192 tokens (4,096 in RULER's code). Words are those of the
+short prompt, which here has fewer than 8,192 tokens (4,096 in RULER's code). Words are from the
 split's texts, and the example before the list is shorter.
 """
 
@@ -31,7 +31,7 @@ COMMON_QUESTION = Question(
 )
 COMMON = 10
 LONG_TOKENS = 8192
-"""From this length on, words occur 30 and 3 times, before it 6 times and once."""
+"""From this length on, words occur 30 and 3 times; in shorter prompts 6 times and once."""
 
 CODED_TEXT = (
     "Read the following coded text and track the frequency of each coded word. Ignore the dots.\n\n"
@@ -44,11 +44,11 @@ CODED_QUESTION = Question(
     max_new_tokens=50,
 )
 DOTS = "..."
-"""The most frequent word of the coded text, which is not asked."""
+"""Most frequent word of the coded text, which the answer leaves out."""
 EXPONENT = 2.0
-"""Of the zeta distribution, whose sum is pi^2 / 6."""
+"""Exponent of the zeta distribution, with the sum pi^2 / 6."""
 MIN_WORDS = 60
-"""In a shorter text, the third and the fourth coded word can be equally frequent."""
+"""Fewest words of a coded text with different frequencies of its third and fourth word."""
 
 
 def _example(lead: str, words: str, question: Question) -> str:
@@ -73,20 +73,20 @@ def _common(brief: Brief) -> Draft:
     n_tokens = brief.request.n_tokens
     often, seldom = (30, 3) if n_tokens >= LONG_TOKENS else (6, 1)
     words = word_keys(brief, COMMON + n_tokens // (2 * seldom))
-    common, others = words[:COMMON], words[COMMON:]
+    common, rare = words[:COMMON], words[COMMON:]
     places = [
         [brief.draw.random() for _ in range(seldom if n >= COMMON else often)]
         for n in range(len(words))
     ]
 
     def make(size: int) -> Example:
-        listed = zip([*common, *others[:size]], places, strict=False)
-        ordered = sorted((place, word) for word, some in listed for place in some)
+        listed = zip([*common, *rare[:size]], places, strict=False)
+        ordered = sorted((place, word) for word, places_of in listed for place in places_of)
         text = " ".join(f"{n}. {word}" for n, (_, word) in enumerate(ordered, start=1))
         questions = (COMMON_QUESTION.filled(*common, count=COMMON),)
         return Example(context=COMMON_LEAD + text, questions=questions, source="words", chat=False)
 
-    return Draft(make=make, min_items=COMMON, max_items=len(others))
+    return Draft(make=make, min_items=COMMON, max_items=len(rare))
 
 
 def _frequent(brief: Brief) -> Draft:
@@ -99,8 +99,8 @@ def _frequent(brief: Brief) -> Draft:
 
     def make(size: int) -> Example:
         counts = (int(share * size) for share in shares)
-        each = zip(words, places, counts, strict=True)
-        ordered = sorted((place, word) for word, some, n in each for place in some[:n])
+        counted = zip(words, places, counts, strict=True)
+        ordered = sorted((place, word) for word, at, n in counted for place in at[:n])
         text = " ".join(word for _, word in ordered)
         questions = (CODED_QUESTION.filled(*words[1:4]),)
         return Example(context=CODED_LEAD + text, questions=questions, source="codes", chat=False)

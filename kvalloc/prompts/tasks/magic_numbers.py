@@ -3,8 +3,8 @@
 References
 ----------
 C.-P. Hsieh et al., RULER (2024), Sec. 3.1 and App. B: single, multi-keys, multi-values and
-multi-queries NIAH. Keys are single words of the split here, numbers always have seven digits, and
-real texts are those that ship with kvalloc.
+multi-queries NIAH. Here keys are single words of the split, numbers always have seven digits, and
+real texts are the texts that ship with kvalloc.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ SEVERAL = Question(
     metric="all",
     max_new_tokens=128,
 )
-MANY = 4
-"""Numbers of one key, and keys of one question."""
+N_ANSWERS = 4
+"""Numbers of one key, or keys of one question."""
 TOKENS_PER_SENTENCE = 10
-"""Noise and needles have more words than that."""
+"""Noise and needles have more words than this."""
 
 
 def noise(brief: Brief) -> list[str]:
@@ -44,27 +44,27 @@ def noise(brief: Brief) -> list[str]:
     return [NOISE] * (brief.request.n_tokens // TOKENS_PER_SENTENCE + 1)
 
 
-def _numbers(haystack: str, *, n_keys: int = 1, n_values: int = 1) -> Callable[[Brief], Draft]:
-    """Return the recipe of a question for so many keys with so many numbers each."""
+def _magic(haystack: str, *, n_keys: int = 1, n_values: int = 1) -> Callable[[Brief], Draft]:
+    """Return the recipe of a question for ``n_keys`` keys with ``n_values`` numbers each."""
 
     def recipe(brief: Brief) -> Draft:
         turns, n_tokens = brief.request.turns, brief.request.n_tokens
-        n_others = n_tokens // TOKENS_PER_SENTENCE + 1 if haystack == "needles" else 0
-        keys = word_keys(brief, turns * n_keys + n_others)
-        asked, others = keys[: turns * n_keys], keys[turns * n_keys :]
-        owners = [key for key in asked for _ in range(n_values)] + others
-        numbers = brief.draw.sample(range(1_000_000, 10_000_000), len(owners))
+        n_distractors = n_tokens // TOKENS_PER_SENTENCE + 1 if haystack == "needles" else 0
+        keys = word_keys(brief, turns * n_keys + n_distractors)
+        targets, distractors = keys[: turns * n_keys], keys[turns * n_keys :]
+        owners = [key for key in targets for _ in range(n_values)] + distractors
+        secrets = brief.draw.sample(range(1_000_000, 10_000_000), len(owners))
         needles = [
             NEEDLE.format(key=key, number=number)
-            for key, number in zip(owners, numbers, strict=True)
+            for key, number in zip(owners, secrets, strict=True)
         ]
         n_answers = n_keys * n_values
         n_hidden = turns * n_answers
         question = SEVERAL if n_answers > 1 else ONE
         questions = [
             question.filled(
-                *map(str, numbers[turn * n_answers : (turn + 1) * n_answers]),
-                keys=listing(asked[turn * n_keys : (turn + 1) * n_keys]),
+                *map(str, secrets[turn * n_answers : (turn + 1) * n_answers]),
+                keys=listing(targets[turn * n_keys : (turn + 1) * n_keys]),
             )
             for turn in range(turns)
         ]
@@ -78,8 +78,8 @@ def _numbers(haystack: str, *, n_keys: int = 1, n_values: int = 1) -> Callable[[
 
 
 TASKS = (
-    by_rule("niah_single", _numbers("noise"), most_turns=MOST_TURNS),
-    by_rule("niah_multikey", _numbers("needles"), most_turns=MOST_TURNS),
-    by_rule("niah_multivalue", _numbers("text", n_values=MANY), most_turns=MOST_TURNS),
-    by_rule("niah_multiquery", _numbers("text", n_keys=MANY), most_turns=MOST_TURNS),
+    by_rule("niah_single", _magic("noise"), most_turns=MOST_TURNS),
+    by_rule("niah_multikey", _magic("needles"), most_turns=MOST_TURNS),
+    by_rule("niah_multivalue", _magic("text", n_values=N_ANSWERS), most_turns=MOST_TURNS),
+    by_rule("niah_multiquery", _magic("text", n_keys=N_ANSWERS), most_turns=MOST_TURNS),
 )

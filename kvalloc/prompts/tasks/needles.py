@@ -24,7 +24,7 @@ FACTS_QUESTION = Question(
 FACTS = 4
 """Needles that one answer asks for."""
 KEY_COUNT = 8
-"""Needles of the task with many keys: all alike but for key and number."""
+"""Needles of the task with many keys; they differ in key and number only."""
 
 
 def listing(items: Sequence[str]) -> str:
@@ -50,9 +50,9 @@ def _needles(min_hidden: int, *, in_one: bool = False) -> Callable[[Brief], Draf
             listed = listing([f"the {key}" for key in keys])
             question = FACTS_QUESTION.filled(*dict(hidden).values(), keys=listed, key=keys[0])
             questions = [replace(question, max_new_tokens=brief.request.answer_tokens)]
-        # The asked ones come first, and so at the depth of the brief.
-        asked = questions[: brief.request.turns]
-        return brief.scattered(LEAD, sentences, brief.depths(n_hidden), asked)
+        # Needles of questions come first, and so at the depth of the brief.
+        of_turns = questions[: brief.request.turns]
+        return brief.scattered(LEAD, sentences, brief.depths(n_hidden), of_turns)
 
     return recipe
 

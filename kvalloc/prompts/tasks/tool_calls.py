@@ -1,11 +1,11 @@
-"""Tool calls: which of twelve tools a request needs, with which arguments, one call or two.
+"""Tool calls: one or two calls of one of twelve tools, with arguments, for each request.
 
 References
 ----------
 S. G. Patil et al., Berkeley Function Calling Leaderboard (2025): its categories multiple (one call
-of one of several tools) and parallel (two calls of one tool), made new with own tools. Earlier
-requests and their calls stand in the prompt as examples, as many as fit. There is no request for
-which no tool is right, and none (simple) with a single tool to choose from.
+of one of several tools) and parallel (two calls of one tool), with new tools. The prompt is filled
+with earlier requests and their calls as examples. The categories without a right tool, and with a
+single tool (simple), are left out.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ TOOLS = {
     "delete_note": "Delete the note about the {item}.",
     "lend_item": "Lend the {item} to {person} for {minutes} minutes.",
 }
-"""What a request says, by the name of its tool; the places are the tool's parameters."""
-NUMBERS = {"count": range(2, 100), "minutes": range(5, 100), "hour": range(1, 13)}
+"""Text of a request by the name of its tool; its places are the tool's parameters."""
+INTEGERS = {"count": range(2, 100), "minutes": range(5, 100), "hour": range(1, 13)}
 """Values of the parameters that are integers."""
 QUESTION = Question(
     text="Request: {request}",
@@ -48,13 +48,13 @@ QUESTION = Question(
 )
 MOST_REQUESTS = 6
 TOKENS_PER_EXAMPLE = 20
-"""A request with its calls takes more tokens in any vocabulary."""
+"""Lower bound of a request with its calls, in any vocabulary."""
 _PLACE = re.compile(r"{(\w+)}")
 
 
 def _schema(name: str, request: str) -> str:
     """Return a tool's JSON schema."""
-    kinds = {one: "integer" if one in NUMBERS else "string" for one in _PLACE.findall(request)}
+    kinds = {one: "integer" if one in INTEGERS else "string" for one in _PLACE.findall(request)}
     types = {one: {"type": kind} for one, kind in kinds.items()}
     return json.dumps({"name": name, "parameters": {"type": "object", "properties": types}})
 
@@ -69,7 +69,7 @@ def _question(brief: Brief) -> Question:
     name, request = draw.choice(list(TOOLS.items()))
     requests, calls = [], []
     for _ in range(draw.choice((1, 1, 2))):
-        arguments = {one: draw.choice((strings | NUMBERS)[one]) for one in _PLACE.findall(request)}
+        arguments = {one: draw.choice((strings | INTEGERS)[one]) for one in _PLACE.findall(request)}
         requests.append(request.format(**arguments))
         calls.append({"name": name, "arguments": arguments})
     return QUESTION.filled(json.dumps(calls), request=" ".join(requests))
@@ -77,8 +77,8 @@ def _question(brief: Brief) -> Question:
 
 def _calls(brief: Brief) -> Draft:
     questions = tuple(_question(brief) for _ in range(brief.request.turns))
-    most = brief.request.n_tokens // TOKENS_PER_EXAMPLE
-    examples = [_question(brief) for _ in range(most)]
+    n_examples = brief.request.n_tokens // TOKENS_PER_EXAMPLE
+    examples = [_question(brief) for _ in range(n_examples)]
     shown = [f"{one.text}\n{one.prefix} {one.answers[0]}" for one in examples]
     tools = LEAD.format(tools="\n".join(_schema(*tool) for tool in TOOLS.items()))
 
@@ -86,7 +86,7 @@ def _calls(brief: Brief) -> Draft:
         context = tools + "\n\n".join(shown[:size])
         return Example(context=context, questions=questions, source="own tools", chat=False)
 
-    return Draft(make=make, min_items=2, max_items=most)
+    return Draft(make=make, min_items=2, max_items=n_examples)
 
 
 TASKS = (by_rule("tools", _calls, most_turns=MOST_REQUESTS),)

@@ -4,8 +4,8 @@ References
 ----------
 TriAttention's benchmark of recursive state queries, made new from its description: a model that
 decodes a depth-first search has to remember its state over thousands of tokens. Here the prompt
-gives the tree, the rules and an example. The walk follows as given text of ``answer_tokens``
-tokens, so every cache reads the same, and later turns ask for the state.
+gives the tree, the rules and an example. The walk follows as fixed text of ``answer_tokens``
+tokens, so every cache reads the same text, and later turns ask for the state.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ BELOW = Question(
     max_new_tokens=48,
 )
 TOKENS_PER_NODE = 2
-"""A node is named with a comma or line end, and in half of the cases twice."""
+"""Lower bound for a node's name with a comma or line end."""
 Path = tuple[str, ...]
 
 
@@ -81,7 +81,7 @@ def _walk(brief: Brief) -> Draft:
         below: dict[str, list[str]] = {name: [] for name in names[:size]}
         for name, place in zip(names[1:size], above, strict=False):
             below[names[place]].append(name)
-        tree = "\n".join(f"{name}: {', '.join(some)}" for name, some in below.items() if some)
+        tree = "\n".join(f"{name}: {', '.join(nodes)}" for name, nodes in below.items() if nodes)
         paths = [(root,), *islice(cycle(_paths(below, (root,))), request.answer_tokens)]
         steps = [
             f"\n{'down' if len(now) > len(before) else 'up'} to {now[-1]}"
@@ -96,11 +96,11 @@ def _walk(brief: Brief) -> Draft:
         )
         end = ends[max(fitting, 1) - 1]
         inner = [name for name in dict.fromkeys(path[-1] for path in paths[:end]) if below[name]]
-        asked = [inner[turn * len(inner) // request.turns] for turn in range(1, request.turns)]
+        parents = [inner[turn * len(inner) // request.turns] for turn in range(1, request.turns)]
         questions = (
             replace(WALK.filled(root=root), continuation="".join(steps[:end])),
             PATH.filled(*paths[end][1:], root=root),
-            *(BELOW.filled(*below[name], node=name) for name in asked),
+            *(BELOW.filled(*below[name], node=name) for name in parents),
         )
         return Example(context=f"{LEAD}{tree}", questions=questions, source="random tree")
 

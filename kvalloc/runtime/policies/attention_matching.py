@@ -1,11 +1,13 @@
-"""Attention matching: the kept entries take over what the evicted ones gave.
+"""Attention matching: fitted values of kept entries make up for evicted entries.
 
-For reference queries r with attention weights a over all entries of a head, and kept entries S,
-the new values V' minimise ``sum_r |sum_S b_rj v'_j - sum_all a_rj v_j|^2 + lambda |V' - V|^2``,
-with b the softmax over S, and lambda the ridge times the mean of the diagonal of the normal matrix.
-Where entries are stored at fewer bits, keys are rounded so that these queries see little of it, and
-b is that of the rounded keys: the values make up for that, too. Values of wider entries make up for
-what rounding those of narrower ones loses.
+Reference queries r have attention weights a over all entries of a head. S are the kept entries, b
+is the softmax over S. The new values V' minimise:
+
+    sum_r |sum_S b_rj v'_j - sum_all a_rj v_j|^2 + lambda |V' - V|^2.
+
+lambda is the ridge times the mean of the diagonal of the normal matrix. For entries at fewer bits,
+keys are rounded with little effect on these queries, and b uses the rounded keys. Values of wider
+entries make up for the rounding of narrower entries.
 """
 
 from __future__ import annotations
@@ -34,48 +36,47 @@ from kvalloc.scorers.attention_rows import (
 from kvalloc.scorers.base import Positive
 
 VALUE_RIDGE = 0.01
-"""How close values stay to what the entries have by themselves."""
+"""Ridge that keeps fitted values close to the entries' first values."""
 
 _LEAST_RIDGE = 1e-6
-"""Of a ridge over the number of entries: below it normal matrices in float32 are too rough."""
+"""Below this ridge over the number of entries, normal matrices in float32 are too rough."""
 
 _ALIKE = 1.25
-"""Heads are fitted at once where none keeps more than so many times the entries of another."""
+"""Largest ratio between the kept entries of heads that are fitted in one call."""
 
 _UNHARMED_WIDTH = 8
-"""From this width on rounding loses so little that nothing has to make up for it."""
+"""From this width on, rounding loses too little to be fitted."""
 
 _NOTHING = 1e-30
-"""Least lambda."""
+"""Smallest lambda."""
 
 _AHEAD_TOKENS = 8
-"""How far behind the prompt's end its last queries are put."""
+"""Tokens behind the prompt's end to which its last queries are moved."""
 
 _AHEADS = (2, 8, 20, 33, 50, 75, 100, 150, 200, 300)
-"""How far behind it they are put in turn, where rounded keys are to suit a whole answer."""
+"""Tokens behind the prompt's end, cycled over the queries, so that rounded keys suit an answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionMatching(Score):
-    """The best scores stay, with values that match attention over all entries.
+    """Keep the best scores, with values that match attention over all entries.
 
-    What later queries get from the whole prompt is known for its last ones, put where the answer
-    begins (queries in their own places look at their neighbours, which later ones do not have).
-    Each KV head's kept entries get the values that reproduce it best, close to what they were: see
-    `match_attention`. The number of entries stays, and keys do but for their rounding, which is one
-    that such queries see little of: see `kvalloc.runtime.quantization.round_kept_keys`. The cache
-    holds a prompt that comes in chunks until it is complete. At the end of a turn the values of its
-    own entries are fitted, once: fitted to other queries, values that were fitted lose.
+    The prompt's last queries stand for later ones. They are moved to where the answer begins, as
+    unmoved queries attend to their neighbours, which later queries do not have. The values of each
+    KV head's kept entries are fitted to their attention output: see `match_attention`. Keys change
+    by rounding only: see `kvalloc.runtime.quantization.round_kept_keys`. A prompt in chunks is
+    evicted once it is complete. At the end of a turn only the turn's values are fitted: values that
+    are fitted twice, to different queries, lose.
 
     Parameters
     ----------
     scorer : Scorer
-        Picks the entries that stay.
+        Selects the kept entries.
     rows : int
-        Last queries of the prompt, tokens.
-    every : int
-        Only each N-th of these rows is matched. On SmolLM2-135M every second of 64 loses what all
-        of them do, in half the time.
+        Number of the prompt's last queries.
+    interval : int
+        Step between matched rows. On SmolLM2-135M with 64 rows, the loss with step 2 is that with
+        step 1, in half the time.
 
     Raises
     ------
@@ -85,8 +86,8 @@ class AttentionMatching(Score):
     References
     ----------
     Fast KV Compaction via Attention Matching (Zweiger et al., 2026, arXiv 2602.16284). There the
-    queries come from repeating the context or from questions about it; the ridges, and queries of
-    the prompt's end, are ours.
+    queries come from repeating the context or from questions about it. The ridges, and queries of
+    the prompt's end, are kvalloc's.
     """
 
     name = "attention_matching"
@@ -96,10 +97,10 @@ class AttentionMatching(Score):
     fits_new = True
 
     rows: Positive = 128
-    every: Positive = 2
+    interval: Positive = 2
 
     def turn_policy(self, *, rotates: bool) -> Score:
-        """Return the best scores; of a turn's entries alone the values are fitted."""
+        """Return the policy of turns, which fits the values of a turn's entries only."""
         scorer = self._turn_scorer(rotates=rotates)
         return replace(self, scorer=scorer) if rotates else Score(scorer=scorer)
 
@@ -109,7 +110,7 @@ class AttentionMatching(Score):
         return True
 
     def query_rows(self, n_tokens: int) -> int:
-        """Return the larger of the scorer's number and of the rows that are matched."""
+        """Return the number of last queries that the scorer or the fit needs."""
         return max(super().query_rows(n_tokens), min(self.rows, n_tokens))
 
     def combine(
@@ -122,7 +123,7 @@ class AttentionMatching(Score):
         Raises
         ------
         UnsupportedModelError
-            If the prompt's queries cannot be put elsewhere.
+            If the prompt's queries cannot be moved to other positions.
         """
         widths, changes = states.widths, budgets < kept.shape[2]
         if widths is not None:
@@ -144,15 +145,15 @@ class AttentionMatching(Score):
         for heads, n_kept in groups:
             of_heads = slice(heads.start * group, heads.stop * group)
             sinks = None if states.sink_logits is None else states.sink_logits[of_heads]
-            mine = queries[:, of_heads]
-            reference = replace(states, queries=mine, mask=None, sink_logits=sinks)
+            of_group = queries[:, of_heads]
+            reference = replace(states, queries=of_group, mask=None, sink_logits=sinks)
             n_queries = int(queries.shape[2])
             if (known := self._known(states, heads)) is None:
                 logits = attention_logits(reference, states.keys[:, heads], 0, n_queries)
                 weights = attention_softmax(logits, sinks)
                 known = weights, row_divisors(logits, weights)
             weights, divisors = known
-            # evicted entries come behind the kept ones, where a head keeps fewer than another
+            # heads with fewer kept entries are padded with evicted ones
             order = kept[:, heads].byte().argsort(dim=-1, descending=True, stable=True)
             places = order[..., :n_kept]
             as_stored = stored_widths = None
@@ -184,7 +185,7 @@ class AttentionMatching(Score):
         return keys, values
 
     def _known(self, states: AttentionStates, heads: slice) -> tuple[Tensor, Tensor] | None:
-        """Return `known_rows` of the references, if the scorer has just used the same queries."""
+        """Return `known_rows` of the references, if the scorer used the same queries."""
         if (rows := known_rows(states, _AHEAD_TOKENS)) is not None:
             return rows[0][:, heads], rows[1][:, heads]
         voted = [states.kv_head(head) for head in range(heads.start, heads.stop)]
@@ -198,24 +199,24 @@ class AttentionMatching(Score):
         return weights, divisors
 
     def scores(self, states: AttentionStates, *, sinks: int) -> Tensor:
-        """Return the scorer's scores, and keep what it computes for the reference queries."""
-        want_rows(states, self.rows, self.every)
+        """Return the scorer's scores, and store its attention of the reference queries."""
+        want_rows(states, self.rows, self.interval)
         return super().scores(states, sinks=sinks)
 
     def _moments(self, states: AttentionStates) -> Tensor:
-        """Return each KV head's mean outer product of queries of an answer, float64."""
+        """Return each KV head's mean outer product of an answer's queries, float64."""
         queries = self._references(states, _AHEADS).double()
         batch, n_heads, _, head_dim = states.keys.shape
-        own = queries.reshape(batch, n_heads, -1, head_dim)
-        moments: Tensor = own.mT @ own / own.shape[2]
+        by_head = queries.reshape(batch, n_heads, -1, head_dim)
+        moments: Tensor = by_head.mT @ by_head / by_head.shape[2]
         return moments
 
     def _references(self, states: AttentionStates, aheads: Sequence[int]) -> Tensor:
-        """Return queries so far behind the prompt in turn, (batch, n_query_heads, n, head_dim)."""
+        """Return queries moved behind the prompt, (batch, n_query_heads, n, head_dim)."""
         end = int(states.queries.shape[2])
         first = end - min(self.rows, end)
         places = (
-            torch.arange(first, end, device="cpu").flip(0)[:: self.every].flip(0)
+            torch.arange(first, end, device="cpu").flip(0)[:: self.interval].flip(0)
         )  # the last among them
         instead = "choose a policy that fits no values"
         user = "the policy attention_matching"
@@ -225,9 +226,9 @@ class AttentionMatching(Score):
 
 
 def _alike(sizes: list[int]) -> list[tuple[slice, int]]:
-    """Return heads that keep about as many entries, to be fitted at once, and their maximum.
+    """Return slices of heads with similar numbers of entries, and the maximum of each slice.
 
-    They are neighbours, so that they are not copied. Heads of size 0 are left out.
+    Heads of size 0 are left out.
     """
     groups: list[tuple[slice, int]] = []
     first, low, high = 0, sizes[0], sizes[0]
@@ -265,18 +266,17 @@ def match_attention(
     changes : Tensor of bool, (..., 1, 1)
         Whether the values of a head may change.
     sizes : Tensor of int64, (...), optional
-        Where heads keep different numbers: how many of the first places of `kept` count. The
-        entries at the others are not kept, and come back as they were.
+        Number of first places of `kept` that count, if heads keep different numbers. Other entries
+        are not kept, and are returned unchanged.
     as_stored : Tensor of float32, (..., n_queries, n_kept), optional
-        What the kept entries get of `weights` once their keys are rounded, before rows sum to 1;
-        their part of `weights` by default.
+        Weights of the kept entries with rounded keys, before rows sum to 1; their part of
+        `weights` by default.
     fixed : Tensor of bool, (..., n_kept), optional
-        Which of them come back as they were although they are kept.
+        Which kept entries are returned unchanged.
     widths : ChosenWidths, optional
-        At which they are going to be stored.
+        Widths at which the entries will be stored.
     has_sinks : bool
-        Whether something without an entry takes part in the softmax, so that a row sums to less
-        than 1.
+        Whether sink logits, which have no entry, take part in the softmax: rows sum to less than 1.
 
     Returns
     -------
@@ -286,8 +286,8 @@ def match_attention(
     References
     ----------
     Fast KV Compaction via Attention Matching (Zweiger et al., 2026, arXiv 2602.16284): values by
-    least squares, on thousands of queries. Here with a ridge toward the entries' own values, so
-    that a few queries are enough.
+    least squares, on thousands of queries. A ridge toward the entries' first values makes a few
+    queries enough.
     """
     n_kept = int(kept.shape[-1])
     if values.dtype == torch.float64 or _LEAST_RIDGE * n_kept > VALUE_RIDGE:
@@ -317,13 +317,13 @@ def match_attention(
 
 
 def _make_up(fitted: Tensor, design: Tensor, widths: ChosenWidths, free: Tensor) -> None:
-    """Let values of wider entries make up for what rounding narrower ones loses, in place.
+    """Let values of wider entries make up for the rounding of narrower ones, in place.
 
     Parameters
     ----------
     fitted : Tensor, (batch, n_heads, n_kept, head_dim)
     design : Tensor, (batch, n_heads, n_queries, n_kept)
-        What each query gets of each value.
+        Weight of each value for each query.
     widths : ChosenWidths
     free : Tensor of bool, (batch, n_heads, n_kept)
         Which values may change.
@@ -336,15 +336,15 @@ def _make_up(fitted: Tensor, design: Tensor, widths: ChosenWidths, free: Tensor)
         rows, heads = np.nonzero((widths.counts[width] > 0) & (wider > 0))
         if not len(rows):
             continue
-        some = torch.from_numpy(rows), torch.from_numpy(heads)
-        of, shares = widths.of[some], design[some]
+        chosen = torch.from_numpy(rows), torch.from_numpy(heads)
+        of, shares = widths.of[chosen], design[chosen]
         segment, place_of = (of == width).nonzero(as_tuple=True)
-        own = fitted[some[0][segment], some[1][segment], place_of]
+        exact = fitted[chosen[0][segment], chosen[1][segment], place_of]
         lost = fitted.new_zeros(*of.shape, fitted.shape[-1])
-        lost[segment, place_of] = own - quantised_values(own[None, None], width)[0, 0]
-        others = free[some] & (of > width)
-        sizes = others.sum(dim=-1).clamp(min=1)
-        fitted[some] += ridge_step(shares * others[:, None], shares @ lost, sizes)
+        lost[segment, place_of] = exact - quantised_values(exact[None, None], width)[0, 0]
+        adjusted = free[chosen] & (of > width)
+        sizes = adjusted.sum(dim=-1).clamp(min=1)
+        fitted[chosen] += ridge_step(shares * adjusted[:, None], shares @ lost, sizes)
 
 
 def ridge_step(design: Tensor, target: Tensor, sizes: Tensor) -> Tensor:
@@ -355,16 +355,16 @@ def ridge_step(design: Tensor, target: Tensor, sizes: Tensor) -> Tensor:
     Parameters
     ----------
     design : Tensor, (..., n_rows, n_columns)
-        In its type all is computed but the small system, which is solved in float64.
+        All but the small system, which is solved in float64, is computed in its type.
     target : Tensor, (..., n_rows, n_targets)
     sizes : Tensor of int64, (...)
-        Columns of each design, from the first; all others are 0.
+        Number of first columns of each design that are not 0.
 
     Returns
     -------
     Tensor of the design's type, (..., n_columns, n_targets)
-        In the form of rows or of columns, whichever system is smaller. 0 where the ridge is too
-        small to make the system regular.
+        The smaller system, of rows or of columns, is solved. 0 if the ridge is too small to make it
+        regular.
     """
     by_rows = design.shape[-2] < design.shape[-1]
     system = (design @ design.mT if by_rows else design.mT @ design).double()
