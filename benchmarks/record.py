@@ -24,13 +24,13 @@ PACKAGES = ("kvalloc", "torch", "transformers", "numpy", "scipy", "ortools")
 
 
 def main(arguments: list[str]) -> int:
-    wanted = [] if arguments == ["--tables-only"] else arguments or list(BENCHMARKS)
-    unknown = [name for name in wanted if name.split()[0] not in BENCHMARKS]
+    aim = [] if arguments == ["--tables-only"] else arguments or list(BENCHMARKS)
+    unknown = [name for name in aim if name.split()[0] not in BENCHMARKS]
     if unknown:
         print(f"no benchmark {unknown[0]!r}; choose from {', '.join(BENCHMARKS)}", file=sys.stderr)
         return 2
     missed = []
-    for name in wanted:
+    for name in aim:
         benchmark, parts, options = parts_of(shlex.split(name))
         for part in parts:
             print(f"== {benchmark} {part}", flush=True)

@@ -135,8 +135,10 @@ def table_of(part: Part, rows: list[Cells]) -> str:
     """Return a part's table in Markdown; columns that no row fills are left out."""
     columns = {"what": "what", "figure": part.figure, "unit": "unit", "low": part.spread}
     columns |= {"wanted": "wanted", "verdict": "verdict"}
-    others = dict.fromkeys(name for row in rows for name in row if name not in {*columns, "note"})
-    columns |= {name: name.replace("_", " ") for name in others if name != "high"}
+    remaining = dict.fromkeys(
+        name for row in rows for name in row if name not in {*columns, "note"}
+    )
+    columns |= {name: name.replace("_", " ") for name in remaining if name != "high"}
     columns |= {"note": "note"}
     filled = {name: head for name, head in columns.items() if any(name in row for row in rows)}
     lines = [f"| {' | '.join(filled.values())} |", "|---" * len(filled) + "|"]
