@@ -1,4 +1,4 @@
-"""What the benchmarks share: calls timed in turns, ratios with their spread, and where it ran."""
+"""Shared code of the benchmarks: interleaved timing, ratios with their spread, machine facts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def in_turns(
 ) -> InTurns:
     """Return the seconds of every call, all of them in each round and in another order every time.
 
-    A machine slows down and speeds up over minutes: what is compared runs side by side.
+    Compared calls run side by side, as a machine's speed drifts over minutes.
     """
     for _ in range(warm_up):
         for call in calls.values():
@@ -106,7 +106,7 @@ def guarded(name: str, section: Callable[[], Iterable[Row]]) -> Iterator[Row]:
     """Give the rows of a section; where it fails, one that says so. The next section goes on."""
     try:
         yield from section()
-    except Exception as error:  # a benchmark must report whatever can go wrong
+    except Exception as error:  # a benchmark reports every failure
         traceback.print_exc()
         reason = " ".join(str(error).split())
         yield {"name": name, "error": f"{type(error).__name__}: {reason}"}

@@ -4,7 +4,7 @@
     python benchmarks/bench_measuring.py long-prefill [--context 32768] [--layers 3] [--chunk N]
 
 - profile: profiling against the plain forward of the same prompts. Time: both run in one process,
-  in turns (A B, B A, A B, ...), on the same token ids; the figure is the median of the ratios of
+  interleaved (A B, B A, A B, ...), on the same token ids; the figure is the median of the ratios of
   each round. The plain forward is the decoder without head and without cache (sdpa); profiling is
   the whole call of `kvalloc.profile`, tokenising included. Memory: each side in a fresh process.
   The weights are touched and a short prompt is run, then the kernel's high-water mark of the
@@ -153,8 +153,8 @@ def long_rows(options: argparse.Namespace) -> Iterator[Row]:
             "unit": "MB",
             "at_most": MOST_MB,
             "note": f"above the weights' process of {result['weights_bytes'] / 1e6:,.0f} MB; "
-            f"scorer {options.scorer}, chunk {result['chunk']:,}; {result['cpu_seconds']:,.0f} s of "
-            f"processor time, {result['seconds']:,.0f} s; curves on {result['points']:,} ranks, "
+            f"scorer {options.scorer}, chunk {result['chunk']:,}; {result['cpu_seconds']:,.0f} s "
+            f"of processor time, {result['seconds']:,.0f} s; curves on {result['points']:,} ranks, "
             f"error {result['error']:.1e}",
         }
 

@@ -120,7 +120,7 @@ def main() -> int:
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
-    """What is asked here, and what quality/cells.py is asked."""
+    """Return the options of this script, and those for quality/cells.py."""
     parser = argparse.ArgumentParser(
         description="quality at equal bytes; further options are those of quality/cells.py"
     )
@@ -199,7 +199,7 @@ def report(
 
 
 def points_lost(rows: Sequence[Row], share: float, cells: Sequence[str]) -> Cells | None:
-    """What the default loses of the full cache's score at one share, beside what KVzip loses."""
+    """Return the score that the default and KVzip lose against the full cache at one share."""
     if share != SCORED_AT:
         return None
     methods = by_method(rows)
@@ -239,7 +239,7 @@ def picture(rows: Sequence[Row], model: str) -> None:
 
 
 def predicted(rows: Sequence[Row], model: str, share: float) -> Cells | None:
-    """What the fitted file that ships for a model predicts, over what its cells measured."""
+    """Return the loss that a model's shipped fitted file predicts over the measured loss."""
     file = FOLDER.parent / "profiles" / f"{model}.fitted.safetensors"
     item = [row for row in rows if row["method"] == DEFAULT and row["kl"][FIRST][1]]
     if not file.exists() or not item:
@@ -296,7 +296,7 @@ class Shown:
 
 
 def shown_in(rows: Sequence[Row]) -> Shown:
-    """What the picture shows: of the cells there are, those that most methods have.
+    """Draw the cells that the largest number of methods have.
 
     KL is over the tokens that all methods predicted after their eviction.
     """
@@ -327,7 +327,7 @@ def shown_in(rows: Sequence[Row]) -> Shown:
 
 
 def line_of(method: str) -> str:
-    """Which line of the picture a method's point is on."""
+    """Return the line of the picture that has a method's point."""
     if method == DEFAULT:
         return "kvalloc, default"
     if method in ("8 bits", "4 bits"):

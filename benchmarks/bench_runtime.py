@@ -10,7 +10,7 @@ the CPU beside what bounds it (`runtime_decoding`), a CUDA device (`runtime_gpu`
 `kvalloc plan` predicts (`runtime_plan`), answers without loss
 (`runtime_lossless`), and documents that were read one by one (`runtime_blend`). Of ``cache``:
 
-What is compared runs in turns in one process; a figure is the median of the ratios of each round,
+Compared calls run interleaved in one process; a figure is the median of the ratios of each round,
 with their quartiles, in time on the clock and, on the CPU, in processor time. One round before the
 first is not counted. A prompt takes seconds and its ratio is steady, so ``--repeats`` rounds do;
 decoded tokens take less and swing more, so all that decodes has ``--decode-rounds``, in each of
@@ -215,7 +215,7 @@ def text() -> str:
 
 
 def prompt_ids(loaded: Any, length: int) -> torch.Tensor:
-    """That many tokens of the texts, from the beginning again where they end, (1, length)."""
+    """Return the first tokens of the texts, which repeat if they are too short, (1, length)."""
     ids = loaded.tokenizer(text(), return_tensors="pt")["input_ids"]
     repeated: torch.Tensor = ids.repeat(1, -(-length // ids.shape[1]))[:, :length]
     return repeated.to(loaded.model.device)
@@ -302,7 +302,7 @@ def decode_rows(
 def decoded_in_turns(decoding: Decoding, caches: Mapping[str, Any]) -> InTurns:
     """Decode with rows of copies of these caches.
 
-    Copies, so that whatever is measured next begins at the end of the prompt as well.
+    With copies, the next measurement also begins at the end of the prompt.
     """
     several = {name: copy.deepcopy(cache) for name, cache in caches.items()}
     for cache in several.values():
@@ -365,7 +365,7 @@ def beyond_the_model(result: InTurns, level: str) -> float:
 
 
 def options_of(arguments: argparse.Namespace) -> list[str]:
-    """What makes another process measure the same."""
+    """Return the arguments by which another process measures the same rows."""
     result = ["--peer", *arguments.peer]
     names = ("model", "shape", "share", "tokens", "batch", "new_tokens", "decode_rounds")
     for name in (*names, "repeats", "device", "dtype", "prefill_tokens"):

@@ -4,7 +4,7 @@
 
 Each point is a prompt that the demo's model has read: the bytes are those of the storages that the
 cache holds afterwards. Both reduced caches keep the same measured share of the attention, decided
-from the same scores, so that what lies between them is what budgets of single heads save.
+from the same scores, so their distance is the saving by budgets of single heads.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
 
 
 def run(benchmark: str, part: str, command: list[str]) -> Record:
-    """Run one part, show what it prints as it comes, and keep that and its rows."""
+    """Run one part, show its output as it is printed, and store the output and its rows."""
     load, lines = os.getloadavg()[0], []
     with subprocess.Popen(
         [sys.executable, *command],

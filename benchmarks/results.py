@@ -1,7 +1,7 @@
-"""What benchmarks measured, kept in results.jsonl, and RESULTS.md, which is made of it.
+"""Rows of benchmarks, stored in results.jsonl, and RESULTS.md, which is made from them.
 
 `parts.toml` says what the benchmarks are. A benchmark prints each row as one line of JSON, and
-other lines for whoever reads along.
+other lines for people.
 """
 
 from __future__ import annotations

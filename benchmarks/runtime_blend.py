@@ -38,7 +38,7 @@ DOCUMENTS, TOKENS = 3, 500
 
 
 class Request(NamedTuple):
-    """What is read: tokens before the documents, of each document, and of the question."""
+    """Tokens of a prompt: before the documents, of each document, and of the question."""
 
     before: torch.Tensor
     documents: list[torch.Tensor]
@@ -142,10 +142,10 @@ def losses(model: Any, request: Request, new: int) -> tuple[float, float, float]
 
 
 def cacheblend(model: Any, turned: Any, request: Request, full: list[Any]) -> Any:
-    """Return a cache of which CacheBlend's tokens are computed anew.
+    """Return a cache with CacheBlend's tokens computed anew.
 
-    Those whose keys and values deviate most at the check layer, where they are those of a reading
-    of all: what is in front of that layer is computed for all tokens.
+    Their keys and values deviate most at the check layer from a read of all documents. The layers
+    before it are computed for all tokens.
     """
     item, n_before = turned.layers[CHECK_LAYER], len(request.before)
     pairs = zip(full[CHECK_LAYER], (item.keys, item.values), strict=True)
@@ -184,7 +184,7 @@ def document(model: Any, ids: torch.Tensor) -> Any:
 
 
 def request(loaded: Any, count: int) -> list[Request]:
-    """Return so many prompts of each kind."""
+    """Return ``count`` prompts of each kind."""
     tokenizer = loaded.tokenizer
     before = encode(tokenizer, DocumentForm.of(tokenizer).before)
 

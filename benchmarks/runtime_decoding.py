@@ -1,4 +1,4 @@
-"""Decoding on the CPU, by head, beside what bounds it.
+"""Decoding on the CPU, by head, beside its bounds.
 
     python benchmarks/bench_runtime.py decoding [--quick]
 
@@ -8,7 +8,7 @@
   with entries as the model makes them (float32) and at 16 bits, as `kvalloc.apply` stores them;
 - the same compiled over uncompiled.
 
-What is compared runs in turns, each with a cache of its own. Threads are torch's
+Compared calls run interleaved, each with its own cache. Threads are torch's
 (``OMP_NUM_THREADS``): with a busy machine one is steadier.
 """
 
@@ -67,7 +67,7 @@ def rows_of(model: Any, by_head: Any, arguments: Any) -> Iterator[Row]:
 def compared_all(
     decoding: Decoding, runs: Mapping[str, Callable[[], None]], name: str, target: float
 ) -> Iterator[Row]:
-    """Return the rows of all caches over the model alone, which decode in turns."""
+    """Return the rows of all caches over the model alone; they decode interleaved."""
     timed = decoding.in_turns(runs)
     for item in runs:
         if item != "alone":
@@ -77,7 +77,7 @@ def compared_all(
 def compared(
     decoding: Decoding, timed: InTurns, other: str, item: str, name: str, target: float
 ) -> Row:
-    """Return the row of two caches that decoded in turns."""
+    """Return the row of two caches that decoded interleaved."""
     milliseconds = [1e3 * median_of(timed, one) / decoding.new_tokens for one in (item, other)]
     return {
         "name": f"decode by head, {item} / {name}, {decoding}, tokens a second",

@@ -3,7 +3,7 @@
     python benchmarks/bench_runtime.py gpu [--context 32768] [--share 20%]
     python benchmarks/bench_runtime.py gpu --shape tiny --device cpu --context 512 --quick
 
-Random weights and made-up budgets, one row. What is compared runs in turns in one process, as in
+Random weights and made-up budgets, one row. Compared calls run interleaved in one process, as in
 ``cache`` (see `bench_runtime`):
 
 - prefill with eviction by head over a plain one, and the peak of the device's memory in each.
@@ -59,7 +59,7 @@ def rows_of(model: Any, by_head: Any, arguments: Any) -> Iterator[Row]:
 
 
 def peak_rows(model: Any, name: str, new: Callable[[], Any], ids: torch.Tensor) -> Iterator[Row]:
-    """Measure the peak of the device's memory while a prompt is read, beyond what was there."""
+    """Measure the peak of the device's memory while a prompt is read, less the bytes before."""
     before, peak = peak_of(lambda: prefill(model, new(), ids))
     yield {
         "name": f"peak of a prefill, {name}, {ids.shape[1]:,} tokens",
@@ -130,7 +130,7 @@ def mode_of(model: Any) -> str:
 
 
 def static_of(model: Any, plain: DynamicCache, tokens: int, room: int) -> StaticCache:
-    """Return a static cache of the first so many entries of each layer, with room for more."""
+    """Return a static cache of the first ``tokens`` entries of each layer, with room for more."""
     result = StaticCache(config=model.config, max_cache_len=tokens + room)
     for index, layer in enumerate(plain.layers):
         result.update(layer.keys[:, :, :tokens], layer.values[:, :, :tokens], index)

@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def rows_of(loaded: LoadedModel, arguments: argparse.Namespace) -> Iterator[Row]:
-    """Return the rows of every length, then those of the loss."""
+    """Return the rows of every length, then the rows of the loss."""
     ids = prompt_ids(loaded, max(*arguments.lengths, arguments.kl_tokens * arguments.samples))
     for length, repeats in zip(arguments.lengths, arguments.repeats, strict=True):
         yield from default_ways(loaded, ids[:, :length], repeats)
@@ -67,7 +67,7 @@ def rows_of(loaded: LoadedModel, arguments: argparse.Namespace) -> Iterator[Row]
 
 @torch.inference_mode()
 def written(model: Any, cache: Any, ids: torch.Tensor, new: int) -> torch.Tensor:
-    """Return so many greedy tokens after a prompt, one by one."""
+    """Return ``new`` greedy tokens after a prompt."""
     tokens = [ids[:, :0]]
     for number in range(new + 1):
         ids = model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits.argmax(-1)

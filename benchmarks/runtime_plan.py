@@ -1,4 +1,4 @@
-"""What `kvalloc plan` predicts, beside what the same settings give: a part of `bench_runtime`.
+"""Predictions of `kvalloc plan` beside measurements of its settings: a part of `bench_runtime`.
 
     python benchmarks/bench_runtime.py plan [--memory 256MiB] [--prompt 4096] [--answer 256]
 

@@ -188,7 +188,7 @@ def digest_of_case(case: Case) -> str:
 def measured(
     loaded: Any, cell: str, number: int, methods: list[Named], request: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
-    """What one prompt's cells lack, a row a method; the full cache's with the first."""
+    """Yield the missing rows of one prompt, one a method; the full cache's with the first."""
     case = prompts(loaded.tokenizer, cell, request.context, request.seed)[number]
     known = {"cell": cell, "number": number, "context": request.context, "seed": request.seed}
     known |= {"digest": digest_of_case(case), "rounding": ROUNDING}
@@ -224,7 +224,7 @@ def prompts(tokenizer: Any, cell: str, context: int, seed: int) -> list[Case]:
 
 
 def row_of(outcome: Outcome) -> dict[str, Any]:
-    """What a cell keeps: KL of each token and by position, bytes, right answers.
+    """Return the row of a cell: KL of each token and by position, bytes, right answers.
 
     Tokens before the eviction, the first ones, are left out; ``exact`` is their number.
     """

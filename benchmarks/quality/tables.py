@@ -58,7 +58,7 @@ class Ratio:
 
 
 def cell_file(model_id: str, cell: str) -> Path:
-    """Where the rows of a model's cell stand."""
+    """Return the path of the rows of a model's cell."""
     name = model_id.split("/")[-1].lower().removesuffix(".gguf")
     return CELLS_FOLDER / name / f"{cell}.jsonl"
 
@@ -95,7 +95,7 @@ def earlier_rounding(row: Row) -> bool:
 
 
 def at_share(rows: Sequence[Row], share: float) -> list[Row]:
-    """Those asked for a share of the bytes, and those that take what they take and fit into it."""
+    """Return rows measured at a share of the bytes, and rows without a share that fit into it."""
     return [
         row
         for row in rows
@@ -109,7 +109,7 @@ def at_share(rows: Sequence[Row], share: float) -> list[Row]:
 
 
 def mean_kl(row: Row) -> float | None:
-    """Of the tokens after the eviction, nats; None where there are none."""
+    """Return the mean KL of the tokens after the eviction, nats; None without such tokens."""
     return weighed(row, [count for _, count in by_position(row)])
 
 
@@ -250,7 +250,7 @@ def where_peers_are_better(
     cells: Sequence[str],
     positions: Sequence[str] = tuple(POSITIONS),
 ) -> list[str]:
-    """Where a peer surely loses less than a method: cell, positions and peer.
+    """Return cells, positions and peers with surely a smaller loss than a method's.
 
     By the 95% interval of the difference over the prompts that both were put to, at least three.
     Losses below `LEAST_KL` count as equal.
@@ -275,7 +275,7 @@ def where_peers_are_better(
 
 
 def in_question(peers: Mapping[str, Mapping[str, Row]]) -> list[str]:
-    """Who may be the best in a cell: none that is worse on all of its few prompts than another."""
+    """Return candidates for the best peer, without peers that are worse on all of few prompts."""
 
     def worse(few: Mapping[str, Row], several: Mapping[str, Row]) -> bool:
         pairs = [shared_kl([few[one], several[one]]) for one in few.keys() & several.keys()]
