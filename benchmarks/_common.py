@@ -1,4 +1,4 @@
-"""What the benchmarks share: calls timed in turns, ratios with their spread, and where it ran."""
+"""Shared code of the benchmarks: interleaved timing, ratios with their spread, machine facts."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ def in_turns(
 ) -> InTurns:
     """Return the seconds of every call, all of them in each round and in another order every time.
 
-    A machine slows down and speeds up over minutes: what is compared runs side by side.
+    Compared calls run side by side, as a machine's speed drifts over minutes.
     """
     for _ in range(warm_up):
         for call in calls.values():
             call()
-    found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in calls}
+    result: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in calls}
     names = list(calls)
     for repeat in range(repeats):
         shift = repeat % len(names)
         for name in names[shift:] + names[:shift]:
             wall, processor = time.perf_counter(), time.process_time()
             calls[name]()
-            found[name][0].append(time.perf_counter() - wall)
-            found[name][1].append(time.process_time() - processor)
-    return found
+            result[name][0].append(time.perf_counter() - wall)
+            result[name][1].append(time.process_time() - processor)
+    return result
 
 
-def ratio_of(found: InTurns, name: str, reference: str) -> Row:
+def ratio_of(result: InTurns, name: str, reference: str) -> Row:
     """Return median and quartiles of the ratios of each round; the median in processor time too."""
     clock, processor = (
-        [a / b for a, b in zip(found[name][kind], found[reference][kind], strict=True)]
+        [a / b for a, b in zip(result[name][kind], result[reference][kind], strict=True)]
         for kind in range(2)
     )
     return spread_of(clock) | {"processor_ratio": statistics.median(processor)}
@@ -64,16 +64,16 @@ def spread_of(ratios: list[float]) -> Row:
     return {"figure": middle, "low": low, "high": high, "rounds": len(ratios)}
 
 
-def median_of(found: InTurns, name: str) -> float:
+def median_of(result: InTurns, name: str) -> float:
     """Return the median of a call's seconds on the clock."""
-    return statistics.median(found[name][0])
+    return statistics.median(result[name][0])
 
 
-def quartiles(numbers: list[float]) -> tuple[float, float, float]:
+def quartiles(figures: list[float]) -> tuple[float, float, float]:
     """Return lower quartile, median, upper quartile; the number itself where there is only one."""
-    if len(numbers) < 2:
-        return numbers[0], numbers[0], numbers[0]
-    low, middle, high = statistics.quantiles(numbers, n=4, method="inclusive")
+    if len(figures) < 2:
+        return figures[0], figures[0], figures[0]
+    low, middle, high = statistics.quantiles(figures, n=4, method="inclusive")
     return low, middle, high
 
 
@@ -106,7 +106,7 @@ def guarded(name: str, section: Callable[[], Iterable[Row]]) -> Iterator[Row]:
     """Give the rows of a section; where it fails, one that says so. The next section goes on."""
     try:
         yield from section()
-    except Exception as error:  # a benchmark must report whatever can go wrong
+    except Exception as error:  # a benchmark reports every failure
         traceback.print_exc()
         reason = " ".join(str(error).split())
         yield {"name": name, "error": f"{type(error).__name__}: {reason}"}
@@ -132,8 +132,8 @@ def cells_of(row: Mapping[str, Any]) -> Cells:
             met = row.get("met", row_met(row))
             cells |= {"wanted": f"{sign} {row[name]:g}", "verdict": "met" if met else "MISSED"}
     processor = row.get("processor_ratio")
-    said = "" if processor is None else f"processor time {processor:.4g}; "
-    return {**cells, "note": said + row["note"]}
+    phrase = "" if processor is None else f"processor time {processor:.4g}; "
+    return {**cells, "note": phrase + row["note"]}
 
 
 def print_row(cells: Cells) -> None:

@@ -58,7 +58,7 @@ TEXTS = ("ford_1976", "hayes_1878", "hoover_1930", "truman_1950", "argparse.py")
 SHARE, LARGEST = 0.2, 0.22
 """What is to be kept, and the largest share that counts as kept."""
 TURN, ANSWER = 250, 24
-PROMPT, STARTS, EVERY = 100, (0, 500, 1000, 2000), 125
+PROMPT, STARTS, INTERVAL = 100, (0, 500, 1000, 2000), 125
 """Of long answers: tokens in front, where ranges begin, tokens between a press's evictions."""
 PRESSES: dict[str, dict[str, int]] = {"TOVA": {}, "SnapKV": {"window_size": 16}}
 """With parameters: 20 of 100 tokens stay, and a window of 64, the default, would leave no sink."""
@@ -256,23 +256,23 @@ def turn_rows(loaded: LoadedModel, arguments: argparse.Namespace) -> Iterator[Ro
         f"by turn {' '.join(f'{share:.1%}' for share in shares.mean(0).tolist())}; in front of "
         f"an answer at most {float(handed[..., 1].max()):.1%}",
     )
-    ours, again = handed[..., 0].mean(1), fresh[..., 0].mean(1)
+    ours, reread = handed[..., 0].mean(1), fresh[..., 0].mean(1)
     row = ratio_row(
         f"{name}, KL of the answers over that of reading all again",
-        float(ours.mean() / again.mean()),
-        ours / again,
+        float(ours.mean() / reread.mean()),
+        ours / reread,
         1.5,
-        f"{ours.mean():.5f} and {again.mean():.5f} nats a token at shares up to {largest:.1%} and "
+        f"{ours.mean():.5f} and {reread.mean():.5f} nats a token at shares up to {largest:.1%} and "
         f"{float(fresh[..., 2].max()):.1%}, {len(ours)} texts",
     )
     yield row | {"met": row_met(row) and largest <= LARGEST}
-    later, again = handed[:, 1:, 4], fresh[:, 1:, 4]
+    later, reread = handed[:, 1:, 4], fresh[:, 1:, 4]
     yield ratio_row(
         f"{name}, tokens read by a later turn over its own",
         float(later.max() / (TURN + 1)),
         later.amax(1) / (TURN + 1),
         2.0,
-        f"{later.mean():.0f} tokens, and {again.mean():.0f} where all is read again",
+        f"{later.mean():.0f} tokens, and {reread.mean():.0f} where all is read again",
     )
 
 
@@ -310,7 +310,7 @@ def press_of(name: str) -> Any:
             base_press=make(),
             target_compression_ratio=1 - SHARE,
             compression_interval=1,  # one forward is one step
-            hidden_states_buffer_size=EVERY,
+            hidden_states_buffer_size=INTERVAL,
         ),
     )
 
@@ -323,8 +323,8 @@ def long_answers(
     plain = Reader("full cache", DynamicCache(config=model.config))
     for reader in (plain, *readers):
         reader.logits(model, ids[:, :prompt], 0)
-    for first in range(prompt, ids.shape[1], EVERY):
-        part = ids[:, first : first + EVERY]
+    for first in range(prompt, ids.shape[1], INTERVAL):
+        part = ids[:, first : first + INTERVAL]
         expected = plain.logits(model, part, first)
         whole = full_bytes(shape_of(model), first + part.shape[1])
         for reader in readers:
@@ -343,13 +343,13 @@ def ranges_of(
     for first, end in zip(STARTS, [*STARTS[1:], tokens], strict=True):
         if first < tokens:
             last = min(end, tokens)
-            kept = shares[..., first // EVERY : end // EVERY].mean((0, 2)).tolist()
+            kept = shares[..., first // INTERVAL : end // INTERVAL].mean((0, 2)).tolist()
             yield first, last, losses[..., first:last].mean(-1), kept
 
 
 def long_rows(loaded: LoadedModel, arguments: argparse.Namespace) -> Iterator[Row]:
     """Yield the KL of each range of positions over that of the better press."""
-    tokens, answers = arguments.tokens // EVERY * EVERY, []
+    tokens, answers = arguments.tokens // INTERVAL * INTERVAL, []
     for _, ids in held_out(loaded, PROMPT + tokens, arguments.texts):
         presses = [Reader(name, DynamicCache(), press_of(name)) for name in PRESSES]
         readers = [Reader("kvalloc", None), *presses]

@@ -106,20 +106,20 @@ def modelopt(options: argparse.Namespace) -> Iterator[Row]:
         for text in split_texts("held-out").values()
         for start in range(0, (1 if options.quick else PIECES) * context, context)
     ]
-    found = dict(zip(chosen, mean_losses(losses, model, held_out, settings).T, strict=True))
+    outcome = dict(zip(chosen, mean_losses(losses, model, held_out, settings).T, strict=True))
     for name, setting in chosen.items():
-        mean = found[name].mean()
+        mean = outcome[name].mean()
         note = f"{mean:.5f} nats on held-out texts; {stated(setting, pairs)}"
         if name != "ours":
             differ = int((setting != chosen["ours"]).any(axis=-1).sum())
-            said = f"{differ} of {len(setting)} layers differ" if differ else "the same setting"
-            both = np.stack([found["ours"], found[name]], axis=1)
+            phrase = f"{differ} of {len(setting)} layers differ" if differ else "the same setting"
+            both = np.stack([outcome["ours"], outcome[name]], axis=1)
             low, high = interval([both], lambda means: means[:, 0] / means[:, 1]) or (0, np.inf)
             yield {
                 "name": f"ours / {name}",
-                "figure": found["ours"].mean() / mean,
+                "figure": outcome["ours"].mean() / mean,
                 **{"low": low, "high": high, "at_most": 1.0, "met": low <= 1},
-                "note": f"{said}; met if the interval reaches 1",
+                "note": f"{phrase}; met if the interval reaches 1",
             }
         yield {
             "name": f"{name}: predicted / measured",
@@ -136,12 +136,12 @@ def isolated(
     settings = np.full((layers.size, len(pairs), layers.size, 2), -1)
     settings[layers, :, layers] = pairs
     changed = (pairs >= 0).any(axis=1)  # nothing is lost at 16 bits
-    found = np.zeros(settings.shape[:2])
+    outcome = np.zeros(settings.shape[:2])
     flat = settings[:, changed].reshape(-1, layers.size, 2)
-    found[:, changed] = (
+    outcome[:, changed] = (
         mean_losses(losses, model, texts, flat).mean(axis=0).reshape(layers.size, -1)
     )
-    return found
+    return outcome
 
 
 def mean_losses(
@@ -166,13 +166,13 @@ def smallest_sum(single: FloatArray, costs: IntArray) -> IntArray:
     """Return the pair of each layer with the smallest sum of losses within `BITS`, exactly."""
     costs = costs // np.gcd.reduce(costs)
     room = int(len(single) * costs.max() * BITS / 16)
-    least, picks = np.zeros(room + 1), []
+    smallest, picks = np.zeros(room + 1), []
     for row in single:
         options = np.full((costs.size, room + 1), np.inf)
         for option, cost in enumerate(costs):
-            options[option, cost:] = least[: room + 1 - cost] + row[option]
+            options[option, cost:] = smallest[: room + 1 - cost] + row[option]
         picks.append(options.argmin(axis=0))
-        least = options.min(axis=0)
+        smallest = options.min(axis=0)
     result = []
     for pick in reversed(picks):
         result.append(pick[room])

@@ -3,8 +3,8 @@
     python benchmarks/bench_interface.py [--rounds 15]
 
 The reference is `python -c "import numpy, pydantic, typer"`; a command that is not much
-slower than that is as fast as it can be made. All commands run in turns; a ratio is the median of
-the rounds' own ratios.
+slower than that is as fast as it can be made. All commands run interleaved; a ratio is the median
+of the rounds' ratios.
 """
 
 from __future__ import annotations

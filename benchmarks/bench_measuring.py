@@ -4,7 +4,7 @@
     python benchmarks/bench_measuring.py long-prefill [--context 32768] [--layers 3] [--chunk N]
 
 - profile: profiling against the plain forward of the same prompts. Time: both run in one process,
-  in turns (A B, B A, A B, ...), on the same token ids; the figure is the median of the ratios of
+  interleaved (A B, B A, A B, ...), on the same token ids; the figure is the median of the ratios of
   each round. The plain forward is the decoder without head and without cache (sdpa); profiling is
   the whole call of `kvalloc.profile`, tokenising included. Memory: each side in a fresh process.
   The weights are touched and a short prompt is run, then the kernel's high-water mark of the
@@ -146,16 +146,16 @@ def measure_memory(options: argparse.Namespace) -> int:
 def long_rows(options: argparse.Namespace) -> Iterator[Row]:
     """Return a row for each dtype."""
     for dtype in ("float32", "bfloat16"):
-        found = in_fresh_process(__file__, *sys.argv[1:], "--fresh", dtype)
+        result = in_fresh_process(__file__, *sys.argv[1:], "--fresh", dtype)
         yield {
             "name": f"{options.context:,} tokens, {options.layers} layers, {dtype}: peak memory",
-            "figure": found["peak_bytes"] / 1e6,
+            "figure": result["peak_bytes"] / 1e6,
             "unit": "MB",
             "at_most": MOST_MB,
-            "note": f"above the weights' process of {found['weights_bytes'] / 1e6:,.0f} MB; scorer "
-            f"{options.scorer}, chunk {found['chunk']:,}; {found['cpu_seconds']:,.0f} s of "
-            f"processor time, {found['seconds']:,.0f} s; curves on {found['points']:,} ranks, "
-            f"error {found['error']:.1e}",
+            "note": f"above the weights' process of {result['weights_bytes'] / 1e6:,.0f} MB; "
+            f"scorer {options.scorer}, chunk {result['chunk']:,}; {result['cpu_seconds']:,.0f} s "
+            f"of processor time, {result['seconds']:,.0f} s; curves on {result['points']:,} ranks, "
+            f"error {result['error']:.1e}",
         }
 
 
@@ -188,15 +188,15 @@ def measure_long(options: argparse.Namespace) -> dict[str, Any]:
     reset_peak()
     before = memory_bytes("VmRSS")
     start, spent = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_utime
-    found = measure_job(job, LocalEngine(model))
+    result = measure_job(job, LocalEngine(model))
     return {
         "weights_bytes": before,
         "peak_bytes": memory_bytes("VmHWM") - before,
         "seconds": time.perf_counter() - start,
         "cpu_seconds": resource.getrusage(resource.RUSAGE_SELF).ru_utime - spent,
         "chunk": job.chunk_of(options.context),
-        "points": int(found.ranks.size),
-        "error": found.interpolation_error,
+        "points": int(result.ranks.size),
+        "error": result.interpolation_error,
     }
 
 

@@ -63,7 +63,7 @@ PACKAGES = ("kvpress", "optimum-quanto", "hqq", "transformers", "torch")
 """Of the environment in which the cells are measured."""
 DEMO = "smollm2-135m-instruct"
 TWO_THIRDS = 2 / 3
-WANTED = {
+LIMITS = {
     DEMO: {0.2: 0.08, 0.1: 0.15, 0.05: 0.48, 0.03: 0.75},
     "qwen2.5-coder-0.5b-instruct": {0.2: 0.2, 0.1: 0.25, 0.05: 0.5},
     "gemma-3-270m": {0.2: 0.07, 0.1: 0.18, 0.05: 0.5},
@@ -87,40 +87,40 @@ FIRST, OFF = "0-15", 1.4
 
 
 def main() -> int:
-    asked, measuring = parse_arguments()
-    if not asked.tables_only:
-        if not asked.python.exists():
-            print(f"there is no {asked.python}: 'make peers' makes it", file=sys.stderr)
+    request, measuring = parse_arguments()
+    if not request.tables_only:
+        if not request.python.exists():
+            print(f"there is no {request.python}: 'make peers' makes it", file=sys.stderr)
             return 2
-        shown = ["--shares", *map(str, asked.shares), "--context", str(asked.context)]
-        if asked.ruler:
+        shown = ["--shares", *map(str, request.shares), "--context", str(request.context)]
+        if request.ruler:
             shown += ["--answers", "--cells", *RULER, "--methods", *RULER_METHODS]
-        cells = [str(FOLDER / "quality" / "cells.py"), "--model", asked.model]
-        command = [str(asked.python), *cells, *shown, *measuring]
+        cells = [str(FOLDER / "quality" / "cells.py"), "--model", request.model]
+        command = [str(request.python), *cells, *shown, *measuring]
         subprocess.run(command, check=False, stdout=sys.stderr)
         code = f"from _common import where_it_ran; print(where_it_ran(*{PACKAGES})['versions'])"
         print("cells measured with", flush=True)
-        subprocess.run([str(asked.python), "-c", code], check=True, cwd=FOLDER)
+        subprocess.run([str(request.python), "-c", code], check=True, cwd=FOLDER)
     missed = False
     for folder in sorted(CELLS_FOLDER.iterdir()):
-        cells = RULER if asked.ruler else CELLS
-        every = [row for cell in cells for row in read_rows(folder / f"{cell}.jsonl")]
-        rows = current([row for row in every if row["context"] == asked.context])
-        if asked.ruler:
+        cells = RULER if request.ruler else CELLS
+        all_cells = [row for cell in cells for row in read_rows(folder / f"{cell}.jsonl")]
+        rows = current([row for row in all_cells if row["context"] == request.context])
+        if request.ruler:
             rows = of_solved(rows)
         if not rows:
             continue
-        print(f"\n{folder.name}, prompts of {asked.context:,} tokens")
-        if asked.context == PICTURED and not asked.ruler:
+        print(f"\n{folder.name}, prompts of {request.context:,} tokens")
+        if request.context == PICTURED and not request.ruler:
             picture(rows, folder.name)
-        for row in report(rows, [share / 100 for share in asked.shares], folder.name, [*cells]):
+        for row in report(rows, [share / 100 for share in request.shares], folder.name, [*cells]):
             print_row({**row, "what": f"{folder.name}: {row['what']}"})
             missed |= row["verdict"] == MISSED
     return int(missed)
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
-    """What is asked here, and what quality/cells.py is asked."""
+    """Return the options of this script, and those for quality/cells.py."""
     parser = argparse.ArgumentParser(
         description="quality at equal bytes; further options are those of quality/cells.py"
     )
@@ -130,10 +130,10 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--context", type=int, help="tokens of a prompt; 1000, of --ruler 2000")
     parser.add_argument("--python", type=Path, default=PYTHON, help="an environment with kvpress")
     parser.add_argument("--tables-only", action="store_true", help="measure nothing")
-    asked, measuring = parser.parse_known_args()
-    asked.shares = asked.shares or (RATIOS if asked.ruler else (50, 20, 10, 5, 3))
-    asked.context = asked.context or (2000 if asked.ruler else 1000)
-    return asked, measuring
+    request, measuring = parser.parse_known_args()
+    request.shares = request.shares or (RATIOS if request.ruler else (50, 20, 10, 5, 3))
+    request.context = request.context or (2000 if request.ruler else 1000)
+    return request, measuring
 
 
 def of_solved(rows: Sequence[Row]) -> list[Row]:
@@ -141,55 +141,55 @@ def of_solved(rows: Sequence[Row]) -> list[Row]:
     scores: dict[str, list[float]] = defaultdict(list)
     for row in filter(is_full, rows):
         scores[row["cell"]].append(row["score"])
-    for cell, own in scores.items():
-        said = "" if np.mean(own) >= SOLVED else ", not shown"
-        print(f"{cell}: the full cache scores {np.mean(own):.0%} of {len(own)} prompts{said}")
+    for cell, item in scores.items():
+        phrase = "" if np.mean(item) >= SOLVED else ", not shown"
+        print(f"{cell}: the full cache scores {np.mean(item):.0%} of {len(item)} prompts{phrase}")
     return [row for row in rows if np.mean(scores[row["cell"]]) >= SOLVED]
 
 
 def report(
-    rows: Sequence[Row], shares: Sequence[float], model: str, every: Sequence[str]
+    rows: Sequence[Row], shares: Sequence[float], model: str, all_cells: Sequence[str]
 ) -> list[Cells]:
     """Print the tables of a model; return what was to be reached, and whether it was."""
     targets: list[Cells] = []
     for share in shares:
-        some = at_share(rows, share)
-        cells = [cell for cell in every if any(row["cell"] == cell for row in some)]
+        subset = at_share(rows, share)
+        cells = [cell for cell in all_cells if any(row["cell"] == cell for row in subset)]
         if not cells:
             continue
-        ranges = "/".join(reached(some))
+        ranges = "/".join(reached(subset))
         print(f"\n{100 * share:g}% of the bytes: KL at positions {ranges}, nats per token")
-        beyond = [row for row in rows if row["share"] is None and not is_full(row)]
-        beyond = [row for row in beyond if row not in some]  # plain rounding, for the eye
-        print("\n".join(position_table([*some, *beyond], cells)))
-        if shown := tail_table([*some, *beyond], cells):
+        other_rows = [row for row in rows if row["share"] is None and not is_full(row)]
+        other_rows = [row for row in other_rows if row not in subset]  # plain rounding, for the eye
+        print("\n".join(position_table([*subset, *other_rows], cells)))
+        if shown := tail_table([*subset, *other_rows], cells):
             print("KL of all tokens: mean/99%/99.9%, and how many of their first choices are equal")
             print("\n".join(shown))
-        if answers := answer_table([*filter(is_full, rows), *some], cells):
+        if answers := answer_table([*filter(is_full, rows), *subset], cells):
             print("score of each cache's own answers")
             print("\n".join(answers))
-        if score := points_lost([*filter(is_full, rows), *some], share, cells):
+        if score := points_lost([*filter(is_full, rows), *subset], share, cells):
             targets.append(score)
-        found = against_best(some, DEFAULT, cells)
-        if not {*cells} & {*RULER} and (guess := predicted(some, model, share)):
+        result = against_best(subset, DEFAULT, cells)
+        if not {*cells} & {*RULER} and (guess := predicted(subset, model, share)):
             targets.append(guess)
-        if "mean" not in found:
+        if "mean" not in result:
             continue
-        whole = found["mean"]
+        whole = result["mean"]
         print(f"{DEFAULT} over the best peer: {whole}")
-        print("  " + "; ".join(f"{cell} {found[cell]}" for cell in cells if cell in found))
-        limit = WANTED.get(model, {}).get(share, TWO_THIRDS)
-        old = f"{sum(map(earlier_rounding, some))} of {len(some)} rows of earlier rounding"
+        print("  " + "; ".join(f"{cell} {result[cell]}" for cell in cells if cell in result))
+        limit = LIMITS.get(model, {}).get(share, TWO_THIRDS)
+        old = f"{sum(map(earlier_rounding, subset))} of {len(subset)} rows of earlier rounding"
         targets.append(
             {"what": f"{100 * share:g}%, {DEFAULT}", **whole.cells()}
             | {"wanted": f"{limit:.2f}, surely below 1", "verdict": verdict(whole, limit)}
             | {"note": old}
         )
-        better = where_peers_are_better(some, DEFAULT, cells)
+        better = where_peers_are_better(subset, DEFAULT, cells)
         print(
             f"  a range of positions where a peer surely loses less: {'; '.join(better) or 'none'}"
         )
-        better = where_peers_are_better(some, DEFAULT, cells, [ANYWHERE])
+        better = where_peers_are_better(subset, DEFAULT, cells, [ANYWHERE])
         targets.append(
             {"what": f"{100 * share:g}%, cells in which a peer surely loses less"}
             | {"figure": f"{len(better)}", "wanted": "0", "verdict": MISSED if better else MET}
@@ -199,7 +199,7 @@ def report(
 
 
 def points_lost(rows: Sequence[Row], share: float, cells: Sequence[str]) -> Cells | None:
-    """What the default loses of the full cache's score at one share, beside what KVzip loses."""
+    """Return the score that the default and KVzip lose against the full cache at one share."""
     if share != SCORED_AT:
         return None
     methods = by_method(rows)
@@ -211,18 +211,18 @@ def points_lost(rows: Sequence[Row], share: float, cells: Sequence[str]) -> Cell
             for one, row in methods[method][cell].items()
             if row["score"] is not None
         ]
-        return float(np.mean([full - own for full, own in pairs])) if pairs else None
+        return float(np.mean([full - item for full, item in pairs])) if pairs else None
 
-    ours, theirs = lost(DEFAULT), lost("KVzip")
+    ours, of_peer = lost(DEFAULT), lost("KVzip")
     if ours is None:
         return None
-    most = LOST_POINTS if theirs is None else min(LOST_POINTS, theirs / 2)
+    largest = LOST_POINTS if of_peer is None else min(LOST_POINTS, of_peer / 2)
     return {
         "what": f"{100 * share:g}%, score lost of 1",
         "figure": f"{ours:.3f}",
-        "wanted": f"{max(most, 0):.3f}",
-        "verdict": MET if ours <= max(most, 0) else MISSED,
-        "note": "" if theirs is None else f"KVzip loses {theirs:.3f}",
+        "wanted": f"{max(largest, 0):.3f}",
+        "verdict": MET if ours <= max(largest, 0) else MISSED,
+        "note": "" if of_peer is None else f"KVzip loses {of_peer:.3f}",
     }
 
 
@@ -239,16 +239,16 @@ def picture(rows: Sequence[Row], model: str) -> None:
 
 
 def predicted(rows: Sequence[Row], model: str, share: float) -> Cells | None:
-    """What the fitted file that ships for a model predicts, over what its cells measured."""
+    """Return the loss that a model's shipped fitted file predicts over the measured loss."""
     file = FOLDER.parent / "profiles" / f"{model}.fitted.safetensors"
-    own = [row for row in rows if row["method"] == DEFAULT and row["kl"][FIRST][1]]
-    if not file.exists() or not own:
+    item = [row for row in rows if row["method"] == DEFAULT and row["kl"][FIRST][1]]
+    if not file.exists() or not item:
         return None
-    solved = solve_share(str(file), share, grid_length(own[0]["context"]))
+    solved = solve_share(str(file), share, grid_length(item[0]["context"]))
     if solved is None or solved.expected_loss is None:
         return None
     cells: dict[str, dict[str, float]] = defaultdict(dict)
-    for row in own:  # the latest of each prompt
+    for row in item:  # the latest of each prompt
         cells[row["cell"]][row["digest"]] = row["kl"][FIRST][0]
     kls, expected = [np.array([*each.values()]) for each in cells.values()], solved.expected_loss
     measured = float(np.mean([each.mean() for each in kls]))
@@ -265,11 +265,11 @@ def predicted(rows: Sequence[Row], model: str, share: float) -> Cells | None:
     }
 
 
-def verdict(found: Ratio, limit: float) -> str:
+def verdict(result: Ratio, limit: float) -> str:
     """Whether a ratio is within a limit, and surely below 1."""
-    if found.low == found.high == 1.0:
+    if result.low == result.high == 1.0:
         return EQUAL
-    return MET if found.ratio <= limit and (found.high or 2.0) < 1 else MISSED
+    return MET if result.ratio <= limit and (result.high or 2.0) < 1 else MISSED
 
 
 def is_full(row: Row) -> bool:
@@ -296,7 +296,7 @@ class Shown:
 
 
 def shown_in(rows: Sequence[Row]) -> Shown:
-    """What the picture shows: of the cells there are, those that most methods have.
+    """Draw the cells that the largest number of methods have.
 
     KL is over the tokens that all methods predicted after their eviction.
     """
@@ -305,29 +305,29 @@ def shown_in(rows: Sequence[Row]) -> Shown:
         if line_of(row["method"]) in STYLES:
             prompts[row["cell"], row["digest"]].append(row)
     points: dict[Any, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
-    for (cell, _), own in prompts.items():
-        for row, kl in zip(own, shared_kl(own), strict=True):
+    for (cell, _), item in prompts.items():
+        for row, kl in zip(item, shared_kl(item), strict=True):
             if kl is not None:
                 points[row["method"], row["share"]][cell].append((row["bytes"], kl))
 
     def complete(cells: tuple[str, ...]) -> dict[Any, dict[str, list[tuple[float, float]]]]:
-        return {key: own for key, own in points.items() if all(own[cell] for cell in cells)}
+        return {key: item for key, item in points.items() if all(item[cell] for cell in cells)}
 
-    sets = [some for count in range(len(CELLS), 0, -1) for some in combinations(CELLS, count)]
-    cells = max(sets, key=lambda some: len(complete(some)) * len(some))
+    sets = [subset for count in range(len(CELLS), 0, -1) for subset in combinations(CELLS, count)]
+    cells = max(sets, key=lambda subset: len(complete(subset)) * len(subset))
     lines: dict[str, list[tuple[float, float]]] = defaultdict(list)
     counts = []
-    for (method, _), own in complete(cells).items():
-        means = np.mean([np.mean(own[cell], axis=0) for cell in cells], axis=0)
+    for (method, _), item in complete(cells).items():
+        means = np.mean([np.mean(item[cell], axis=0) for cell in cells], axis=0)
         lines[line_of(method)].append((float(means[0]), float(means[1])))
-        counts += [len(own[cell]) for cell in cells]
-    few, many = min(counts, default=0), max(counts, default=0)
-    said = f"{few}" if few == many else f"{few} to {many}"
-    return Shown(lines=dict(lines), cells=cells, prompts=said)
+        counts += [len(item[cell]) for cell in cells]
+    few, n_items = min(counts, default=0), max(counts, default=0)
+    phrase = f"{few}" if few == n_items else f"{few} to {n_items}"
+    return Shown(lines=dict(lines), cells=cells, prompts=phrase)
 
 
 def line_of(method: str) -> str:
-    """Which line of the picture a method's point is on."""
+    """Return the line of the picture that has a method's point."""
     if method == DEFAULT:
         return "kvalloc, default"
     if method in ("8 bits", "4 bits"):

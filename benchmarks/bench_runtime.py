@@ -10,7 +10,7 @@ the CPU beside what bounds it (`runtime_decoding`), a CUDA device (`runtime_gpu`
 `kvalloc plan` predicts (`runtime_plan`), answers without loss
 (`runtime_lossless`), and documents that were read one by one (`runtime_blend`). Of ``cache``:
 
-What is compared runs in turns in one process; a figure is the median of the ratios of each round,
+Compared calls run interleaved in one process; a figure is the median of the ratios of each round,
 with their quartiles, in time on the clock and, on the CPU, in processor time. One round before the
 first is not counted. A prompt takes seconds and its ratio is steady, so ``--repeats`` rounds do;
 decoded tokens take less and swing more, so all that decodes has ``--decode-rounds``, in each of
@@ -106,8 +106,8 @@ def main() -> int:
     if len(sys.argv) > 1 and sys.argv[1] in PARTS:
         name = sys.argv.pop(1)
         if PARTS[name]:
-            found: int = importlib.import_module(PARTS[name]).main()
-            return found
+            result: int = importlib.import_module(PARTS[name]).main()
+            return result
     arguments = parse_arguments()
     model, profiles = (made_up if arguments.shape else real)(arguments)
     device = arguments.device or f"cpu, {torch.get_num_threads()} threads, {kernel_state()}"
@@ -142,20 +142,20 @@ def parse_arguments(**defaults: object) -> argparse.Namespace:
     parser.set_defaults(**defaults)
     if parser.parse_args().quick:
         parser.set_defaults(**QUICK)  # what is asked for by name stays
-    found = parser.parse_args()
-    if found.dtype is None:
-        found.dtype = "bfloat16" if found.shape else "float32"
-    if found.prefill_tokens is None:
-        found.prefill_tokens = found.tokens if found.shape else 4096
-    return found
+    result = parser.parse_args()
+    if result.dtype is None:
+        result.dtype = "bfloat16" if result.shape else "float32"
+    if result.prefill_tokens is None:
+        result.prefill_tokens = result.tokens if result.shape else 4096
+    return result
 
 
 def count(text: str) -> int:
     """A number of tokens, rows or rounds."""
-    found = int(text) if text.isascii() and text.isdigit() else 0
-    if found < 1:
+    result = int(text) if text.isascii() and text.isdigit() else 0
+    if result < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
-    return found
+    return result
 
 
 # What is measured
@@ -187,8 +187,8 @@ def made_up(arguments: argparse.Namespace) -> tuple[Any, dict[str, BudgetProfile
     spread = np.random.default_rng(0).lognormal(0.0, 0.5, (shape.n_layers, shape.n_kv_heads))
     profiles = {}
     for level in DECODE_TARGETS:
-        wanted = spread if level == "head" else spread.mean(axis=1, keepdims=True) + 0 * spread
-        budgets = np.floor(wanted / wanted.mean() * share * context).astype(np.int64)
+        aim = spread if level == "head" else spread.mean(axis=1, keepdims=True) + 0 * spread
+        budgets = np.floor(aim / aim.mean() * share * context).astype(np.int64)
         profiles[level] = BudgetProfile(
             shape=shape,
             level=level,  # type: ignore[arg-type]
@@ -202,8 +202,8 @@ def made_up(arguments: argparse.Namespace) -> tuple[Any, dict[str, BudgetProfile
             ),
         )
     generator = torch.Generator().manual_seed(0)
-    wanted = max(arguments.prefill_tokens, context)
-    ids = torch.randint(2, config.vocab_size, (1, wanted), generator=generator)
+    aim = max(arguments.prefill_tokens, context)
+    ids = torch.randint(2, config.vocab_size, (1, aim), generator=generator)
     arguments.ids = ids.to(model.device)
     return model, profiles
 
@@ -215,7 +215,7 @@ def text() -> str:
 
 
 def prompt_ids(loaded: Any, length: int) -> torch.Tensor:
-    """That many tokens of the texts, from the beginning again where they end, (1, length)."""
+    """Return the first tokens of the texts, which repeat if they are too short, (1, length)."""
     ids = loaded.tokenizer(text(), return_tensors="pt")["input_ids"]
     repeated: torch.Tensor = ids.repeat(1, -(-length // ids.shape[1]))[:, :length]
     return repeated.to(loaded.model.device)
@@ -238,16 +238,16 @@ def all_rows(
         new_tokens=arguments.new_tokens,
         rounds=arguments.decode_rounds,
     )
-    wanted = arguments.only or ["prefill", "decode", "kernel", "bits", "peers"]
-    if "prefill" in wanted:
+    aim = arguments.only or ["prefill", "decode", "kernel", "bits", "peers"]
+    if "prefill" in aim:
         yield from guarded("prefill", lambda: prefill_rows(model, make, arguments))
-    if "decode" in wanted:
+    if "decode" in aim:
         yield from guarded("decode", lambda: decode_rows(decoding, make, arguments.dtype))
-    if "kernel" in wanted and model.device.type == "cpu":
+    if "kernel" in aim and model.device.type == "cpu":
         yield from guarded("kernel", lambda: kernel_rows(decoding, profiles))
-    if "bits" in wanted:
+    if "bits" in aim:
         yield from guarded("bits", lambda: bits_rows(decoding, profiles["head"]))
-    if "peers" in wanted:
+    if "peers" in aim:
         yield from guarded("peers", lambda: peer_rows(decoding, profiles, arguments))
 
 
@@ -258,15 +258,15 @@ def prefill_rows(
     levels: Iterable[str] = DECODE_TARGETS,
 ) -> list[dict[str, Any]]:
     ids = arguments.ids[:, : arguments.prefill_tokens]
-    found = in_turns(
+    result = in_turns(
         {name: lambda new=new: prefill(model, new(), ids) for name, new in make.items()},
         repeats=arguments.repeats,
     )
-    plain = statistics.median(found["plain"][0])
+    plain = statistics.median(result["plain"][0])
     return [
         {
             "name": f"prefill by {level} / plain, {ids.shape[1]:,} tokens",
-            **ratio_of(found, level, "plain"),
+            **ratio_of(result, level, "plain"),
             "at_most": PREFILL_TARGET,
             "note": f"plain {plain:.2f} s",
         }
@@ -302,7 +302,7 @@ def decode_rows(
 def decoded_in_turns(decoding: Decoding, caches: Mapping[str, Any]) -> InTurns:
     """Decode with rows of copies of these caches.
 
-    Copies, so that whatever is measured next begins at the end of the prompt as well.
+    With copies, the next measurement also begins at the end of the prompt.
     """
     several = {name: copy.deepcopy(cache) for name, cache in caches.items()}
     for cache in several.values():
@@ -313,24 +313,24 @@ def decoded_in_turns(decoding: Decoding, caches: Mapping[str, Any]) -> InTurns:
 
 
 def decode_ratios(
-    found: InTurns, prompt: str, tokens: int, stored: Mapping[str, str]
+    result: InTurns, prompt: str, tokens: int, stored: Mapping[str, str]
 ) -> Iterator[dict[str, Any]]:
     """Reduced against plain, and against a plain cache of the same bytes, which bounds it."""
-    speed = {name: tokens / statistics.median(seconds) for name, (seconds, _) in found.items()}
+    speed = {name: tokens / statistics.median(seconds) for name, (seconds, _) in result.items()}
     for level, target in DECODE_TARGETS.items():
         yield {
             "name": f"decode by {level} / plain, {prompt}, tokens a second",
-            **ratio_of(found, "plain", level),
+            **ratio_of(result, "plain", level),
             "at_least": target,
             "note": f"{speed[level]:.1f} and {speed['plain']:.1f} tokens/s; {stored[level]}",
         }
         yield {
             "name": f"decode by {level} / plain cache of the same bytes, {prompt}",
-            **ratio_of(found, "dense", level),
+            **ratio_of(result, "dense", level),
             "at_least": target / DENSE_RATIO,
             "note": f"{speed['dense']:.1f} tokens/s, {speed['dense'] / speed['plain']:.2f} of the "
             f"plain cache's; the model alone {speed['alone']:.1f}; without the model's own time "
-            f"the plain cache takes {beyond_the_model(found, level):.1f} times as long",
+            f"the plain cache takes {beyond_the_model(result, level):.1f} times as long",
         }
 
 
@@ -353,23 +353,25 @@ def shortened(model: Any, cache: DynamicCache, tokens: Any) -> DynamicCache:
     return short
 
 
-def beyond_the_model(found: InTurns, level: str) -> float:
+def beyond_the_model(result: InTurns, level: str) -> float:
     """Median ratio of plain to reduced, each less what the model alone takes in that round."""
-    rounds = zip(*(found[name][0] for name in ("plain", level, "alone")), strict=True)
-    return statistics.median((plain - own) / max(ours - own, 1e-9) for plain, ours, own in rounds)
+    rounds = zip(*(result[name][0] for name in ("plain", level, "alone")), strict=True)
+    return statistics.median(
+        (plain - item) / max(ours - item, 1e-9) for plain, ours, item in rounds
+    )
 
 
 # What is passed on and said
 
 
 def options_of(arguments: argparse.Namespace) -> list[str]:
-    """What makes another process measure the same."""
-    found = ["--peer", *arguments.peer]
+    """Return the arguments by which another process measures the same rows."""
+    result = ["--peer", *arguments.peer]
     names = ("model", "shape", "share", "tokens", "batch", "new_tokens", "decode_rounds")
     for name in (*names, "repeats", "device", "dtype", "prefill_tokens"):
         value = getattr(arguments, name)
-        found += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
-    return found
+        result += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
+    return result
 
 
 if __name__ == "__main__":

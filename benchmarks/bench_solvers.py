@@ -77,28 +77,30 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--limit-of", choices=LIMITED_CASES, help=argparse.SUPPRESS)
     parser.add_argument("--memory-of", choices=MEMORY_CASES, help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.limit_of:
-        print(json.dumps(measure_limit(asked.limit_of, scale_size(asked))))
+    requested = parser.parse_args()
+    if requested.limit_of:
+        print(json.dumps(measure_limit(requested.limit_of, scale_size(requested))))
         return 0
-    if asked.memory_of:
-        print(json.dumps(measure_memory(asked.memory_of, scale_size(asked))))
+    if requested.memory_of:
+        print(json.dumps(measure_memory(requested.memory_of, scale_size(requested))))
         return 0
-    names = asked.parts or list(PARTS)
-    rows = (row for name in names for row in guarded(name, lambda name=name: PARTS[name](asked)))
-    return print_rows(rows, asked, "numpy", "scipy", "ortools", "kvalloc")
+    names = requested.parts or list(PARTS)
+    rows = (
+        row for name in names for row in guarded(name, lambda name=name: PARTS[name](requested))
+    )
+    return print_rows(rows, requested, "numpy", "scipy", "ortools", "kvalloc")
 
 
-def limits(asked: argparse.Namespace) -> Iterator[Row]:
+def limits(requested: argparse.Namespace) -> Iterator[Row]:
     for case in LIMITED_CASES:
-        found = in_fresh_process(__file__, "--limit-of", case, *["--quick"][: asked.quick])
-        peak = found["peak_bytes"] / 2**30
+        result = in_fresh_process(__file__, "--limit-of", case, *["--quick"][: requested.quick])
+        peak = result["peak_bytes"] / 2**30
         yield {
             "name": f"time / limit, {case}",
-            "figure": found["seconds"] / SHORT_LIMIT_SECONDS,
+            "figure": result["seconds"] / SHORT_LIMIT_SECONDS,
             "at_most": OVER_TARGET,
-            "met": found["seconds"] <= OVER_TARGET * SHORT_LIMIT_SECONDS and peak <= 2.0,
-            "note": f"{peak:.2f} GiB at the peak, wanted <= 2; {found['answer']}",
+            "met": result["seconds"] <= OVER_TARGET * SHORT_LIMIT_SECONDS and peak <= 2.0,
+            "note": f"{peak:.2f} GiB at the peak, wanted <= 2; {result['answer']}",
         }
 
 
@@ -130,32 +132,32 @@ def measure_limit(case: str, size: tuple[int, int, int]) -> Row:
     }
 
 
-def exact(asked: argparse.Namespace) -> Iterator[Row]:
-    layers, heads, pages = (8, 8, 16) if asked.quick else (80, 8, 64)
+def exact(requested: argparse.Namespace) -> Iterator[Row]:
+    layers, heads, pages = (8, 8, 16) if requested.quick else (80, 8, 64)
     plain = jagged_problem(layers, heads, pages)
-    yield from against_ilp(plain, asked.repeats)
-    yield against_library("ilp / scipy milp", plain, asked.repeats)
+    yield from against_ilp(plain, requested.repeats)
+    yield against_library("ilp / scipy milp", plain, requested.repeats)
     yield against_library(f"ilp / scipy milp, {layers + heads} caps", with_caps(plain), 1)
     for dented in (False, True):
         for sense in Sense:
             yield ilp_row(sense, dented=dented)
 
 
-def scale(asked: argparse.Namespace) -> Iterator[Row]:
-    layers, heads, ranks = scale_size(asked)
+def scale(requested: argparse.Namespace) -> Iterator[Row]:
+    layers, heads, ranks = scale_size(requested)
     for case, words in MEMORY_CASES.items():
-        found = in_fresh_process(__file__, "--memory-of", case, *["--quick"][: asked.quick])
-        at, before, size = (found[f"{name}_bytes"] / 2**20 for name in ("peak", "before", "curve"))
+        result = in_fresh_process(__file__, "--memory-of", case, *["--quick"][: requested.quick])
+        at, before, size = (result[f"{name}_bytes"] / 2**20 for name in ("peak", "before", "curve"))
         note = f"{at:,.0f} MiB at the peak, {before:,.0f} before, curves {size:,.0f}"
         yield {
             "name": f"memory / curves, {words}",
             "figure": at / size,
             "at_most": MEMORY_TARGET,
-            "note": f"{note}; {found['answer']}",
+            "note": f"{note}; {result['answer']}",
         }
     values = curves(layers * heads, np.arange(ranks))
     size = f"{layers} x {heads} x {ranks:,}"
-    timed = greedy_in_turns(values, layers, heads, asked.repeats)
+    timed = greedy_in_turns(values, layers, heads, requested.repeats)
     for sense in Sense:
         yield greedy_row(timed, sense, size)
     yield {
@@ -276,8 +278,8 @@ def with_caps(problem: AllocationProblem) -> AllocationProblem:
     return dataclasses.replace(problem, constraints=tuple(caps))
 
 
-def scale_size(asked: argparse.Namespace) -> tuple[int, int, int]:
-    return (8, 8, 8192) if asked.quick else (126, 8, 131_072)
+def scale_size(requested: argparse.Namespace) -> tuple[int, int, int]:
+    return (8, 8, 8192) if requested.quick else (126, 8, 131_072)
 
 
 def score_profile(
@@ -328,11 +330,11 @@ def greedy_in_turns(values: FloatArray, layers: int, heads: int, repeats: int) -
     return in_turns(calls, repeats=repeats)
 
 
-def greedy_row(found: InTurns, sense: Sense, size: str) -> Row:
-    mine, partition = (median_of(found, name) for name in (sense.value, "partition"))
+def greedy_row(result: InTurns, sense: Sense, size: str) -> Row:
+    mine, partition = (median_of(result, name) for name in (sense.value, "partition"))
     return {
         "name": f"greedy {sense.value} / np.partition, {size}",
-        **ratio_of(found, sense.value, "partition"),
+        **ratio_of(result, sense.value, "partition"),
         "at_most": PARTITION_TARGET,
         "note": f"{mine:.3f} s; partition {partition:.3f} s",
     }
@@ -344,24 +346,25 @@ def ilp_row(sense: Sense, *, dented: bool) -> Row:
         noise = np.random.default_rng(1).normal(0, 0.01, values.shape)
         values = np.clip(values + noise, 0, 1)
     problem = problem_of(values, 30, 3, sense)
-    found = solve_problem(problem, get_solver("ilp"))
+    result = solve_problem(problem, get_solver("ilp"))
     best = None if dented else solve_problem(problem, get_solver("greedy")).objective
-    same = best is None or abs(found.objective - best) <= 1e-10 * max(1.0, best)
-    beside = "greedy refuses" if best is None else f"greedy {best:.9g}"
+    same = best is None or abs(result.objective - best) <= 1e-10 * max(1.0, best)
+    reference = "greedy refuses" if best is None else f"greedy {best:.9g}"
     return {
         "name": f"ilp{', dented curves' if dented else ''} {sense.value}, 30 x 3 x 1,001",
-        "figure": found.seconds,
+        "figure": result.seconds,
         "unit": "s",
         "at_most": ILP_TARGET_SECONDS,
-        "met": same and found.gap == 0 and found.seconds <= ILP_TARGET_SECONDS,
-        "note": f"objective {found.objective:.9g}, {beside}, gap {found.gap:g} ({found.detail})",
+        "met": same and result.gap == 0 and result.seconds <= ILP_TARGET_SECONDS,
+        "note": f"objective {result.objective:.9g}, {reference}, "
+        f"gap {result.gap:g} ({result.detail})",
     }
 
 
 def against_ilp(problem: AllocationProblem, repeats: int) -> Iterator[Row]:
     solvers = {name: get_solver(name) for name in ("lagrangian", "dp", "ilp")}
     answers = {name: solve_problem(problem, solver) for name, solver in solvers.items()}
-    found = in_turns(
+    result = in_turns(
         {
             name: lambda one=one: one.solve(dataclasses.replace(problem))
             for name, one in solvers.items()
@@ -371,15 +374,15 @@ def against_ilp(problem: AllocationProblem, repeats: int) -> Iterator[Row]:
     )
     best = answers["ilp"].objective
     for name in ("lagrangian", "dp"):
-        answer, seconds = answers[name], median_of(found, name)
+        answer, seconds = answers[name], median_of(result, name)
         good = (answer.gap or 0.0) <= LAGRANGIAN_GAP
         if name == "dp":
             good = abs(answer.objective - best) <= 1e-10 and answer.gap == 0
         yield {
             "name": f"ilp / {name}",
-            **ratio_of(found, "ilp", name),
+            **ratio_of(result, "ilp", name),
             "met": good,
-            "note": f"{name} {seconds:.3f} s, ilp {median_of(found, 'ilp'):.3f} s; gap "
+            "note": f"{name} {seconds:.3f} s, ilp {median_of(result, 'ilp'):.3f} s; gap "
             f"{answer.gap:.2g}, {answer.termination.value}",
         }
 
@@ -388,7 +391,7 @@ def against_library(name: str, problem: AllocationProblem, repeats: int) -> Row:
     ilp = get_solver("ilp", gap=GAP)
     answers: list[Any] = []
     direct: list[float] = []
-    found = in_turns(
+    result = in_turns(
         {
             "ilp": lambda: answers.append(ilp.solve(dataclasses.replace(problem))),
             "milp": lambda: direct.append(milp_directly(problem)),
@@ -406,9 +409,9 @@ def against_library(name: str, problem: AllocationProblem, repeats: int) -> Row:
         raise ValueError(f"ilp reaches {objective} with a gap of {gap}, milp {direct[0]}")
     return {
         "name": name,
-        **ratio_of(found, "ilp", "milp"),
+        **ratio_of(result, "ilp", "milp"),
         "at_most": LIBRARY_TARGET,
-        "note": f"ilp {median_of(found, 'ilp'):.3f} s, milp {median_of(found, 'milp'):.3f} s; "
+        "note": f"ilp {median_of(result, 'ilp'):.3f} s, milp {median_of(result, 'milp'):.3f} s; "
         f"gap {gap:.2g}; rounds: {repeats}",
     }
 
@@ -460,8 +463,8 @@ def measure_memory(case: str, size: tuple[int, int, int]) -> Row:
         answer = f"{len(points)} points"
     else:
         goal = {"target_retention": RETENTION} if what == "retention" else {"budget": SHARE}
-        found: Any = solve(scores, level="head", solver="greedy", **goal)  # type: ignore[arg-type]
-        answer = f"retention {found.retention:.6f}, gap {found.gap:g}"
+        result: Any = solve(scores, level="head", solver="greedy", **goal)  # type: ignore[arg-type]
+        answer = f"retention {result.retention:.6f}, gap {result.gap:g}"
     return {
         "before_bytes": before,
         "peak_bytes": memory_bytes("VmHWM"),

@@ -4,7 +4,7 @@
 
 Each point is a prompt that the demo's model has read: the bytes are those of the storages that the
 cache holds afterwards. Both reduced caches keep the same measured share of the attention, decided
-from the same scores, so that what lies between them is what budgets of single heads save.
+from the same scores, so their distance is the saving by budgets of single heads.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ def draw(stored: dict[str, list[int]]) -> None:
         mib = [count / MIB for count in stored[name]]
         axes.plot(CONTEXTS, mib, color=colour, marker="o", markersize=4)
         share = stored[name][-1] / stored["full"][-1]
-        said = f"{mib[-1]:.0f} MiB" if name == "full" else f"{mib[-1]:.1f} MiB, {share:.0%}"
+        phrase = f"{mib[-1]:.0f} MiB" if name == "full" else f"{mib[-1]:.1f} MiB, {share:.0%}"
         axes.annotate(
-            f"{label}: {said}",
+            f"{label}: {phrase}",
             (CONTEXTS[-1], mib[-1]),
             xytext=(-8, -32 if name == "head" else 9),
             textcoords="offset points",

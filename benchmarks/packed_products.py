@@ -49,13 +49,13 @@ def packed_products(model: Any, rows: int) -> Iterator[None]:
 
 
 def _product(states: Tensor, *, packed: Tensor, bias: Tensor | None) -> Tensor:
-    found: Tensor = torch.ops.mkldnn._linear_pointwise(states, packed, bias, "none", [], "")
-    return found
+    result: Tensor = torch.ops.mkldnn._linear_pointwise(states, packed, bias, "none", [], "")
+    return result
 
 
 @torch.no_grad()
 def _check(layer: nn.Linear, product: partial[Tensor], rows: int) -> None:
     states = torch.randn(rows, layer.in_features, generator=torch.Generator().manual_seed(0))
-    expected, found = layer(states), product(states)
-    if not torch.allclose(expected, found, rtol=1e-5, atol=1e-5 * float(expected.abs().max())):
+    expected, result = layer(states), product(states)
+    if not torch.allclose(expected, result, rtol=1e-5, atol=1e-5 * float(expected.abs().max())):
         raise RuntimeError("oneDNN's product differs from torch's by more than rounding")

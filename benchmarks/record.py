@@ -24,13 +24,13 @@ PACKAGES = ("kvalloc", "torch", "transformers", "numpy", "scipy", "ortools")
 
 
 def main(arguments: list[str]) -> int:
-    wanted = [] if arguments == ["--tables-only"] else arguments or list(BENCHMARKS)
-    unknown = [name for name in wanted if name.split()[0] not in BENCHMARKS]
+    aim = [] if arguments == ["--tables-only"] else arguments or list(BENCHMARKS)
+    unknown = [name for name in aim if name.split()[0] not in BENCHMARKS]
     if unknown:
         print(f"no benchmark {unknown[0]!r}; choose from {', '.join(BENCHMARKS)}", file=sys.stderr)
         return 2
     missed = []
-    for name in wanted:
+    for name in aim:
         benchmark, parts, options = parts_of(shlex.split(name))
         for part in parts:
             print(f"== {benchmark} {part}", flush=True)
@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
 
 
 def run(benchmark: str, part: str, command: list[str]) -> Record:
-    """Run one part, show what it prints as it comes, and keep that and its rows."""
+    """Run one part, show its output as it is printed, and store the output and its rows."""
     load, lines = os.getloadavg()[0], []
     with subprocess.Popen(
         [sys.executable, *command],

@@ -1,7 +1,7 @@
-"""What benchmarks measured, kept in results.jsonl, and RESULTS.md, which is made of it.
+"""Rows of benchmarks, stored in results.jsonl, and RESULTS.md, which is made from them.
 
 `parts.toml` says what the benchmarks are. A benchmark prints each row as one line of JSON, and
-other lines for whoever reads along.
+other lines for people.
 """
 
 from __future__ import annotations
@@ -135,8 +135,10 @@ def table_of(part: Part, rows: list[Cells]) -> str:
     """Return a part's table in Markdown; columns that no row fills are left out."""
     columns = {"what": "what", "figure": part.figure, "unit": "unit", "low": part.spread}
     columns |= {"wanted": "wanted", "verdict": "verdict"}
-    others = dict.fromkeys(name for row in rows for name in row if name not in {*columns, "note"})
-    columns |= {name: name.replace("_", " ") for name in others if name != "high"}
+    remaining = dict.fromkeys(
+        name for row in rows for name in row if name not in {*columns, "note"}
+    )
+    columns |= {name: name.replace("_", " ") for name in remaining if name != "high"}
     columns |= {"note": "note"}
     filled = {name: head for name, head in columns.items() if any(name in row for row in rows)}
     lines = [f"| {' | '.join(filled.values())} |", "|---" * len(filled) + "|"]

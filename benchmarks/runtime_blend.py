@@ -37,8 +37,8 @@ from kvalloc.prompts.tasks import find_tasks
 DOCUMENTS, TOKENS = 3, 500
 
 
-class Asked(NamedTuple):
-    """What is read: tokens before the documents, of each document, and of the question."""
+class Request(NamedTuple):
+    """Tokens of a prompt: before the documents, of each document, and of the question."""
 
     before: torch.Tensor
     documents: list[torch.Tensor]
@@ -61,7 +61,7 @@ def main() -> int:
 
 def rows_of(name: str, arguments: argparse.Namespace) -> Iterator[Row]:
     loaded = load_model(name, dtype=arguments.dtype)
-    prompts = asked(loaded, arguments.prompts)
+    prompts = request(loaded, arguments.prompts)
     where = f"{loaded.model_id}, {arguments.dtype}, {DOCUMENTS} documents of {TOKENS} tokens"
     yield time_row(loaded.model, prompts[0], where, arguments.repeats)
     table = np.array([losses(loaded.model, one, arguments.new_tokens) for one in prompts])
@@ -77,21 +77,21 @@ def rows_of(name: str, arguments: argparse.Namespace) -> Iterator[Row]:
 
 def ends(tasks: list[Any], *of: Any) -> Row:
     """Return the interval of a row, where there are enough prompts for one."""
-    found = interval(tasks, *of)
-    return {} if found is None else dict(zip(("low", "high"), found, strict=True))
+    result = interval(tasks, *of)
+    return {} if result is None else dict(zip(("low", "high"), result, strict=True))
 
 
-def time_row(model: Any, asked: Asked, where: str, repeats: int) -> Row:
+def time_row(model: Any, request: Request, where: str, repeats: int) -> Row:
     """Return the time to the first token over that of reading all."""
-    ids = torch.cat([asked.before, *asked.documents, asked.question])
+    ids = torch.cat([request.before, *request.documents, request.question])
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder) / f"{n}.kv" for n in range(DOCUMENTS)]
-        for path, own in zip(paths, asked.documents, strict=True):
-            kvalloc.save_cache(document(model, own), path)
+        for path, item in zip(paths, request.documents, strict=True):
+            kvalloc.save_cache(document(model, item), path)
 
         def blended() -> list[int]:
-            cache = kvalloc.blend(model, paths, question=asked.question, before=asked.before)
-            return list(answer(model, cache, asked.question, max_new_tokens=1, keep=True))
+            cache = kvalloc.blend(model, paths, question=request.question, before=request.before)
+            return list(answer(model, cache, request.question, max_new_tokens=1, keep=True))
 
         def whole() -> None:
             with torch.no_grad():
@@ -99,19 +99,19 @@ def time_row(model: Any, asked: Asked, where: str, repeats: int) -> Row:
                     ids[None], past_key_values=DynamicCache(config=model.config), logits_to_keep=1
                 )
 
-        found = in_turns({"blend": blended, "all": whole}, repeats=repeats)
+        result = in_turns({"blend": blended, "all": whole}, repeats=repeats)
     return {
         "name": f"{where}: time to the first token over reading all",
-        **ratio_of(found, "blend", "all"),
+        **ratio_of(result, "blend", "all"),
         "at_most": 0.35,
         "note": f"{DEFAULT_SHARE:.0%} computed anew, files read",
     }
 
 
-def losses(model: Any, asked: Asked, new: int) -> tuple[float, float, float]:
+def losses(model: Any, request: Request, new: int) -> tuple[float, float, float]:
     """Return the KL of nothing computed anew, of CacheBlend's tokens and of blend's."""
-    front = torch.cat([asked.before, *asked.documents])
-    ids, n_front = torch.cat([front, asked.question]), len(front)
+    front = torch.cat([request.before, *request.documents])
+    ids, n_front = torch.cat([front, request.question]), len(front)
     whole = DynamicCache(config=model.config)
     with torch.no_grad():
         logits = model(ids[None], past_key_values=whole, logits_to_keep=1).logits[0]
@@ -124,48 +124,48 @@ def losses(model: Any, asked: Asked, new: int) -> tuple[float, float, float]:
             logits = model(answered[-1][None], past_key_values=whole).logits[0]
         expected.append(logits)
     reference = torch.cat(expected).float().log_softmax(dim=-1)
-    tail = torch.cat([asked.question, *answered])
+    tail = torch.cat([request.question, *answered])
 
     def loss(cache: Any) -> float:
         with torch.no_grad():
-            found = model(tail[None], past_key_values=cache).logits[0, -new:]
-        return float(Predictions(reference).divergences(found).mean())
+            result = model(tail[None], past_key_values=cache).logits[0, -new:]
+        return float(Predictions(reference).divergences(result).mean())
 
-    n_tokens, n_layers = n_front - len(asked.before), len(full)
-    share = DEFAULT_SHARE * (n_layers - 1) / n_layers - len(asked.question) / n_tokens
-    caches = [document(model, own) for own in asked.documents]
-    turned = kvalloc.blend(model, caches, before=asked.before)
+    n_tokens, n_layers = n_front - len(request.before), len(full)
+    share = DEFAULT_SHARE * (n_layers - 1) / n_layers - len(request.question) / n_tokens
+    caches = [document(model, item) for item in request.documents]
+    turned = kvalloc.blend(model, caches, before=request.before)
     ours = kvalloc.blend(
-        model, caches, before=asked.before, question=asked.question, recompute=share
+        model, caches, before=request.before, question=request.question, recompute=share
     )
-    return loss(copied(turned, model)), loss(cacheblend(model, turned, asked, full)), loss(ours)
+    return loss(copied(turned, model)), loss(cacheblend(model, turned, request, full)), loss(ours)
 
 
-def cacheblend(model: Any, turned: Any, asked: Asked, full: list[Any]) -> Any:
-    """Return a cache of which CacheBlend's tokens are computed anew.
+def cacheblend(model: Any, turned: Any, request: Request, full: list[Any]) -> Any:
+    """Return a cache with CacheBlend's tokens computed anew.
 
-    Those whose keys and values deviate most at the check layer, where they are those of a reading
-    of all: what is in front of that layer is computed for all tokens.
+    Their keys and values deviate most at the check layer from a read of all documents. The layers
+    before it are computed for all tokens.
     """
-    own, n_before = turned.layers[CHECK_LAYER], len(asked.before)
-    pairs = zip(full[CHECK_LAYER], (own.keys, own.values), strict=True)
+    item, n_before = turned.layers[CHECK_LAYER], len(request.before)
+    pairs = zip(full[CHECK_LAYER], (item.keys, item.values), strict=True)
     change = sum((new - old).square().sum(dim=(0, 1, 3)) for new, old in pairs)[n_before:]
     count = int(DEFAULT_SHARE * len(change))
     places = (change.topk(count).indices + n_before).sort().values
-    ids = torch.cat([asked.before, *asked.documents])
+    ids = torch.cat([request.before, *request.documents])
     layers = [DenseLayer.joined([layer], 0, 0, ids) for layer in turned.layers]
-    some = Documents(model=model, ids=ids, before=n_before, n_tokens=len(ids), layers=layers)
-    some.recompute(places)
+    subset = Documents(model=model, ids=ids, before=n_before, n_tokens=len(ids), layers=layers)
+    subset.recompute(places)
     return copied(turned, model, [(layer.keys, layer.values) for layer in layers])
 
 
 def copied(cache: Any, model: Any, states: list[Any] | None = None) -> DynamicCache:
     """Return a plain cache of the same keys and values, or of others."""
-    found = DynamicCache(config=model.config)
+    result = DynamicCache(config=model.config)
     for index, layer in enumerate(cache.layers):
         keys, values = (layer.keys, layer.values) if states is None else states[index]
-        found.update(keys.clone(), values.clone(), index)
-    return found
+        result.update(keys.clone(), values.clone(), index)
+    return result
 
 
 def document(model: Any, ids: torch.Tensor) -> Any:
@@ -183,8 +183,8 @@ def document(model: Any, ids: torch.Tensor) -> Any:
     return cache
 
 
-def asked(loaded: Any, count: int) -> list[Asked]:
-    """Return so many prompts of each kind."""
+def request(loaded: Any, count: int) -> list[Request]:
+    """Return ``count`` prompts of each kind."""
     tokenizer = loaded.tokenizer
     before = encode(tokenizer, DocumentForm.of(tokenizer).before)
 
@@ -192,20 +192,22 @@ def asked(loaded: Any, count: int) -> list[Asked]:
         [task] = find_tasks([name])
         cases = task.make(tokenizer, n_cases, n_tokens, split="held-out", after=True)
         ids = [(case.input_ids, case.turns[0].question_ids) for case in cases]
-        assert all(own[: len(before)] == before for own, _ in ids)
-        return [(torch.tensor(own[len(before) :]), torch.tensor(question)) for own, question in ids]
+        assert all(item[: len(before)] == before for item, _ in ids)
+        return [
+            (torch.tensor(item[len(before) :]), torch.tensor(question)) for item, question in ids
+        ]
 
-    start, found = torch.tensor(before), list[Asked]()
+    start, result = torch.tensor(before), list[Request]()
     about_all = made("own", 1, TOKENS)[0][1]
     for text, question in made("qa", count, DOCUMENTS * TOKENS + 40):
         parts = list(text.tensor_split(DOCUMENTS))
-        found += [Asked(start, parts, question), Asked(start, parts, about_all)]
+        result += [Request(start, parts, question), Request(start, parts, about_all)]
     apart = made("qa", DOCUMENTS * count, TOKENS + 40)
     for n in range(count):
         three = apart[n::count]
         parts = [text for text, _ in three]
-        found += [Asked(start, parts, three[n % DOCUMENTS][1]), Asked(start, parts, about_all)]
-    return found
+        result += [Request(start, parts, three[n % DOCUMENTS][1]), Request(start, parts, about_all)]
+    return result
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Decoding on the CPU, by head, beside what bounds it.
+"""Decoding on the CPU, by head, beside its bounds.
 
     python benchmarks/bench_runtime.py decoding [--quick]
 
@@ -8,7 +8,7 @@
   with entries as the model makes them (float32) and at 16 bits, as `kvalloc.apply` stores them;
 - the same compiled over uncompiled.
 
-What is compared runs in turns, each with a cache of its own. Threads are torch's
+Compared calls run interleaved, each with its own cache. Threads are torch's
 (``OMP_NUM_THREADS``): with a busy machine one is steadier.
 """
 
@@ -45,14 +45,14 @@ def rows_of(model: Any, by_head: Any, arguments: Any) -> Iterator[Row]:
         model=model, ids=arguments.ids[:, : arguments.tokens], rows=arguments.batch, **sizes
     )
     plain = prefill(model, DynamicCache(config=model.config), short.ids)
-    alone = shortened(model, plain, np.full(len(plain.layers), FEW_TOKENS))
-    alone.batch_repeat_interleave(long.rows)
+    bare = shortened(model, plain, np.full(len(plain.layers), FEW_TOKENS))
+    bare.batch_repeat_interleave(long.rows)
     runs = {"ours": partial(short.run, short.cache(by_head)), "plain": partial(short.run, plain)}
     yield compared(short, short.in_turns(runs), "plain", "ours", "a plain cache", 1.3)
     head = long.cache(by_head)
     runs = {"ours": partial(long.run, copy.deepcopy(head))}
     runs["ours at 16 bits"] = partial(long.run, long.cache(at_bits(by_head, 16)))
-    runs["alone"] = partial(long.run, alone)
+    runs["alone"] = partial(long.run, bare)
     name = "the model with an empty cache"
     yield from compared_all(long, runs, name, 0.88)
     with packed_products(model, long.rows):
@@ -67,21 +67,21 @@ def rows_of(model: Any, by_head: Any, arguments: Any) -> Iterator[Row]:
 def compared_all(
     decoding: Decoding, runs: Mapping[str, Callable[[], None]], name: str, target: float
 ) -> Iterator[Row]:
-    """Return the rows of all caches over the model alone, which decode in turns."""
+    """Return the rows of all caches over the model alone; they decode interleaved."""
     timed = decoding.in_turns(runs)
-    for own in runs:
-        if own != "alone":
-            yield compared(decoding, timed, "alone", own, name, target)
+    for item in runs:
+        if item != "alone":
+            yield compared(decoding, timed, "alone", item, name, target)
 
 
 def compared(
-    decoding: Decoding, timed: InTurns, other: str, own: str, name: str, target: float
+    decoding: Decoding, timed: InTurns, other: str, item: str, name: str, target: float
 ) -> Row:
-    """Return the row of two caches that decoded in turns."""
-    milliseconds = [1e3 * median_of(timed, one) / decoding.new_tokens for one in (own, other)]
+    """Return the row of two caches that decoded interleaved."""
+    milliseconds = [1e3 * median_of(timed, one) / decoding.new_tokens for one in (item, other)]
     return {
-        "name": f"decode by head, {own} / {name}, {decoding}, tokens a second",
-        **ratio_of(timed, other, own),
+        "name": f"decode by head, {item} / {name}, {decoding}, tokens a second",
+        **ratio_of(timed, other, item),
         "at_least": target,
         "note": "{:.0f} and {:.0f} ms a token".format(*milliseconds)
         + f"; {torch.get_num_threads()} threads, {kernel_state()}",

@@ -3,7 +3,7 @@
     python benchmarks/bench_runtime.py gpu [--context 32768] [--share 20%]
     python benchmarks/bench_runtime.py gpu --shape tiny --device cpu --context 512 --quick
 
-Random weights and made-up budgets, one row. What is compared runs in turns in one process, as in
+Random weights and made-up budgets, one row. Compared calls run interleaved in one process, as in
 ``cache`` (see `bench_runtime`):
 
 - prefill with eviction by head over a plain one, and the peak of the device's memory in each.
@@ -59,7 +59,7 @@ def rows_of(model: Any, by_head: Any, arguments: Any) -> Iterator[Row]:
 
 
 def peak_rows(model: Any, name: str, new: Callable[[], Any], ids: torch.Tensor) -> Iterator[Row]:
-    """Measure the peak of the device's memory while a prompt is read, beyond what was there."""
+    """Measure the peak of the device's memory while a prompt is read, less the bytes before."""
     before, peak = peak_of(lambda: prefill(model, new(), ids))
     yield {
         "name": f"peak of a prefill, {name}, {ids.shape[1]:,} tokens",
@@ -100,8 +100,8 @@ def decode_rows(model: Any, by_head: Any, arguments: Any) -> Iterator[Row]:
     runs: dict[str, Callable[[], None]] = {}
     for name, cache in caches.items():
         compiled = name.endswith("compiled")
-        own = torch.compile(model, mode=mode_of(model)) if compiled else model
-        runs[name] = partial(decode, own, cache, 1, new)
+        item = torch.compile(model, mode=mode_of(model)) if compiled else model
+        runs[name] = partial(decode, item, cache, 1, new)
     timed = in_turns(runs, repeats=arguments.decode_rounds, warm_up=2)
     for name in (one for bits in made for one in (bits, f"{bits}, compiled")):
         for other in ("dense", "static, compiled", "full static, compiled"):
@@ -130,11 +130,11 @@ def mode_of(model: Any) -> str:
 
 
 def static_of(model: Any, plain: DynamicCache, tokens: int, room: int) -> StaticCache:
-    """Return a static cache of the first so many entries of each layer, with room for more."""
-    found = StaticCache(config=model.config, max_cache_len=tokens + room)
+    """Return a static cache of the first ``tokens`` entries of each layer, with room for more."""
+    result = StaticCache(config=model.config, max_cache_len=tokens + room)
     for index, layer in enumerate(plain.layers):
-        found.update(layer.keys[:, :, :tokens], layer.values[:, :, :tokens], index)
-    return found
+        result.update(layer.keys[:, :, :tokens], layer.values[:, :, :tokens], index)
+    return result
 
 
 def token_rows(name: str, run: Callable[[], None], tokens: int) -> Iterator[Row]:
@@ -145,7 +145,7 @@ def token_rows(name: str, run: Callable[[], None], tokens: int) -> Iterator[Row]
         before, peak = peak_of(run)
     counts = Counter({event.key: event.count for event in seen.key_averages()})
     launches = sum(n for key, n in counts.items() if "Launch" in key)
-    waits = sum(n for key, n in counts.items() if any(own in key for own in WAITS))
+    waits = sum(n for key, n in counts.items() if any(item in key for item in WAITS))
     ours = sum(n for key, n in counts.items() if key in ("read_tile", "add_tiles"))
     yield {
         "name": f"launches of a decoded token, {name}",

@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def rows_of(loaded: LoadedModel, arguments: argparse.Namespace) -> Iterator[Row]:
-    """Return the rows of every length, then those of the loss."""
+    """Return the rows of every length, then the rows of the loss."""
     ids = prompt_ids(loaded, max(*arguments.lengths, arguments.kl_tokens * arguments.samples))
     for length, repeats in zip(arguments.lengths, arguments.repeats, strict=True):
         yield from default_ways(loaded, ids[:, :length], repeats)
@@ -67,7 +67,7 @@ def rows_of(loaded: LoadedModel, arguments: argparse.Namespace) -> Iterator[Row]
 
 @torch.inference_mode()
 def written(model: Any, cache: Any, ids: torch.Tensor, new: int) -> torch.Tensor:
-    """Return so many greedy tokens after a prompt, one by one."""
+    """Return ``new`` greedy tokens after a prompt."""
     tokens = [ids[:, :0]]
     for number in range(new + 1):
         ids = model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits.argmax(-1)
@@ -90,11 +90,11 @@ def default_ways(loaded: LoadedModel, ids: torch.Tensor, repeats: int) -> Iterat
     turns = in_turns(runs, repeats=repeats, warm_up=warm_up)
     plain = prefills["full"][warm_up:]
     for way, target in TARGETS.items():
-        own = prefills[way][warm_up:]
+        item = prefills[way][warm_up:]
         yield {
             "name": f"{ids.shape[1]} tokens, {SHARE:.0%} of the bytes by default, {way}: prefill / "
             "plain",
-            **spread_of([a / b for a, b in zip(own, plain, strict=True)]),
+            **spread_of([a / b for a, b in zip(item, plain, strict=True)]),
             "at_most": target,
             "note": f"with {NEW} tokens {ratio_of(turns, way, 'full')['figure']:.3f}",
         }
@@ -135,27 +135,27 @@ def predicted(model: Any, cache: Any, prompt: torch.Tensor, answer: torch.Tensor
 def harm(loaded: LoadedModel, ids: torch.Tensor, arguments: argparse.Namespace) -> Iterator[Row]:
     """Measure the KL along what the full cache writes."""
     model, shape = loaded.model, shape_of(loaded.model, model_id=loaded.model_id)
-    found: dict[tuple[str, bool], list[float]] = {key: [] for pair in PAIRS for key in pair}
+    result: dict[tuple[str, bool], list[float]] = {key: [] for pair in PAIRS for key in pair}
     for place in range(arguments.samples):
         first = place * arguments.kl_tokens
         prompt = ids[:, first : first + arguments.kl_tokens]
         answer = written(model, DynamicCache(config=model.config), prompt, NEW)
         plain = predicted(model, DynamicCache(config=model.config), prompt, answer)
-        for (way, measured), own in found.items():
+        for (way, measured), item in result.items():
             cache = cache_of(model, shape, prompt.shape[1], way, measured=measured)
-            own.append(
+            item.append(
                 float(
                     Predictions(plain).divergences(predicted(model, cache, prompt, answer)).mean()
                 )
             )
-    for held, bounded in PAIRS:
-        pair = np.array([found[held], found[bounded]])
+    for unbounded, bounded in PAIRS:
+        pair = np.array([result[unbounded], result[bounded]])
         whole, part = pair.mean(axis=1)
-        unmeasured = "" if held[1] else ", nothing measured"
+        unmeasured = "" if unbounded[1] else ", nothing measured"
         (drawn,) = resampled_means([pair.T])
         low, high = np.quantile(drawn[:, 1] / drawn[:, 0], (0.025, 0.975))
         yield {
-            "name": f"KL in bounded memory, {bounded[0]} / {held[0]}{unmeasured}",
+            "name": f"KL in bounded memory, {bounded[0]} / {unbounded[0]}{unmeasured}",
             **{"figure": part / whole, "low": low, "high": high},
             "at_most": 1.5,
             "note": f"{part:.5f} and {whole:.5f} nats a token, 95% interval; {NEW} tokens, "

@@ -51,13 +51,13 @@ def rows_of(name: str, n_prompts: int, arguments: argparse.Namespace) -> Iterato
     with kvalloc.apply(loaded.model, budget=SHARE, lossless=True) as applied:
         for prompt in prompts:
             begun = time.perf_counter()
-            found = answer(loaded.model, prompt, new)
+            result = answer(loaded.model, prompt, new)
             middle = time.perf_counter()
             verifier = applied.last_cache.verifier
             plain = DynamicCache(config=loaded.model.config)
             expected = answer(loaded.model, prompt, new, past_key_values=plain)
             seconds.append((middle - begun) / (time.perf_counter() - middle))
-            differs = not torch.equal(found, expected)
+            differs = not torch.equal(result, expected)
             equal += not differs or bool(verifier.ties)
             counts.append([verifier.accepted, verifier.tried, verifier.tokens, verifier.rounds,
                            verifier.ties, differs])  # fmt: skip
@@ -71,7 +71,7 @@ def rows_of(name: str, n_prompts: int, arguments: argparse.Namespace) -> Iterato
         "at_least": 1,
         "note": f"{int(table[:, 5].sum())} others; {int(table[:, 4].sum())} ties within rounding",
     }
-    for title, of, by, wanted in (
+    for title, of, by, target in (
         ("drafted tokens that stay", 0, 1, 0.95),
         ("tokens for each read of the full cache", 2, 3, 6),
     ):
@@ -79,7 +79,7 @@ def rows_of(name: str, n_prompts: int, arguments: argparse.Namespace) -> Iterato
         low, high = np.quantile(shares, [0.025, 0.975])
         figure = table[:, of].sum() / table[:, by].sum()
         yield {"name": f"{where}: {title}", "figure": float(figure), "low": float(low),
-               "high": float(high), "at_least": wanted,
+               "high": float(high), "at_least": target,
                "note": f"{int(table[:, of].sum())} of {int(table[:, by].sum())}"}  # fmt: skip
     yield {"name": f"{where}: seconds / plain, the full cache in the same memory",
            **spread_of(seconds), "note": "prompt and answer"}  # fmt: skip

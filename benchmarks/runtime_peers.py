@@ -40,8 +40,8 @@ def here() -> bool:
 def rows_from_there(arguments: Sequence[str]) -> Iterator[dict[str, Any]]:
     """The rows as measured in the environment with kvpress; none, and why, where there is none."""
     if not PYTHON.exists():
-        said = "peers: not measured, there is no .venv-kvpress; 'make peers' makes it"
-        print(said, file=sys.stderr, flush=True)
+        phrase = "peers: not measured, there is no .venv-kvpress; 'make peers' makes it"
+        print(phrase, file=sys.stderr, flush=True)
         return
     script = str(FOLDER / "bench_runtime.py")
     command = [str(PYTHON), script, *arguments, "--only", "peers"]
@@ -77,15 +77,15 @@ class Peer:
     def __init__(self, model: Any, name: str, share: float, ids: torch.Tensor, rows: int) -> None:
         from kvalloc.interop.kvpress import KvpressMethod, PeerName, read_peer_name
 
-        asked = read_peer_name(name)
-        peer = PeerName(press=asked.press, inner=asked.inner, share=share)
-        found: Any = KvpressMethod(name=peer).compress(model, ids[0].tolist())
-        self.cache, self.stored_bytes = found.cache, found.stored_bytes
-        self.kept_share = found.kept_bytes / plain_bytes(shape_of(model), ids.shape[1])
+        request = read_peer_name(name)
+        peer = PeerName(press=request.press, inner=request.inner, share=share)
+        result: Any = KvpressMethod(name=peer).compress(model, ids[0].tolist())
+        self.cache, self.stored_bytes = result.cache, result.stored_bytes
+        self.kept_share = result.kept_bytes / plain_bytes(shape_of(model), ids.shape[1])
         self._layers = [layer.self_attn for layer in model.get_decoder().layers]
         self._masks = [
             None if hidden is None else hidden.expand(rows, -1, -1).nonzero(as_tuple=True)
-            for hidden in found.hidden
+            for hidden in result.hidden
         ]
         self.cache.batch_repeat_interleave(rows)
 

@@ -1,4 +1,4 @@
-"""What `kvalloc plan` predicts, beside what the same settings give: a part of `bench_runtime`.
+"""Predictions of `kvalloc plan` beside measurements of its settings: a part of `bench_runtime`.
 
     python benchmarks/bench_runtime.py plan [--memory 256MiB] [--prompt 4096] [--answer 256]
 
@@ -48,8 +48,8 @@ def main() -> int:
 
 def compared(loaded: Any, arguments: Any) -> Iterator[Row]:
     """Give the rows of a plan and of its settings."""
-    model, asked = loaded.model, ("memory", "prompt", "answer", "target_loss")
-    plan = plan_batch(model, **{name: getattr(arguments, name) for name in asked})
+    model, request = loaded.model, ("memory", "prompt", "answer", "target_loss")
+    plan = plan_batch(model, **{name: getattr(arguments, name) for name in request})
     assert plan.plain is not None, "give a memory that takes a plain row"
     settings = [*plan.best, plan.plain]
     ids = prompt_ids(loaded, arguments.prompt)
@@ -66,8 +66,8 @@ def compared(loaded: Any, arguments: Any) -> Iterator[Row]:
         repeats=arguments.answer // PIECE,
         warm_up=0,
     )
-    reduced = {name: own for name, own in caches.items() if name != name_of(plan.plain)}
-    ended = in_turns({name: own.end_turn for name, own in reduced.items()}, repeats=1, warm_up=0)
+    reduced = {name: item for name, item in caches.items() if name != name_of(plan.plain)}
+    ended = in_turns({name: item.end_turn for name, item in reduced.items()}, repeats=1, warm_up=0)
     speed, tokens = {}, arguments.answer // PIECE * PIECE
     for one in settings:
         name = name_of(one)
@@ -103,8 +103,8 @@ def compared(loaded: Any, arguments: Any) -> Iterator[Row]:
 
 def name_of(one: PlannedBatch) -> str:
     """Return the name of a setting in the rows."""
-    many = f"{one.rows} row{'s' * (one.rows > 1)}"
-    return f"{many} at {one.share:.1%}" if one.share < 1 else f"{many} of a plain cache"
+    several = f"{one.rows} row{'s' * (one.rows > 1)}"
+    return f"{several} at {one.share:.1%}" if one.share < 1 else f"{several} of a plain cache"
 
 
 def cache_of(model: Any, plan: BatchPlan, one: PlannedBatch, ids: Any) -> Any:

@@ -88,21 +88,23 @@ class Named:
 
 
 def main() -> int:
-    asked = parse_arguments()
-    loaded = load_model(asked.model)
+    request = parse_arguments()
+    loaded = load_model(request.model)
     methods = [
-        one for one in methods_of(loaded, asked) if not asked.methods or one.name in asked.methods
+        one
+        for one in methods_of(loaded, request)
+        if not request.methods or one.name in request.methods
     ]
-    until = time.monotonic() + asked.seconds
-    for number in ORDER[: asked.samples]:
-        for cell in asked.cells:
-            for row in measured(loaded, cell, number, methods, asked):
+    until = time.monotonic() + request.seconds
+    for number in ORDER[: request.samples]:
+        for cell in request.cells:
+            for row in measured(loaded, cell, number, methods, request):
                 file = cell_file(loaded.model_id, cell)
                 file.parent.mkdir(parents=True, exist_ok=True)
                 with file.open("a", encoding="utf-8") as out:
                     out.write(json.dumps(row) + "\n")
                 if time.monotonic() > until:
-                    print(f"stopped after {asked.seconds:.0f} s; run again to go on")
+                    print(f"stopped after {request.seconds:.0f} s; run again to go on")
                     return 3
     return 0
 
@@ -121,9 +123,9 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def methods_of(loaded: Any, asked: argparse.Namespace) -> Iterator[Named]:
+def methods_of(loaded: Any, request: argparse.Namespace) -> Iterator[Named]:
     """kvalloc's first, then those that many would pick, then the other presses."""
-    model, shares = loaded.model, [share / 100 for share in asked.shares]
+    model, shares = loaded.model, [share / 100 for share in request.shares]
     for share in shares:
         applied = AppliedMethod(options={"budget": f"{100 * share:g}%"})
         yield Named(name=DEFAULT, share=share, method=applied)
@@ -135,12 +137,12 @@ def methods_of(loaded: Any, asked: argparse.Namespace) -> Iterator[Named]:
         yield Named(name=name, share=None, method=CacheMethod(make_cache=make))
     peers = [(name, 16) for name in PEERS[:2]]
     peers += [(name, bits) for bits in PLAIN[::-1] for name in ROUNDED]
-    yield from (one for press in peers for one in presses(loaded, *press, shares, asked.methods))
+    yield from (one for press in peers for one in presses(loaded, *press, shares, request.methods))
     if "sliding" not in shape_of(model).layer_types:  # kvpress takes all layers for quantised ones
         for name in PEERS[:2]:
-            yield from presses(loaded, name, 4, shares, asked.methods, backend="quanto")
+            yield from presses(loaded, name, 4, shares, request.methods, backend="quanto")
     for name in PEERS[2:]:
-        yield from presses(loaded, name, 16, shares, asked.methods)
+        yield from presses(loaded, name, 16, shares, request.methods)
 
 
 def presses(
@@ -148,7 +150,7 @@ def presses(
     name: str,
     bits: int,
     shares: list[float],
-    wanted: list[str] | None,
+    target: list[str] | None,
     *,
     backend: str | None = None,
 ) -> Iterator[Named]:
@@ -156,9 +158,9 @@ def presses(
 
     None that is not wanted, so that without kvpress the other methods can be measured.
     """
-    said = name if bits == 16 else f"{name} at {bits} bits"
-    said = said if backend is None else f"{name} + {backend} {bits} bits"
-    if wanted and said not in wanted:
+    phrase = name if bits == 16 else f"{name} at {bits} bits"
+    phrase = phrase if backend is None else f"{name} + {backend} {bits} bits"
+    if target and phrase not in target:
         return
     half = replace(shape_of(loaded.model), dtype_bytes=2)
     each = float(stored_bytes(1024, bits, half) / stored_bytes(1024, 16, half))
@@ -173,22 +175,22 @@ def presses(
             make = partial(quantized_cache, loaded.model, backend, bits)
         path = loaded.tokenizer.name_or_path
         method = KvpressMethod(name=peer, tokenizer_path=path, make_cache=make)
-        yield Named(name=said, share=share, method=method)
+        yield Named(name=phrase, share=share, method=method)
 
 
 def digest_of_case(case: Case) -> str:
     """Digest of the tokens that are read and of what is compared."""
     turn = case.turns[0]
-    said = json.dumps([case.input_ids, turn.question_ids, turn.continuation_ids])
-    return hashlib.sha256(said.encode()).hexdigest()[:12]
+    phrase = json.dumps([case.input_ids, turn.question_ids, turn.continuation_ids])
+    return hashlib.sha256(phrase.encode()).hexdigest()[:12]
 
 
 def measured(
-    loaded: Any, cell: str, number: int, methods: list[Named], asked: argparse.Namespace
+    loaded: Any, cell: str, number: int, methods: list[Named], request: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
-    """What one prompt's cells lack, a row a method; the full cache's with the first."""
-    case = prompts(loaded.tokenizer, cell, asked.context, asked.seed)[number]
-    known = {"cell": cell, "number": number, "context": asked.context, "seed": asked.seed}
+    """Yield the missing rows of one prompt, one a method; the full cache's with the first."""
+    case = prompts(loaded.tokenizer, cell, request.context, request.seed)[number]
+    known = {"cell": cell, "number": number, "context": request.context, "seed": request.seed}
     known |= {"digest": digest_of_case(case), "rounding": ROUNDING}
     rows = read_rows(cell_file(loaded.model_id, cell))
     valid = (row for row in rows if row["digest"] == known["digest"] and not earlier_rounding(row))
@@ -199,19 +201,19 @@ def measured(
     full = measure(loaded.model, loaded.tokenizer, full_cache(loaded.model), case)
     if ("full", None) not in done:
         yield {**known, "method": "full", "share": None, **row_of(full.outcome)}
-    answers = asked.answers and bool(case.turns[-1].answers)
+    answers = request.answers and bool(case.turns[-1].answers)
     for one in missing:
         begun = time.monotonic()
         try:
-            found = measure(
+            result = measure(
                 loaded.model, loaded.tokenizer, one.method, case, full, answers=answers
             ).outcome
         except KVAllocError as error:
             print(f"{cell}, prompt {number}, {one.name}: {error}", file=sys.stderr)
             continue
         seconds = round(time.monotonic() - begun, 2)
-        print(f"{cell} {number}: {one.name} {one.share}, KL {found.kl}, {seconds} s", flush=True)
-        yield {**known, "method": one.name, "share": one.share, **row_of(found)}
+        print(f"{cell} {number}: {one.name} {one.share}, KL {result.kl}, {seconds} s", flush=True)
+        yield {**known, "method": one.name, "share": one.share, **row_of(result)}
 
 
 @cache
@@ -222,7 +224,7 @@ def prompts(tokenizer: Any, cell: str, context: int, seed: int) -> list[Case]:
 
 
 def row_of(outcome: Outcome) -> dict[str, Any]:
-    """What a cell keeps: KL of each token and by position, bytes, right answers.
+    """Return the row of a cell: KL of each token and by position, bytes, right answers.
 
     Tokens before the eviction, the first ones, are left out; ``exact`` is their number.
     """
@@ -231,8 +233,10 @@ def row_of(outcome: Outcome) -> dict[str, Any]:
     for name, piece in POSITIONS.items():
         if piece.start >= len(kls):
             break
-        some = known(kls[piece])
-        pieces[name] = [float(f"{sum(some) / len(some):.6g}"), len(some)] if some else [None, 0]
+        subset = known(kls[piece])
+        pieces[name] = (
+            [float(f"{sum(subset) / len(subset):.6g}"), len(subset)] if subset else [None, 0]
+        )
     return {
         "bytes": round(outcome.bytes_at_16_bits / outcome.full_bytes_at_16_bits, 5),
         "kl": pieces,

@@ -68,7 +68,7 @@ def draw_bytes(lines: Mapping[str, Points], path: Path, *, title: str, note: str
 
 
 def spread(values: Mapping[str, float], *, gap: float) -> dict[str, float]:
-    """Where labels stand on a logarithmic axis: at their values, but none upon another."""
+    """Return positions of labels on a logarithmic axis: at their values, without overlap."""
     placed: dict[str, float] = {}
     lowest = -np.inf
     for name in sorted(values, key=lambda name: values[name]):

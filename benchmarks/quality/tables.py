@@ -58,7 +58,7 @@ class Ratio:
 
 
 def cell_file(model_id: str, cell: str) -> Path:
-    """Where the rows of a model's cell stand."""
+    """Return the path of the rows of a model's cell."""
     name = model_id.split("/")[-1].lower().removesuffix(".gguf")
     return CELLS_FOLDER / name / f"{cell}.jsonl"
 
@@ -95,7 +95,7 @@ def earlier_rounding(row: Row) -> bool:
 
 
 def at_share(rows: Sequence[Row], share: float) -> list[Row]:
-    """Those asked for a share of the bytes, and those that take what they take and fit into it."""
+    """Return rows measured at a share of the bytes, and rows without a share that fit into it."""
     return [
         row
         for row in rows
@@ -109,7 +109,7 @@ def at_share(rows: Sequence[Row], share: float) -> list[Row]:
 
 
 def mean_kl(row: Row) -> float | None:
-    """Of the tokens after the eviction, nats; None where there are none."""
+    """Return the mean KL of the tokens after the eviction, nats; None without such tokens."""
     return weighed(row, [count for _, count in by_position(row)])
 
 
@@ -135,10 +135,10 @@ def shared_kl(rows: Sequence[Row]) -> list[float | None]:
 
 def by_method(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, Row]]]:
     """Method, cell and prompt's digest of each row; methods in the order in which they came."""
-    found: dict[str, dict[str, dict[str, Row]]] = defaultdict(lambda: defaultdict(dict))
+    result: dict[str, dict[str, dict[str, Row]]] = defaultdict(lambda: defaultdict(dict))
     for row in rows:
-        found[str(row["method"])][row["cell"]][row["digest"]] = row
-    return found
+        result[str(row["method"])][row["cell"]][row["digest"]] = row
+    return result
 
 
 def position_table(rows: Sequence[Row], cells: Sequence[str]) -> list[str]:
@@ -148,16 +148,16 @@ def position_table(rows: Sequence[Row], cells: Sequence[str]) -> list[str]:
         + "".join(f"{cell:>20s}" for cell in cells)
         + f"{'mean':>8s}"
     ]
-    for method, found in by_method(rows).items():
-        some = [row for own in found.values() for row in own.values()]
-        counts = sorted({len(found[cell]) for cell in cells})
-        numbers = [mean_of([mean_kl(row) for row in found[cell].values()]) for cell in cells]
-        whole = mean_of(numbers) if None not in numbers else None
+    for method, result in by_method(rows).items():
+        subset = [row for item in result.values() for row in item.values()]
+        counts = sorted({len(result[cell]) for cell in cells})
+        of_cells = [mean_of([mean_kl(row) for row in result[cell].values()]) for cell in cells]
+        whole = mean_of(of_cells) if None not in of_cells else None
         lines.append(
-            f"{method:28s}{np.mean([row['bytes'] for row in some]):>7.1%}"
-            f"{np.mean([row['exact'] for row in some]):>6.0f}"
+            f"{method:28s}{np.mean([row['bytes'] for row in subset]):>7.1%}"
+            f"{np.mean([row['exact'] for row in subset]):>6.0f}"
             f"{counts[0] if len(counts) == 1 else f'{counts[0]}-{counts[-1]}':>8}"
-            + "".join(f"{pieces(list(found[cell].values())):>20s}" for cell in cells)
+            + "".join(f"{pieces(list(result[cell].values())):>20s}" for cell in cells)
             + f"{shown(whole):>8s}"
         )
     return lines
@@ -180,11 +180,13 @@ def tail_table(rows: Sequence[Row], cells: Sequence[str]) -> list[str]:
     if not any(row.get("kls") for row in rows):
         return []
     lines = [f"{'':28s}{'tokens':>8s}" + "".join(f"{cell:>24s}" for cell in (*cells, "all"))]
-    for method, found in by_method(rows).items():
-        known = [[row for row in found[cell].values() if row.get("kls")] for cell in cells]
-        known.append([row for some in known for row in some])
+    for method, result in by_method(rows).items():
+        known = [[row for row in result[cell].values() if row.get("kls")] for cell in cells]
+        known.append([row for subset in known for row in subset])
         count = sum(len(row["kls"]) for row in known[-1])
-        lines.append(f"{method:28s}{count:>8,}" + "".join(f"{tail(some):>24s}" for some in known))
+        lines.append(
+            f"{method:28s}{count:>8,}" + "".join(f"{tail(subset):>24s}" for subset in known)
+        )
     return lines
 
 
@@ -193,9 +195,9 @@ def tail(rows: Sequence[Row]) -> str:
     if not rows:
         return "-"
     kls = np.concatenate([row["kls"] for row in rows])
-    found = tails(kls.tolist())
+    result = tails(kls.tolist())
     agreed = np.average([row["agree"] for row in rows], weights=[len(row["kls"]) for row in rows])
-    figures = [shown(float(kls.mean())), *(shown(found[name]) for name in TAILS)]
+    figures = [shown(float(kls.mean())), *(shown(result[name]) for name in TAILS)]
     return "/".join([*figures, f"{agreed:.1%}"])
 
 
@@ -218,7 +220,7 @@ def against_best(rows: Sequence[Row], mine: str, cells: Sequence[str]) -> dict[s
     """
     methods = by_method(rows)
     peers = [name for name in methods if name != DEFAULT]
-    found: dict[str, Ratio] = {}
+    result: dict[str, Ratio] = {}
     ours, best, counts = [], [], []
     for cell in cells:
         names = [mine, *in_question({peer: methods[peer][cell] for peer in peers})]
@@ -235,11 +237,11 @@ def against_best(rows: Sequence[Row], mine: str, cells: Sequence[str]) -> dict[s
         best.append(means[:, 1:].min(axis=1))
         counts.append(len(kls))
         peer = names[1 + int(means[0, 1:].argmin())]
-        found[cell] = ratio_of(ours[-1] / best[-1], len(kls), peer)
+        result[cell] = ratio_of(ours[-1] / best[-1], len(kls), peer)
     if ours:
         whole = np.sum(ours, axis=0) / np.sum(best, axis=0)
-        found["mean"] = ratio_of(whole, min(counts), "the best peer of each cell")
-    return found
+        result["mean"] = ratio_of(whole, min(counts), "the best peer of each cell")
+    return result
 
 
 def where_peers_are_better(
@@ -248,16 +250,16 @@ def where_peers_are_better(
     cells: Sequence[str],
     positions: Sequence[str] = tuple(POSITIONS),
 ) -> list[str]:
-    """Where a peer surely loses less than a method: cell, positions and peer.
+    """Return cells, positions and peers with surely a smaller loss than a method's.
 
     By the 95% interval of the difference over the prompts that both were put to, at least three.
     Losses below `LEAST_KL` count as equal.
     """
-    methods, found = by_method(rows), []
+    methods, result = by_method(rows), []
     peers = [name for name in methods if name != DEFAULT]
     for cell, position, peer in itertools.product(cells, positions, peers):
-        ours, theirs = methods[mine][cell], methods[peer][cell]
-        both = [(ours[one], theirs[one]) for one in theirs if one in ours]
+        ours, of_peer = methods[mine][cell], methods[peer][cell]
+        both = [(ours[one], of_peer[one]) for one in of_peer if one in ours]
         if position in POSITIONS:
             pairs = [[row["kl"].get(position, (None, 0))[0] for row in pair] for pair in both]
         else:
@@ -268,22 +270,22 @@ def where_peers_are_better(
         (drawn,) = resampled_means([kls])
         drawn = np.maximum(drawn, LEAST_KL)
         if np.quantile(drawn[:, 0] - drawn[:, 1], 0.025) > 0:
-            found.append(f"{peer} in {cell} {position}, {len(kls)} prompts")
-    return found
+            result.append(f"{peer} in {cell} {position}, {len(kls)} prompts")
+    return result
 
 
 def in_question(peers: Mapping[str, Mapping[str, Row]]) -> list[str]:
-    """Who may be the best in a cell: none that is worse on all of its few prompts than another."""
+    """Return candidates for the best peer, without peers that are worse on all of few prompts."""
 
-    def worse(few: Mapping[str, Row], many: Mapping[str, Row]) -> bool:
-        pairs = [shared_kl([few[one], many[one]]) for one in few.keys() & many.keys()]
+    def worse(few: Mapping[str, Row], several: Mapping[str, Row]) -> bool:
+        pairs = [shared_kl([few[one], several[one]]) for one in few.keys() & several.keys()]
         known = [pair for pair in pairs if None not in pair]
         return bool(known) and all(np.greater(*np.array(known, dtype=np.float64).T))
 
     return [
         name
-        for name, own in peers.items()
-        if own and not any(len(one) > len(own) and worse(own, one) for one in peers.values())
+        for name, item in peers.items()
+        if item and not any(len(one) > len(item) and worse(item, one) for one in peers.values())
     ]
 
 
@@ -296,12 +298,14 @@ def ratio_of(values: FloatArray, n_prompts: int, peer: str) -> Ratio:
 def answer_table(rows: Sequence[Row], cells: Sequence[str]) -> list[str]:
     """Share of the facts that each method's own answers hold, beside the full cache's."""
     lines = []
-    for method, found in by_method(rows).items():
+    for method, result in by_method(rows).items():
         scores = [
-            [row["score"] for row in found[cell].values() if row["score"] is not None]
+            [row["score"] for row in result[cell].values() if row["score"] is not None]
             for cell in cells
         ]
         if any(scores):
-            means = (f"{np.mean(some):.0%} of {len(some)}" if some else "-" for some in scores)
+            means = (
+                f"{np.mean(subset):.0%} of {len(subset)}" if subset else "-" for subset in scores
+            )
             lines.append(f"{method:28s}" + "".join(f"{mean:>20s}" for mean in means))
     return lines
