@@ -55,8 +55,8 @@ class Program:
         best solution.
     goal : Row
         Only its variables and coefficients count.
-    A solution to start from; used if it has all variables.
-        A solution to start from; used where it is as long as there are variables.
+    hint : list of int
+        A solution to start from; used if it has all variables.
     """
 
     maximise: bool

@@ -224,7 +224,7 @@ class PosedEngine:
 
         Raises
         ------
-        If no problem can meet it.
+        InfeasibleError
             If no problem can meet it.
         """
         answers = []

@@ -179,7 +179,7 @@ class Conversation:
         All tokens that were read; None before the first turn.
     answered : bool
         Whether the cache ends with an answer.
-    Name of the text that was read first.
+    document : str
         Name of the text that was read first.
     read_seconds, load_seconds : float or None
         Time to read the document, now or before it was saved, and to load it; None without a read

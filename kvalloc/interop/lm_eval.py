@@ -119,7 +119,7 @@ class KVAllocLM(LM):  # type: ignore[misc]  # lm_eval has no types
 
         Raises
         ------
-        Always.
+        InputError
             Always.
         """
         raise InputError(

@@ -82,7 +82,7 @@ class LossProbe:
     ----------
     prompt_ids : Tensor of int64, (n_tokens,)
         The prompt.
-    The scorer's scores of each full-attention layer.
+    scores : dict of int to Tensor, (n_kv_heads, n_tokens)
         The scorer's scores of each full-attention layer.
     continuation_ids : Tensor of int64, (n_continuation,)
         Tokens read after the prompt, the question first. Losses belong to the ``n_measured``

@@ -59,8 +59,8 @@ def check_conflicts(set_options: Collection[str]) -> None:
 
     Parameters
     ----------
-    Names of set options, as keywords or as in flags.
-        Names of the options that were given, as keywords or as they stand in flags.
+    set_options : collection of str
+        Names of set options, as keywords or as in flags.
 
     Raises
     ------

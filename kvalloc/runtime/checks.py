@@ -20,8 +20,8 @@ def ensure(holds: Tensor, fail: Callable[[], None]) -> None:
     Parameters
     ----------
     holds : Tensor of bool, ()
-    Raises the error; may read values from the device for its message.
-        Raises if it does not; may read numbers for its message from the device.
+    fail : callable
+        Raises the error; may read values from the device for its message.
     """
     pending = _pending.get()
     if pending is not None:

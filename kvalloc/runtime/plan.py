@@ -89,8 +89,8 @@ def prompt_targets(
     Parameters
     ----------
     rows : sequence of Row
-    Rows to look at.
-        Which rows.
+    among : iterable of int
+        Rows to look at.
     tokens : ndarray of int64, (n_rows,)
         Tokens of the whole prompt.
     entries : ndarray of int64, (n_rows, n_layers, n_kv_heads)

@@ -100,7 +100,7 @@ class EvictionPolicy(Parameterized, ABC):
 
         Parameters
         ----------
-        As for `keep`.
+        states, budgets, **limits
             As for `keep`.
         kept : Tensor of bool, (batch, n_kv_heads, n_tokens)
             Result of `keep`.
@@ -152,8 +152,8 @@ class EvictionPolicy(Parameterized, ABC):
 
         Parameters
         ----------
-        Whether the model's queries can be rotated to other positions.
-            Whether the model's queries can be put elsewhere.
+        rotates : bool
+            Whether the model's queries can be rotated to other positions.
         """
         return replace(self, scorer=self._turn_scorer(rotates=rotates))
 
