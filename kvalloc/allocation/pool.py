@@ -1,7 +1,7 @@
 """Pool: one memory for several score profiles, as one problem with the units of all members.
 
-Its value is the weighted sum of the members' values. A floor of a member is a limit on its value.
-Its price raises the member's weight. Any prices mu >= 0 prove
+A floor of a member is a limit on its value. Its price raises the member's weight. Any prices mu >=
+0 prove
 
     max sum_i w_i V_i  <=  max sum_i (w_i + mu_i) V_i - sum_i mu_i f_i    with  V_i >= f_i
 
@@ -57,7 +57,6 @@ class Bound(NamedTuple):
 
     Attributes
     ----------
-    value : float
     source : str
         ``"dual"``, or the name of the solver that claims it.
     scales : tuple of float
@@ -254,8 +253,6 @@ def verify_pool(
     scores: Sequence[ScoreProfile | str | Path],
 ) -> list[Check]:
     """Recompute the statements of profiles about their pool, from their score profiles alone.
-
-    `kvalloc.allocation.audit.verify` recomputes the statements about its own part of each.
 
     Parameters
     ----------
@@ -533,7 +530,6 @@ def _least_weights(values: FloatArray) -> tuple[FloatArray, float]:
     -------
     weights : ndarray of float64, (n_members,)
         At least 0; they add up to 1.
-    -
     """
     from scipy.optimize import linprog
 

@@ -74,7 +74,6 @@ def measure(
     ----------
     function : callable
         `kvalloc.profile` or `kvalloc.fit`.
-    options : MeasuringOptions
     keywords : mapping
         Typed options of the function.
     per_kind : int

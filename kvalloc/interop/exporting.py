@@ -34,7 +34,6 @@ def export(
 
     Parameters
     ----------
-    profile : BudgetProfile
     to : str
         Name of a target, see `TARGETS`.
     output : str or Path

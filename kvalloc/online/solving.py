@@ -1,7 +1,4 @@
-"""``kvalloc.solve_measured``: decide, measure the loss of the whole cache, and decide again.
-
-It is in this room because it solves while a model runs.
-"""
+"""``kvalloc.solve_measured``: decide, measure the loss of the whole cache, and decide again."""
 
 from __future__ import annotations
 
@@ -64,7 +61,6 @@ def solve_measured(
         Measured curves, or their file.
     model : transformers.PreTrainedModel
         The model that they were measured on.
-    tokenizer : transformers.PreTrainedTokenizerBase
     prompts : iterable of str, Document or Prompt, optional
         Texts to measure on: every prompt, and 16 pieces of running text. By default 16 other
         prompts of the kinds of ``kvalloc profile --loss``.
@@ -209,7 +205,6 @@ def loss_summary(samples: SampleSet, losses: Mapping[int, float]) -> dict[str, A
 
     Parameters
     ----------
-    samples : SampleSet
     losses : mapping of int to float
         Loss of each measured sample, by its number.
     """
