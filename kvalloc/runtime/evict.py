@@ -150,7 +150,7 @@ class Eviction:
             "sinks": profile.policy.sinks,
             "window": profile.policy.window,
             "by_prompt": profile.by_prompt,
-            "again": row.evicted_at > 0,
+            "evicted_before": row.evicted_at > 0,
         }
         row_indices = np.array(rows, dtype=np.int64)
         return cls(rows=row_indices, policy=policy, door=cache.door, **{**known, **event})
