@@ -204,6 +204,7 @@ def compare(
 
     Parameters
     ----------
+    scores : ScoreProfile, str or Path
     solvers : sequence of str, optional
         Names as in `solve`, also ``"module:Class"``; by default all registered solvers.
     time_limit, average, request, notify : optional

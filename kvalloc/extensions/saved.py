@@ -43,6 +43,7 @@ def save_cache(
 
     Parameters
     ----------
+    cache : BudgetCache
     path : str or Path
         Usually ``*.safetensors``: keys, values and positions as stored, and a JSON header. The
         header has the budget profile, the digests, the counts of seen tokens, and token ids if

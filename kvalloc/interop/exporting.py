@@ -34,6 +34,7 @@ def export(
 
     Parameters
     ----------
+    profile : BudgetProfile
     to : str
         Name of a target, see `TARGETS`.
     output : str or Path

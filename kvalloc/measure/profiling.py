@@ -110,6 +110,7 @@ def profile(
     model : transformers.PreTrainedModel or Engine
         A causal language model, unchanged afterwards; or workers that have loaded one, see
         `kvalloc.engine.ray.RayEngine`.
+    tokenizer : transformers.PreTrainedTokenizerBase
     texts : iterable of str, Document or Prompt
         Running text, also a string, is cut into samples of exactly `context` tokens. A prompt is
         one sample: a longer one loses its middle, and a shorter one's curve is stretched over the

@@ -61,6 +61,7 @@ def solve_measured(
         Measured curves, or their file.
     model : transformers.PreTrainedModel
         The model that they were measured on.
+    tokenizer : transformers.PreTrainedTokenizerBase
     prompts : iterable of str, Document or Prompt, optional
         Texts to measure on: every prompt, and 16 pieces of running text. By default 16 other
         prompts of the kinds of ``kvalloc profile --loss``.
