@@ -1,9 +1,9 @@
 """Pool: one memory for several score profiles, as one problem with the units of all members.
 
 A floor of a member is a limit on its value. Its price raises the member's weight. Any prices mu >=
-0 prove
+0 prove:
 
-    max sum_i w_i V_i  <=  max sum_i (w_i + mu_i) V_i - sum_i mu_i f_i    with  V_i >= f_i
+    max sum_i w_i V_i  <=  max sum_i (w_i + mu_i) V_i - sum_i mu_i f_i    with  V_i >= f_i.
 
 If the worst member counts, any weights p >= 0 that add up to 1 prove
 

@@ -3,7 +3,7 @@
 At equal bytes it pays to round first and evict then, and to evict entries that a second read does
 not attend to. A fitted file's curves give entries and bits of each head, and its surrogate of a
 second read ranks the entries. Below the shares of the curves, and without a file, all heads keep
-the same number of entries at 5 bits (8 for a large share, 4 for a small one). The values of kept
+equally many entries, at 5 bits (8 for a large share, 4 for a small one). The values of kept
 entries are fitted to the output of all, and the model reads the prompt twice, from a full cache.
 The prompt's length may be unknown, or the memory too small for that. Then the heads of each layer
 share its budget as it is read, by the surrogate or the attention of the prompt's last tokens.
