@@ -18,8 +18,8 @@ T = TypeVar("T")
 class KVAllocError(Exception):
     """Base of all errors that a user of kvalloc can cause.
 
-    The message is one sentence or two on one line: the fault, its place, and the way out. Lines of
-    a quoted message are joined, and control characters, which may come from a file, are escaped.
+    Lines of a quoted message are joined, and control characters, which may come from a file, are
+    escaped.
     """
 
     def __str__(self) -> str:

@@ -105,10 +105,6 @@ def temporary_beside(parent: Path, prefix: str) -> Iterator[Path]:
         Folder of the new one.
     prefix : str
         Beginning of its name.
-
-    Yields
-    ------
-    Path
     """
     size = len(prefix) + _RANDOM + len(ENDING)
     names: list[str] = []
@@ -155,7 +151,6 @@ def check_writable(path: str | Path, *, stream: bool = False) -> None:
 
     Parameters
     ----------
-    path : str or Path
     stream : bool
         Whether a FIFO or device is accepted, see `atomic_write`.
 

@@ -1,8 +1,7 @@
 """Built-in solvers, one file a solver.
 
-The folder is the package ``kvalloc.solvers``: an installation maps it there, and the link
-``kvalloc/solvers`` does the same in a working tree. A solver is found by name through the
-entry-point group ``kvalloc.solvers``, never by importing it from here.
+A solver is found by name through the entry-point group ``kvalloc.solvers``, never by importing it
+from here.
 """
 
 if __name__ != "kvalloc.solvers":

@@ -1,7 +1,4 @@
-"""The integer program of a problem in whole numbers, and its back ends.
-
-A 0/1 variable stands for each option of each unit.
-"""
+"""The integer program of a problem in whole numbers, and its back ends."""
 
 from __future__ import annotations
 
@@ -48,8 +45,6 @@ class Program:
 
     Attributes
     ----------
-    maximise : bool
-    rows : list of Row
     upper : list of int
         Largest value of each variable, from 0: 1 for a 0/1 variable. Larger ones are whole in every
         best solution.
@@ -104,12 +99,10 @@ class Encoding:
 
     Attributes
     ----------
-    program : Program
     units, options : ndarray of int64, (n_picks,)
         Unit and option that each of the first variables picks.
     base : float
         Value, or cost in bytes, of every choice; a whole step of the goal adds ``step``.
-    step : float
     rounded : int
         Whole steps that rounding down may have lost.
     """

@@ -43,7 +43,6 @@ class Outcome:
     choice : ndarray of int64, (n_units,), or None
     bound : float
         Bound on any choice.
-    status : str
     n_options : int
         Options in the last program.
     infeasible : bool
@@ -65,10 +64,8 @@ class Search:
 
     Parameters
     ----------
-    problem : AllocationProblem
     deadline : float
         ``time.monotonic()`` at which to stop.
-    backend : callable
     gap : float
         Relative gap at which to stop.
     workers : int
@@ -381,7 +378,6 @@ class LevelSets:
 
     Attributes
     ----------
-    prices : Prices
     levels : ndarray of int64, (n_levels,)
         Budgets in tokens, rising.
     loss : ndarray of float64, (n_units, n_levels)

@@ -1,14 +1,14 @@
 """Best prices of a byte and of each cap's byte, and choices at them.
 
-Bounds and reductions rest on these prices. At given prices every unit picks its best option alone;
-the sum bounds the whole, for any prices (Lagrangian relaxation). Without caps the best price is the
-one of `dual_bound`. With caps it comes from the dual of the linear relaxation, which has the same
-optimum (Geoffrion, 1974: a multiple-choice row has the integrality property). Only options on the
-upper hull of a unit take part in it.
+At given prices every unit picks its best option alone; the sum bounds the whole, for any prices
+(Lagrangian relaxation). Without caps the best price is the one of `dual_bound`. With caps it comes
+from the dual of the linear relaxation, which has the same optimum (Geoffrion, 1974: a
+multiple-choice row has the integrality property). Only options on the upper hull of a unit take
+part in it.
 
 Searches start from two choices. One is the choice at the best price. The other is greedy: segments
 of the upper hulls are taken whole, steepest first. A segment beyond the capacity or a cap is passed
-over, with all later ones of its unit. Both are repaired: one unit is changed, or two are exchanged.
+over, with all later ones of its unit.
 """
 
 from __future__ import annotations
@@ -171,7 +171,6 @@ class Prices:
 
     Attributes
     ----------
-    problem : AllocationProblem
     bound : float
         Upper bound on the value, or lower bound on the cost in bytes, of any choice, rounded up to
         the grain of the costs.
@@ -258,10 +257,6 @@ def best_prices(problem: AllocationProblem, deadline: float = math.inf) -> Price
         without it.
     deadline : float
         ``time.monotonic()`` after which caps have no price.
-
-    Returns
-    -------
-    Prices
 
     Raises
     ------
@@ -455,7 +450,6 @@ def best_known(
 
     Parameters
     ----------
-    problem : AllocationProblem
     prices : Prices
         Their start is repaired, and so is the hull greedy's choice.
     deadline : float

@@ -21,8 +21,7 @@ Rule = Callable[[int], IntArray]
 class SharingRule(Solver):
     """A row of ever more expensive choices, from which one is taken.
 
-    It is the largest that fits in the capacity, or the smallest that meets the target. It proves
-    nothing.
+    It is the largest that fits in the capacity, or the smallest that meets the target.
     """
 
     needs_one_step: ClassVar[bool] = True

@@ -30,7 +30,6 @@ def largest_gains(
     ----------
     problem : AllocationProblem
         Concave, with one cost step.
-    steps : int
     units : ndarray of int64, (n,)
         Units to take from.
     limits : ndarray of int64, (n,)
@@ -90,7 +89,6 @@ def _bracket(
 
     Parameters
     ----------
-    problem : AllocationProblem
     accepted : callable
         Whether a choice is still below the target; fewer steps are, more are not.
     units, limits, floors : ndarray of int64, (n,)

@@ -29,7 +29,7 @@ class Flow(Solver):
 
     Steps flow from the model through every cap (a device, a rank, a layer) to the units. Each step
     of a unit is an arc that carries one and earns its gain. That is a minimum-cost flow on a tree,
-    which has an integral optimum. Concave gains make the arcs of a unit fill in order.
+    which has an integral optimum.
 
     The sets of steps that nested caps allow form a polymatroid, so greedy is optimal: the largest
     gains first, without steps of full groups. Greedy takes in a group the first steps that it would

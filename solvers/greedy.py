@@ -12,9 +12,9 @@ class Greedy(Solver):
     """Give each next step to the unit that gains most from it, until the target is met.
 
     With concave values and one cost step for all, greedy's steps are the M largest gains of all
-    units. A heap and the M-th largest gain (a partition) give the same budgets. The gains of a unit
-    fall along its curve, so even the partition is not needed. The threshold is found by bisection
-    over the gains, with a binary search in every curve at once, and without computing all gains.
+    units. The gains of a unit fall along its curve, so even the partition is not needed. The
+    threshold is found by bisection over the gains, with a binary search in every curve at once, and
+    without computing all gains.
 
     Exactly optimal for XKV's Eq. 17 (most value within a capacity) and Eq. 18 (fewest bytes for a
     target value), floors included: they are the first option of every unit. Ties go to the lower
@@ -35,7 +35,7 @@ class Greedy(Solver):
     def solve(
         self, problem: AllocationProblem, *, time_limit_seconds: float | None = None
     ) -> Solution:
-        """Return the optimum; see the class. The time limit is never needed."""
+        """Return the optimum; see the class."""
         choice = greedy_choice(problem, problem.last_options)
         optimum = problem.objective(choice)
         return Solution.of(problem, choice, bound=optimum, detail="threshold on the marginal gain")

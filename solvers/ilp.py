@@ -25,8 +25,8 @@ class ILP(ByParts):
     shows which options could be part of a better one (a core). These are few or none, so the
     program over them is small and its optimum is the optimum of all. If few different budgets are
     allowed, a dynamic program bounds every set of budgets, and only the sets that could be best are
-    solved. Curves need not be concave and costs need not be equal. Values become whole numbers,
-    rounded down by at most one part in 2^50 of their range, and the rounding is added to the bound.
+    solved. Values become whole numbers, rounded down by at most one part in 2^50 of their range,
+    and the rounding is added to the bound.
 
     Parameters
     ----------

@@ -21,9 +21,8 @@ class Lagrangian(ByParts):
     the best exchange between two, until none improves. Only options that the bound leaves open are
     tried.
 
-    Values may be of any shape and costs unequal. Caps on groups of units each get their own price,
-    from the dual of the linear relaxation. Optimal is claimed only if the bound meets the
-    objective.
+    Caps on groups of units each get their own price, from the dual of the linear relaxation.
+    Optimal is claimed only if the bound meets the objective.
 
     References
     ----------

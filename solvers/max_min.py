@@ -97,7 +97,6 @@ class _WaterFilling:
 
     Parameters
     ----------
-    problem : AllocationProblem
     levels : ndarray of float64, (n_units, n_options)
         Level of each option; -inf in the padding.
     deadline : float
@@ -120,10 +119,7 @@ class _WaterFilling:
         return first_where(reaches, np.zeros_like(last), last)
 
     def fill(self, is_enough: Callable[[IntArray], bool] = lambda picked: False) -> IntArray:
-        """Return the pick of the highest level that fits, with units raised until none can rise.
-
-        It stops once a pick is enough.
-        """
+        """Return the pick of the highest level that fits, with units raised until none can rise."""
         picked = np.zeros(self.problem.n_units, dtype=np.int64)
         active = np.ones(self.problem.n_units, dtype=np.bool_)
         while np.any(active) and not is_enough(picked):
@@ -143,8 +139,8 @@ class _WaterFilling:
     ) -> IntArray:
         """Return the active units at the highest level that fits and is not enough yet.
 
-        Picks grow with the level. The interval between an accepted level and the highest possible
-        one is halved; both ends move to the next level that changes a pick.
+        The interval between an accepted level and the highest possible one is halved; both ends
+        move to the next level that changes a pick.
         """
         low, high = float(self.levels[:, 0].min()), float(self.top.max())
         level, best = high, start.copy()

@@ -31,7 +31,7 @@ class Proportional(SharingRule):
     With a mean of m entries per unit above the smallest options, unit u gets ``m * (1 - 1/beta) +
     m/beta * w_u / mean(w)``. Here ``w_u`` is its weight to some power. Limits follow, then the one
     rounding rule, so that the sum is the budget exactly. A published rule is a choice of the weight
-    and of the limits.
+    and of the limits:
 
     Parameters
     ----------

@@ -69,8 +69,7 @@ default's sinks and window."""
 PLANES = {8: (8,), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,), 1: (1,)}
 """Planes of a row of codes by their number of bits: the lowest bits of all codes, then the others.
 
-A byte holds a plane's bits of 8 / width neighbours, so all are read at fixed places. A plane ends
-on a whole byte.
+A byte holds a plane's bits of 8 / width neighbours, so all are read at fixed places.
 """
 
 KEY_BLOCK_TOKENS = 64
@@ -129,7 +128,6 @@ def stored_bytes(tokens: npt.ArrayLike, bits: npt.ArrayLike, shape: ModelShape) 
         Entries of the head.
     bits : array_like of int
         Of `BIT_WIDTHS`; broadcast against ``tokens``.
-    shape : ModelShape
 
     Returns
     -------
@@ -241,10 +239,7 @@ def _packed_rows(key_dim: int, value_dim: int) -> IntArray:
 
 
 def head_bytes(tokens: npt.ArrayLike, bits: npt.ArrayLike, shape: ModelShape) -> IntArray:
-    """Return the bytes that one KV head of a reduced cache stores of one row.
-
-    They are K and V (`stored_bytes`) and the position of each entry.
-    """
+    """Return the bytes that one KV head of a reduced cache stores of one row."""
     positions = POSITION_BYTES * np.asarray(tokens, dtype=np.int64)
     return stored_bytes(tokens, bits, shape) + positions
 
@@ -275,7 +270,6 @@ def entries_in_share(
         Length of the prompt.
     bits : array_like of int
         Width of each KV head.
-    shape : ModelShape
     minimum : int
         Sinks and window, which are always kept.
 
@@ -315,7 +309,6 @@ def within_bytes(
         Largest sum of their `head_bytes`.
     bits : array_like of int
         Width of each KV head; broadcast against ``budgets``.
-    shape : ModelShape
     minimum : int
         Sinks and window, the smallest budget of a head even beyond the capacity.
 
@@ -351,7 +344,6 @@ def filling_bytes(
         Largest sum of their `head_bytes`.
     bits : array_like of int
         Width of each KV head; broadcast against ``budgets``.
-    shape : ModelShape
     tokens : int
         Largest budget of a head.
 
@@ -407,10 +399,7 @@ def bits_fault(bits: int, head_dim: int) -> str | None:
 
 
 def constant_entries(shape: ModelShape, tokens: int) -> IntArray:
-    """Return the entries that KV heads store in layers without budgets, (n_layers, n_kv_heads).
-
-    They are 0 in layers with budgets, and in layers without entries.
-    """
+    """Return the entries that KV heads store in layers without budgets, (n_layers, n_kv_heads)."""
     counts = np.array([layer.stored_tokens(tokens) for layer in shape.by_layer], dtype=np.int64)
     return np.tile(counts[:, None], (1, shape.n_kv_heads))
 
@@ -447,7 +436,7 @@ def plain_bytes(shape: ModelShape, tokens: int, rows: int = 1) -> int:
 def reading_bytes(shape: ModelShape, tokens: int, rows: int = 1) -> int:
     """Return the bytes stored in full while a prompt is read with eviction.
 
-    A layer is reduced once it was read. Until then keys and values have the model's type.
+    A layer is reduced once it was read.
 
     Parameters
     ----------
@@ -480,12 +469,10 @@ class CacheCosts:
 
     Attributes
     ----------
-    shape : ModelShape
     context_tokens : int
         Length of each prompt.
     batch : int
         Prompts.
-    page_tokens : int
     columns : int or None
         Length of the longest prompt of the batch; None if all are `context_tokens` long.
     heads : int
@@ -535,7 +522,6 @@ class CacheCosts:
         ----------
         tokens, bits : array_like of int
             Entries, and bits of each number; broadcast against each other.
-        page_tokens : int
 
         Returns
         -------
@@ -566,9 +552,6 @@ class CacheCosts:
         return self.heads * int(self.of_head(tokens, 16))
 
     def fewest_tokens(self, cost: int) -> int:
-        """Return the smallest budget that costs at least this, equal in every KV head.
-
-        It is the whole context if partly filled pages would take more.
-        """
+        """Return the smallest budget that costs at least this, equal in every KV head."""
         costs = self.of_head(np.arange(self.context_tokens), 16)
         return int(np.searchsorted(costs * self.heads, cost))

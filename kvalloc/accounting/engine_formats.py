@@ -104,7 +104,6 @@ class Engine:
 
     Attributes
     ----------
-    name : str
     grain : str
         Layers of one choice. *model*: all layers. *ends*: the first and the last N layers have one
         pair, all others another. *skip*: some layers stay at 16 bits, all others have one pair.
@@ -217,7 +216,6 @@ def bytes_of(shape: ModelShape, pairs: Sequence[tuple[str, str]], n_tokens: int)
 
     Parameters
     ----------
-    shape : ModelShape
     pairs : sequence of (str, str), (n_layers,)
         Formats of each layer's keys and values.
     n_tokens : int

@@ -30,9 +30,8 @@ def layer_tensors(layer: Any) -> list[Any]:
 def bytes_at_16_bits(layers: Iterable[Any]) -> int:
     """Return the bytes of entries for later tokens, with unrounded numbers at 16 bits.
 
-    Shares of a full cache at 16 bits compare methods on models of any type. Packed numbers with
-    their scales, and positions of kept entries, count as stored. Layers with a sliding window do
-    not count: no method changes them.
+    Packed numbers with their scales, and positions of kept entries, count as stored. Layers with a
+    sliding window do not count: no method changes them.
     """
     total = 0
     for layer in layers:

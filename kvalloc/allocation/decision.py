@@ -71,10 +71,6 @@ def solve(
     **keywords
         One target, its context and its limits: see `kvalloc.allocation.request.RequestOptions`.
 
-    Returns
-    -------
-    BudgetProfile
-
     Raises
     ------
     InputError
@@ -119,8 +115,6 @@ def decide(
 
     Parameters
     ----------
-    posed : PosedRequest
-    solver : Solver
     time_limit, average
         As in `solve`.
     priced : bool
@@ -369,8 +363,7 @@ def _average_allocations(
 def loss_outlook(profile: BudgetProfile) -> str:
     """Return one line on the loss of budgets that were decided by retention.
 
-    The model's fitted file predicts it: the sum of single losses, times the model error. The
-    smallest predicted loss in the same bytes follows.
+    The model's fitted file predicts it: the sum of single losses, times the model error.
     """
     if profile.retention is None or profile.predicted_loss is not None:
         return ""

@@ -59,7 +59,7 @@ def _units_of(grain: Grain, pairs: IntArray, tables: FloatArray) -> list[Units]:
 
     An engine with one pair: a problem with one unit. An engine that skips layers: a problem for
     each pair, with a unit for each layer, at this pair or 16 bits. An engine with pairs by layer: a
-    problem with a unit for each layer. See `_with_ends` for the ends.
+    problem with a unit for each layer.
     """
     n_layers, whole = tables.shape[1], np.full(2, SIXTEEN)
     match grain:
@@ -313,10 +313,6 @@ def choose(
         One of ``memory`` (bytes of the cache), ``budget`` (share of its bytes at 16 bits), ``bits``
         (an element of K and V, on average) and ``target_loss``. The last takes the fewest bytes at
         a predicted KL in nats per token.
-
-    Returns
-    -------
-    EngineChoice
 
     Raises
     ------

@@ -153,7 +153,6 @@ def trace_frontier(
     ----------
     problem : AllocationProblem
         Its capacity or target is ignored; arrays are checked only once.
-    solver : Solver
     capacities : sequence of int
         Bytes, rising.
     whole_bytes : int, optional

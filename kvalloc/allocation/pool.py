@@ -57,7 +57,6 @@ class Bound(NamedTuple):
 
     Attributes
     ----------
-    value : float
     source : str
         ``"dual"``, or the name of the solver that claims it.
     scales : tuple of float
@@ -254,8 +253,6 @@ def verify_pool(
     scores: Sequence[ScoreProfile | str | Path],
 ) -> list[Check]:
     """Recompute the statements of profiles about their pool, from their score profiles alone.
-
-    `kvalloc.allocation.audit.verify` recomputes the statements about its own part of each.
 
     Parameters
     ----------
@@ -533,7 +530,6 @@ def _least_weights(values: FloatArray) -> tuple[FloatArray, float]:
     -------
     weights : ndarray of float64, (n_members,)
         At least 0; they add up to 1.
-    -
     """
     from scipy.optimize import linprog
 

@@ -1,7 +1,7 @@
 """Request of a user: one target, its context, and its limits.
 
 `RequestOptions` names, types and documents each keyword once, for functions (``Unpack``) and for
-flags. `Request` holds the checked values.
+flags.
 """
 
 from __future__ import annotations
@@ -277,7 +277,6 @@ class LayerCap:
 
     Attributes
     ----------
-    layers : tuple of int
     capacity_bytes : int
         Largest sum of their bytes, sliding layers included.
     text : str

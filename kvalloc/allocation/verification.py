@@ -88,10 +88,6 @@ def solve_problem(
 ) -> CheckedSolution:
     """Run a solver and recompute every claim of its answer.
 
-    Returns
-    -------
-    CheckedSolution
-
     Raises
     ------
     InfeasibleError
@@ -327,7 +323,6 @@ def prove(problem: AllocationProblem, choice: IntArray, prices: tuple[float, ...
 
     Parameters
     ----------
-    problem : AllocationProblem
     choice : ndarray of int64, (n_units,)
         A choice claimed to be good: the dual at its own price is tried first.
     prices : tuple of float

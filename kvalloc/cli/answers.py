@@ -129,7 +129,6 @@ class Answer:
 
     Attributes
     ----------
-    text : str
     new_tokens : int
         Number of its tokens.
     cut : bool
@@ -171,8 +170,6 @@ class Conversation:
 
     Attributes
     ----------
-    options : PromptOptions
-    loaded : LoadedModel
     make_cache : callable
         Makes an empty cache for a prompt of these tokens, and names the default's method for them.
     cache : transformers.Cache or None

@@ -215,8 +215,6 @@ def _answer(
 
     Parameters
     ----------
-    conversation : Conversation
-    question : str
     stopped : callable
         As in `Conversation.answer`.
     first : bool

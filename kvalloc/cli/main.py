@@ -31,8 +31,7 @@ GROUPS = {
     "Share": ("export",),
     "What there is": ("list",),
 }
-"""The commands by their heading in the help. Each is a function of that name in
-``kvalloc.cli.<name>``, and its docstring is its help."""
+"""The commands by their heading in the help."""
 
 COMMANDS = tuple(chain(*GROUPS.values()))
 

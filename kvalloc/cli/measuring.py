@@ -44,8 +44,8 @@ class MeasuringOptions(EngineOptions, ModelArgument):
     from texts and words that no evaluation uses."""
 
     question_at: Annotated[Literal["inside", "after", "both"] | None, Option("", PROMPTS)] = None
-    """With `tasks`: whether the reduced prompt ends with the question, or is only the context, with
-    the question read after the reduction; inside by default."""
+    """With `tasks`: whether the reduced prompt ends with the question, or the question is read
+    after the reduction; inside by default."""
 
     lengths: Annotated[str | None, Option("N,N", PROMPTS)] = None
     """With `tasks`: prompts of each of these lengths, tokens; `context` by default."""
@@ -74,7 +74,6 @@ def measure(
     ----------
     function : callable
         `kvalloc.profile` or `kvalloc.fit`.
-    options : MeasuringOptions
     keywords : mapping
         Typed options of the function.
     per_kind : int

@@ -97,10 +97,6 @@ class LoadOptions:
     def load(self, model: str) -> Any:
         """Load the model that the user named, with a note if loading takes long.
 
-        Returns
-        -------
-        kvalloc.models.loading.LoadedModel
-
         Raises
         ------
         KVAllocError
@@ -200,7 +196,7 @@ _NAMES = {
     "dtype": ("kvalloc.models.loading:DTYPES",),
 }
 """Sources of the names that complete a parameter: groups of entry points, and functions or tables
-of modules. Nothing loads torch."""
+of modules."""
 
 
 def takes(

@@ -224,7 +224,6 @@ def decision_facts(decided: BudgetProfile, seconds: float) -> dict[str, Any]:
 
     Parameters
     ----------
-    decided : BudgetProfile
     seconds : float
         Seconds of formulating, solving and checking.
     """

@@ -84,7 +84,6 @@ class ModelFacts:
 
     Attributes
     ----------
-    shape : ModelShape
     weights : str
         Digest of all weights in their own types.
     dtype, device, attention : str
@@ -156,7 +155,6 @@ class Engine(Protocol):
 
         Parameters
         ----------
-        work : callable
         items : mapping of int to object
             By number.
         advance : callable
@@ -164,7 +162,6 @@ class Engine(Protocol):
 
         Yields
         ------
-        number : int
         result : object
             Result of the work, or a `Failed`, in the order of finishing.
         """

@@ -155,7 +155,6 @@ class _Worker:
     ----------
     slot : int
         Its number, which a successor inherits.
-    actor : ray.actor.ActorHandle
     waiting : ray.ObjectRef or None
         Its current work: loading its model, or an item.
     item : int or None

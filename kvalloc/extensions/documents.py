@@ -1,7 +1,6 @@
 """Documents read separately and joined before a question.
 
-A document that was read alone does not depend on the text before it. Its keys are rotated to their
-new positions; keys and values of some tokens are recomputed.
+Its keys are rotated to their new positions; keys and values of some tokens are recomputed.
 
 References
 ----------
@@ -392,14 +391,12 @@ class Documents:
 
     Attributes
     ----------
-    model : transformers.PreTrainedModel
     ids : Tensor of int64, (n_tokens + n_question,)
         All tokens, on the host.
     before : int
         Tokens before the first document.
     n_tokens : int
         Tokens before the question.
-    layers : list of DenseLayer
     """
 
     model: Any
@@ -495,10 +492,7 @@ class Documents:
         return changes
 
     def _run(self, places: Tensor, attend: Handler) -> None:
-        """Let the model compute the tokens at these positions, until `attend` has enough.
-
-        Nothing is cached: `attend` supplies the entries.
-        """
+        """Let the model compute the tokens at these positions, until `attend` has enough."""
         device = input_device(self.model)
         ids, positions = self.ids[places].to(device), places.to(device)
         # a mask that is ready is taken as it is, and none is made

@@ -212,10 +212,8 @@ class LosslessAnswer:
 
     Attributes
     ----------
-    model : transformers.PreTrainedModel
     cache : BudgetCache
         See `verify_with`.
-    sampling : Sampling
     ends : callable
         Returns whether the answer, or a row's answer, ends with the last token.
     longest : int
@@ -302,7 +300,7 @@ class LosslessAnswer:
         """Let both caches read a prompt or a turn; return the last logits.
 
         A prompt is read once: a layer evicts no entry while it is read, so both caches get equal
-        entries. A turn is read by each.
+        entries.
         """
         cache, full = self.cache, self.cache.verifier.full
         self._drafts.given = None

@@ -28,8 +28,6 @@ _FIRST_PAIR = 2
 class MPCache(VotedPolicy):
     """Static: the best by the attention of the prompt's last rows. Dynamic: see `ClusterReader`.
 
-    The dynamic half reduces reads, not storage.
-
     Parameters
     ----------
     scorer : Scorer
@@ -96,15 +94,13 @@ class MPCache(VotedPolicy):
 class ClusterReader(Extension):
     """Reads sinks, window, decoded tokens, and the nearest clusters of other prompt entries.
 
-    Neighbours among the stored entries form clusters. The nearness of a cluster is ``q . (alpha *
-    r_max + (1 - alpha) * r_min)``, with the elementwise largest and smallest of its keys and the
-    mean query of the KV head's query heads. Coarse clusters are ranked first, then the fine ones
-    within the best. Entries that fill no coarse cluster are always read. Ties go to the earlier
-    cluster.
+    The nearness of a cluster is ``q . (alpha * r_max + (1 - alpha) * r_min)``, with the elementwise
+    largest and smallest of its keys and the mean query of the KV head's query heads. Coarse
+    clusters are ranked first, then the fine ones within the best. Entries that fill no coarse
+    cluster are always read. Ties go to the earlier cluster.
 
     The second of two adjacent layers does not compare: it reads the fine clusters with most of the
-    first one's positions. If both store the same entries these are the same clusters, as in the
-    paper.
+    first one's positions.
 
     Parameters
     ----------

@@ -1,7 +1,5 @@
 """Kernels of `kvalloc.extensions.triton`, imported only where Triton is installed.
 
-With ``TRITON_INTERPRET=1`` the same kernels run on the CPU, where they are tested.
-
 A softmax over the entries so far has three parts for each query row: the largest logit ``largest``,
 the sum ``total`` of ``exp(logit - largest)``, and the values weighted by these, ``summed``. Entries
 are added a block of columns at a time, and read from memory once: as numbers, or as codes of fewer

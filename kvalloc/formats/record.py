@@ -193,10 +193,7 @@ class Record(BaseModel):
 
 
 class FileRecord(Record):
-    """A record that is a file, with a digest of its content.
-
-    Two of them are equal if their digests are, so arrays are compared by value.
-    """
+    """A record that is a file, with a digest of its content."""
 
     MADE_BY: ClassVar[str] = ""
     """The command that writes the file."""
@@ -510,10 +507,7 @@ def kind_of(path: str | Path) -> str:
 
 
 class ArrayRecord(FileRecord):
-    """A record that is a safetensors file: its arrays as tensors, all else in a JSON header.
-
-    Its class is derived from this one and from the class of its header.
-    """
+    """A record that is a safetensors file: its arrays as tensors, all else in a JSON header."""
 
     HEADER: ClassVar[type[FileRecord]]
     """The record without its arrays."""

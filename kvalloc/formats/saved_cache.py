@@ -79,7 +79,6 @@ class StoredTensor:
     ----------
     dtype : str
         Name in torch.
-    shape : tuple of int
     data : ndarray of uint8, (n_bytes,)
     """
 
@@ -188,7 +187,6 @@ class SavedCacheHeader(FileRecord):
 
         Returns
         -------
-        header : SavedCacheHeader
         tensors : dict of StoredTensor
             Each in separate memory; see `kvalloc.extensions.saved` for their names.
 
@@ -263,8 +261,6 @@ class _Contents:
     ----------
     path : str or Path
         Named in errors.
-    header : SavedCacheHeader
-    tensors : mapping of StoredTensor
     """
 
     def __init__(

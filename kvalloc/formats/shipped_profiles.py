@@ -66,10 +66,6 @@ def load_profile(source: BudgetProfile | str | Path) -> BudgetProfile:
         A path, ``hf://owner/repo[@revision]/file.json``, a name in `shipped_profiles`, or a budget
         profile, which is returned.
 
-    Returns
-    -------
-    BudgetProfile
-
     Raises
     ------
     InputError
@@ -88,10 +84,6 @@ def load_scores(source: ScoreProfile | str | Path) -> ScoreProfile:
     source : ScoreProfile, str or Path
         A path, ``hf://owner/repo[@revision]/file.safetensors``, the name of a shipped fitted file,
         such as ``"smollm2-135m-instruct"``, or a score profile, which is returned.
-
-    Returns
-    -------
-    ScoreProfile
 
     Raises
     ------
@@ -117,10 +109,6 @@ def load_fitted(source: str) -> FittedModel:
     source : str
         A path, ``hf://owner/repo[@revision]/file.safetensors``, or a name such as
         ``"smollm2-135m-instruct"``.
-
-    Returns
-    -------
-    FittedModel
 
     Raises
     ------
@@ -171,10 +159,6 @@ def load_file(source: str | Path, kinds: Sequence[type[Any]] = KINDS) -> Any:
         A file of kvalloc, here or on the hub, or the name of a shipped profile.
     kinds : sequence of type
         Records to take. A fitted file stands for its score profile if only that is taken.
-
-    Returns
-    -------
-    ScoreProfile, BudgetProfile or Evaluation
 
     Raises
     ------

@@ -70,7 +70,6 @@ class DuoAttention(ExportTarget):
         ----------
         path : Path
             The folder.
-        like : BudgetProfile
         sparsity : float, optional
             Share of the heads that stream, the smallest numbers first; by default all numbers below
             one half.

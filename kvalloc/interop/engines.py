@@ -268,7 +268,6 @@ def read_pairs(engine: str, path: str | Path, shape: ModelShape) -> tuple[Pair, 
         ``"mlx-lm"``, ``"modelopt"`` or ``"kvtuner"``.
     path : str or Path
         A file in the form of `write_choice`.
-    shape : ModelShape
 
     Returns
     -------

@@ -134,10 +134,8 @@ def make_press(name: PeerName) -> Any:
 class PeerCompressed(Compressed):
     """A prompt's cache after a press.
 
-    Presses that decide per head evict nothing and mark entries as hidden. Here these get no
-    attention at all (a mask of minus infinity). kvpress itself uses made-up keys, which need
-    several tries to find and leave a little weight if many tokens are read at once. Positions
-    continue from the prompt's length.
+    Here these get no attention at all (a mask of minus infinity). kvpress itself uses made-up keys,
+    which need several tries to find and leave a little weight if many tokens are read at once.
 
     Attributes
     ----------
@@ -381,10 +379,7 @@ def _entries(layer: Any) -> int:
 
 @contextmanager
 def _as_it_was(model: Any, tokenizer_path: str | None) -> Iterator[None]:
-    """Undo changes of presses to the model, and let presses find its tokenizer.
-
-    Masks of head-wise presses are on the modules and would leak into the next prompt.
-    """
+    """Undo changes of presses to the model, and let presses find its tokenizer."""
 
     def clear() -> None:
         for layer in _layers(model):

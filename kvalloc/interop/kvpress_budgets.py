@@ -30,15 +30,10 @@ def budget_press(profile: BudgetProfile, press: Any, *, accept: Collection[str] 
 
     Parameters
     ----------
-    profile : BudgetProfile
     press : kvpress.ScorerPress
         Its compression ratio is not used.
     accept : collection of str
         Losses to accept, by name, as in `kvalloc.interop.exporting.export`.
-
-    Returns
-    -------
-    kvpress.BasePress
 
     Raises
     ------

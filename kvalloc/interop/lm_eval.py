@@ -134,10 +134,6 @@ class KVAllocLM(LM):  # type: ignore[misc]  # lm_eval has no types
         requests : sequence of lm_eval.api.instance.Instance
             With ``args`` (context, options): ``until``, the length, and options of ``generate()``.
 
-        Returns
-        -------
-        list of str
-
         Raises
         ------
         InputError

@@ -60,7 +60,6 @@ class LUKV(ExportTarget):
 
         Parameters
         ----------
-        path : Path
         like : BudgetProfile
             Has the context, the policy and, by default, the total.
         evicted : float, optional

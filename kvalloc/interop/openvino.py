@@ -19,9 +19,8 @@ BLOCK_TOKENS = 32
 class OpenVINO(ExportTarget):
     """A ``CacheEvictionConfig``: first and last tokens, and equally many entries in each head.
 
-    It evicts whole blocks of a layer, the same tokens in all of its heads. They are ranked by the
-    sum of the attention of the prompt's last tokens (as in SnapKV) and of generated tokens. Unlike
-    a budget of kvalloc, ``max_cache_size`` also counts generated tokens.
+    They are ranked by the sum of the attention of the prompt's last tokens (as in SnapKV) and of
+    generated tokens. Unlike a budget of kvalloc, ``max_cache_size`` also counts generated tokens.
 
     References
     ----------
@@ -76,10 +75,6 @@ class OpenVINO(ExportTarget):
 
 def scheduler_config(path: str | Path) -> Any:
     """Return a ``SchedulerConfig`` of openvino_genai from a file of ``kvalloc export``.
-
-    Parameters
-    ----------
-    path : str or Path
 
     Returns
     -------

@@ -25,8 +25,7 @@ Table = Mapping[str, Sequence[Any]]
 class CSV(ExportTarget):
     """A table of budgets: layer, head, tokens, bits, policy.
 
-    It is for people and their notebooks. Model, context and parameters of policies stay in the
-    profile, which is needed to read a table.
+    Model, context and parameters of policies stay in the profile, which is needed to read a table.
     """
 
     name = "csv"
@@ -94,16 +93,7 @@ class Parquet(CSV):
 
 
 def budget_table(profile: BudgetProfile) -> Table:
-    """Return a row for each KV head: layer, head, tokens, bits, policy.
-
-    Parameters
-    ----------
-    profile : BudgetProfile
-
-    Returns
-    -------
-    mapping of str to list
-    """
+    """Return a row for each KV head: layer, head, tokens, bits, policy."""
     units: npt.NDArray[Any] = np.indices(profile.budgets.shape)
     columns: dict[str, npt.NDArray[Any]] = {
         "layer": units[0],
@@ -117,10 +107,6 @@ def budget_table(profile: BudgetProfile) -> Table:
 
 def curve_table(scores: ScoreProfile) -> Table:
     """Return a row for each point of a score profile's curves: layer, head, curve, tokens, value.
-
-    Parameters
-    ----------
-    scores : ScoreProfile
 
     Returns
     -------

@@ -1,8 +1,8 @@
 """Budget profiles for other engines: the parts that one cannot express, and the nearest profile.
 
-A profile says more than most engines can express. Nothing is dropped silently: each loss has a
-name, a `Restriction`, that the user accepts. The result is a budget profile with the bytes of the
-first, so that ``kvalloc eval`` measures the cost of the loss.
+Nothing is dropped silently: each loss has a name, a `Restriction`, that the user accepts. The
+result is a budget profile with the bytes of the first, so that ``kvalloc eval`` measures the cost
+of the loss.
 """
 
 from __future__ import annotations
@@ -106,8 +106,6 @@ def restrict(
 
     Parameters
     ----------
-    profile : BudgetProfile
-    target : ExportTarget
     accept : collection of str
         Names of restrictions that may be applied.
 
@@ -159,8 +157,6 @@ def at_length(profile: BudgetProfile, context_tokens: int, *, fixed: bool) -> Bu
 
     Parameters
     ----------
-    profile : BudgetProfile
-    context_tokens : int
     fixed : bool
         Whether longer prompts keep no more.
 
@@ -207,7 +203,6 @@ def reading(path: str | Path, what: str) -> Iterator[None]:
 
     Parameters
     ----------
-    path : str or Path
     what : str
         The fault, such as ``"is no file of LU-KV"``.
     """
@@ -255,8 +250,6 @@ def imported_heads(like: BudgetProfile, path: Path, entries: FloatArray) -> Budg
 
     Parameters
     ----------
-    like : BudgetProfile
-    path : Path
     entries : ndarray of float64, (n_full_layers * n_kv_heads,)
         Entries of each head; sinks and window are kept in any case.
     """

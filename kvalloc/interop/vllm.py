@@ -17,9 +17,8 @@ class VLLM(ExportTarget):
     """Engine arguments from a profile's bits by layer: the data type and the layers at 16 bits.
 
     vLLM evicts nothing within a layer: it has no budgets of heads or layers, no scores, no fitted
-    values. Sliding windows are the model's own and stay. Its 8 bits are fp8 with one scale a
-    tensor, its 4 bits integers with a scale for each token and head. Here numbers have a scale for
-    each group of 64.
+    values. Its 8 bits are fp8 with one scale a tensor, its 4 bits integers with a scale for each
+    token and head. Here numbers have a scale for each group of 64.
 
     References
     ----------

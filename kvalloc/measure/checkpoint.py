@@ -190,7 +190,6 @@ def kept_work(
     ----------
     job : callable
         Returns the settings that decide the numbers.
-    resume : bool
 
     Raises
     ------
@@ -263,7 +262,7 @@ def _holds_pieces(folder: Path) -> bool:
 
 
 _WAIT = 1.0
-"""Seconds to wait for the lock. A process that only looks, or that leaves, has it for a moment."""
+"""Seconds to wait for the lock."""
 
 
 def _locked(folder: Path) -> BaseFileLock:

@@ -56,8 +56,7 @@ def profile_formats(
 ) -> FormatLosses:
     """Measure what a model loses if K or V are stored in the formats of other engines.
 
-    Each text runs in one forward. After one forward of the unchanged model, K or V of a layer in
-    one format need one forward from that layer on.
+    Each text runs in one forward.
 
     Parameters
     ----------
@@ -81,10 +80,6 @@ def profile_formats(
         Tokens of each.
     seed : int
         Seed of the choice of samples.
-
-    Returns
-    -------
-    FormatLosses
 
     Raises
     ------
@@ -147,10 +142,7 @@ def mixtures_of(names: Sequence[str], n_layers: int) -> IntArray:
 
 
 class _Work:
-    """Measures a piece: single losses of one layer on one text, or all mixtures on it.
-
-    A worker stores the unchanged model's outputs of a text for later pieces.
-    """
+    """Measures a piece: single losses of one layer on one text, or all mixtures on it."""
 
     def __init__(self, shape: ModelShape, samples: SampleSet, names: tuple[str, ...]) -> None:
         self.shape, self.samples, self.names = shape, samples, names

@@ -116,7 +116,6 @@ class Steps:
 
     Parameters
     ----------
-    total : int
     progress : callable or None
         Called with (steps done, steps in all).
     """
@@ -189,11 +188,8 @@ class Job:
 
     Attributes
     ----------
-    shape : ModelShape
-    scorer : Scorer
     sinks, context_tokens : int
         As in the score profile.
-    samples : SampleSet
     losses : LossPlan or None
         None if losses are not measured.
     bits : tuple of int
@@ -268,10 +264,7 @@ class Job:
         return range(number - 1, n_samples, of)
 
     def chunk_of(self, n_tokens: int) -> int:
-        """Return the tokens of a sample in one forward, at least the queries of the scorer.
-
-        By default all of them, up to the context with exact curves.
-        """
+        """Return the tokens of a sample in one forward, at least the queries of the scorer."""
         chunk = self.chunk or (n_tokens if n_tokens <= EXACT_CONTEXT_TOKENS else CHUNK_TOKENS)
         return max(chunk, self.scorer.query_rows(n_tokens), self.scorer.window)
 

@@ -1,7 +1,7 @@
 """Predictions with a reduced cache in one layer, for many variants in one batch.
 
-One prompt runs once with the full cache. Its continuation then runs with entries of one layer
-hidden, from that layer on only. Variants are a batch that shares the prompt's keys and values.
+Its continuation then runs with entries of one layer hidden, from that layer on only. Variants are a
+batch that shares the prompt's keys and values.
 """
 
 from __future__ import annotations
@@ -426,7 +426,6 @@ def check_continues(model: Any, token: int, *, where: str = "") -> None:
 
     Parameters
     ----------
-    model : transformers.PreTrainedModel
     token : int
         First token that it writes.
     where : str

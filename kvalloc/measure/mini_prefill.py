@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class _Seen(Exception):
-    """Ends the forward. Never leaves this module."""
+    """Ends the forward."""
 
 
 def mini_prefill(
@@ -155,7 +155,7 @@ def check_seen(model: Any, layers: Iterable[int], seen: Container[int]) -> None:
 def run_apart(model: Any, *, states: bool = False) -> bool:
     """Return whether each layer of a model runs on the output of the previous one alone.
 
-    A layer may also get the tokens. It must not read another's entries, or return anything else.
+    A layer may also get the tokens.
 
     Parameters
     ----------

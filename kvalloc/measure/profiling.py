@@ -59,15 +59,15 @@ class ProfileOptions(TypedDict, total=False):
     snapkv:window=32:pool=7; xkv by default."""
 
     sinks: Annotated[int, Option("N", SCORES)]
-    """First tokens that are never evicted, and left out of the curves; 4 by default. 0 counts them,
-    as XKV does."""
+    """First tokens that are never evicted, and left out of the curves; 4 by default. 0, as in
+    XKV, counts them."""
 
     seed: int
     """Seed of the choice of samples; 0 by default."""
 
     loss: Annotated[LossMethod | LossPlan | None, Option("[measured|fast]", LOSSES)]
     """Also measure how reducing each unit alone changes the next-token distribution: by a forward
-    for every unit and level, or by a second-order estimate at the price of a few prefills. It is
+    for every unit and level, or a second-order estimate for the price of a few prefills. It is
     measured on the prompts' answers, or on the model's own continuation."""
 
     loss_level: Annotated[LossLevel, Option("", LOSSES)]
@@ -82,8 +82,8 @@ class ProfileOptions(TypedDict, total=False):
     to 4,096 tokens, and 1,024 of longer samples. Losses take the whole sample."""
 
     shard: Annotated[str | None, Option("I/N", SCORES)]
-    """Measure only every N-th sample, such as 2/8. From all N shards, which may run on N machines,
-    'kvalloc merge' makes the file of a single call."""
+    """Measure only every N-th sample, such as 2/8. From all N shards, on any machines,
+    'kvalloc merge' makes the file of one call."""
 
 
 @keywords_of(ProfileOptions)
@@ -110,6 +110,7 @@ def profile(
     model : transformers.PreTrainedModel or Engine
         A causal language model, unchanged afterwards; or workers that have loaded one, see
         `kvalloc.engine.ray.RayEngine`.
+    tokenizer : transformers.PreTrainedTokenizerBase
     texts : iterable of str, Document or Prompt
         Running text, also a string, is cut into samples of exactly `context` tokens. A prompt is
         one sample: a longer one loses its middle, and a shorter one's curve is stretched over the

@@ -63,7 +63,6 @@ class SampleSet:
 
     Attributes
     ----------
-    samples : tuple of Sample
     description : str
         Origin, for people.
     """

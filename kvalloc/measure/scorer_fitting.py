@@ -54,8 +54,6 @@ TARGET = Reconstruction(chunk=PIECE)
 class NormalEquations:
     """Normal equations of rows ``(x, y)``, for each of several problems.
 
-    Sums of parts of the rows add up to the sums of all rows.
-
     Attributes
     ----------
     moments : ndarray of float64, (..., n_features + 2, n_features + 2)
@@ -148,8 +146,8 @@ def fit_surrogate(
 
     Each sample runs through the decoder once, written twice. The target is the largest attention to
     a token from the second copy, as in the scorer ``reconstruction``. Its log is fitted for each KV
-    head of every full-attention layer. Only sums over the tokens are stored. A reduced cache of
-    each sample then shows whether attention of a prompt's last queries helps, and at which weight.
+    head of every full-attention layer. A reduced cache of each sample then shows whether attention
+    of a prompt's last queries helps, and at which weight.
 
     Each half of the samples is fitted and tested by the other half, and the best ridge is taken.
 

@@ -36,12 +36,7 @@ after a prompt."""
 
 
 class Line(NamedTuple):
-    """Seconds for one row, as a line over the bytes or tokens of the row.
-
-    Attributes
-    ----------
-    fixed, slope : float
-    """
+    """Seconds for one row, as a line over the bytes or tokens of the row."""
 
     fixed: float
     slope: float
@@ -99,7 +94,7 @@ def device_steps(model: Any, name: str) -> StepTimes:
     """Return the times of a device by its published figures: a lower bound of any run.
 
     The weights are read once a step, and each row's cache; products take their time if that is
-    more. Evictions take none.
+    more.
 
     Parameters
     ----------
@@ -134,19 +129,14 @@ def measure_steps(
     """Measure the steps of a model on its own device.
 
     One prompt is read for each reduced cache, and its row repeated. A plain cache has one long row,
-    since many short rows take another time for a byte. All compared steps run alternately.
+    since many short rows take another time for a byte.
 
     Parameters
     ----------
-    model : transformers.PreTrainedModel
     profiles : tuple of BudgetProfile
         Two with different prompts and shares.
     plain_tokens : int
         Length of the row of a plain cache.
-
-    Returns
-    -------
-    StepTimes
     """
     begun, shape = time.perf_counter(), shape_of(model)
 

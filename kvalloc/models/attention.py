@@ -1,12 +1,12 @@
 """Interception of the attention of every layer of a transformers model.
 
 Profiling needs a layer's queries, keys and values; the runtime changes a layer's mask. Both use the
-table of attention functions that transformers offers for adding implementations. Nothing is
-registered at import. Only while an `AttentionSwitch` is on, the model's attention modules hold a
-view of their config. In an intercepted forward the view names a wrapper of the model's
-implementation. All others, such as another thread, read the config. The config itself, which models
-and threads share, is never written to. Without a handler the wrapper calls the model's
-implementation with the same arguments, so the result is bit-identical.
+table of attention functions that transformers offers for adding implementations. Only while an
+`AttentionSwitch` is on, the model's attention modules hold a view of their config. In an
+intercepted forward the view names a wrapper of the model's implementation. All others, such as
+another thread, read the config. The config itself, which models and threads share, is never written
+to. Without a handler the wrapper calls the model's implementation with the same arguments, so the
+result is bit-identical.
 """
 
 from __future__ import annotations
@@ -224,8 +224,6 @@ class ChosenWidths:
 class Observed:
     """Notes of a scorer about earlier chunks of a prompt, for one layer.
 
-    They belong to the cache; scorers keep no state between calls.
-
     Attributes
     ----------
     n_tokens : int
@@ -431,9 +429,7 @@ def intercept_attention(model: nn.Module, handler: Handler) -> AbstractContextMa
 class AttentionSwitch:
     """The reusable half of `intercept_attention`, with the facts about a model.
 
-    The first switch of a decoder runs it over a few tokens (`kvalloc.models.probe`). Entering sets
-    one context variable and gives each attention module its view. Each `enter` needs one `leave`,
-    in reverse order.
+    Each `enter` needs one `leave`, in reverse order.
 
     Parameters
     ----------

@@ -28,8 +28,7 @@ from kvalloc.models.pretrained import read_pretrained
 
 _FORMAT = "1"
 _OLDEST_READER = "5.23"
-"""Older transformers read the tokenizer of GGUF files wrongly (5.2 adds or changes tokens). A
-folder that a newer one wrote is right in all of them, so its name has no version."""
+"""Older transformers read the tokenizer of GGUF files wrongly (5.2 adds or changes tokens)."""
 
 _REORDERED = frozenset(
     {

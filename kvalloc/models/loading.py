@@ -116,10 +116,6 @@ def load_model(
     notify : callable, optional
         Called with one line before a slow step; writes to stderr by default.
 
-    Returns
-    -------
-    LoadedModel
-
     Raises
     ------
     InputError
@@ -351,8 +347,8 @@ def _looks_like_path(source: str) -> bool:
 def _on_hub(model_id: str, *, demo: bool = False) -> tuple[str, str, bool]:
     """Return the result of `_locate` for a hub id, after one short request.
 
-    An unknown id or a missing network shows at once. If the hub does not answer, the folder in its
-    cache is read as a local one: by the id transformers would repeat requests for minutes.
+    If the hub does not answer, the folder in its cache is read as a local one: by the id
+    transformers would repeat requests for minutes.
     """
     from huggingface_hub import HfApi, errors, try_to_load_from_cache
 

@@ -1,8 +1,8 @@
 """Names of transformers and torch that are private or change between versions.
 
-No other file of kvalloc contains one (``tests/unit/models/test_names.py``). Each is looked up at
-its first use. If a version lacks a name, only the ability that needs it is lost, with one line of
-explanation. Public names of the package ``transformers`` itself may be used anywhere.
+No other file of kvalloc contains one (``tests/unit/models/test_names.py``). If a version lacks a
+name, only the ability that needs it is lost, with one line of explanation. Public names of the
+package ``transformers`` itself may be used anywhere.
 """
 
 from __future__ import annotations
@@ -333,9 +333,8 @@ _FLOATS = {float, np.float64}
 def own_parts(module: Any) -> Iterator[tuple[str, Any]]:
     """Yield by name a module's parts: numbers, tensors, active adapters, modules.
 
-    PEFT wraps the layer that an adapter changes. Adapters that are off, or merged into the layer,
-    are left out, so the result is the same without the wrapper. bitsandbytes stores scales beside a
-    weight. Dropout is left out.
+    Adapters that are off, or merged into the layer, are left out, so the result is the same without
+    the wrapper. bitsandbytes stores scales beside a weight.
     """
     attributes, wraps = vars(module), hasattr(type(module), "adapter_layer_names")
     if not _FLOATS.isdisjoint(map(type, attributes.values())):  # few modules have any

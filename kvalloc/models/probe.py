@@ -157,7 +157,6 @@ class _Seen:
 
     Attributes
     ----------
-    decoder : nn.Module
     modules : mapping of int to nn.Module
         Attention of each layer that has attended.
     layers : list
@@ -300,8 +299,8 @@ def _size(states: Tensor) -> str:
 def _run(decoder: Any, seen: _Seen) -> Tensor:
     """Run a decoder over a few tokens at several positions, and return the positions.
 
-    Each token is a row of its own. So its queries depend on the token and the position alone, even
-    if a layer mixes the tokens of a row.
+    So its queries depend on the token and the position alone, even if a layer mixes the tokens of a
+    row.
     """
     import torch
 

@@ -2,8 +2,7 @@
 
 Transformers has no interface for a layer's rotation, so it is found by a run
 (`kvalloc.models.probe`). Queries and keys of a token at position 0 are rotated by `rotate`, and
-compared with its queries and keys at other positions. If they cannot be compared, the rotation is
-unknown.
+compared with its queries and keys at other positions.
 """
 
 from __future__ import annotations
@@ -34,13 +33,7 @@ than 0.005, and in bfloat16 by less than 0.003.
 
 @dataclass(frozen=True)
 class Buffer:
-    """A module's buffer or weight, which the model may replace as a text grows.
-
-    Attributes
-    ----------
-    module : weakref.ref of nn.Module
-    name : str
-    """
+    """A module's buffer or weight, which the model may replace as a text grows."""
 
     module: weakref.ref[nn.Module]
     name: str
@@ -130,7 +123,6 @@ def rotate(states: Tensor, positions: Tensor, rotation: Rotation, *, keys: bool 
     states : Tensor, (..., n, head_dim)
     positions : Tensor, (n,) or (..., n)
         Number of positions; a negative number rotates back.
-    rotation : Rotation
     keys : bool
         Whether the states are keys, which a layer may scale by other factors than queries.
 
@@ -160,8 +152,7 @@ def layer_rotation(
 ) -> Rotation | None:
     """Return the rotation of a layer, which may apply norms of queries and keys after it.
 
-    As `rotation_of`, for queries and keys of a probe. Weights of norms may be close to each other:
-    the better fit counts.
+    As `rotation_of`, for queries and keys of a probe.
     """
     import torch
 

@@ -72,12 +72,8 @@ _KNOWN = weakref.WeakKeyDictionary()
 def known_weights(model: Any) -> tuple[str, ...] | None:
     """Return the weights' digests, which `ModelShape.has_weights_of` compares.
 
-    The weights are read once. They are read again if a tensor was replaced or written to, or if
-    adapters, their scales or the config changed. Torch does not count writes through ``.data``.
-
-    Parameters
-    ----------
-    model : transformers.PreTrainedModel
+    They are read again if a tensor was replaced or written to, or if adapters, their scales or the
+    config changed. Torch does not count writes through ``.data``.
 
     Returns
     -------
@@ -99,9 +95,8 @@ def weights_digest(module: Any) -> str:
     """Return a digest of a module's weights in their own types, read now.
 
     It covers shapes, types and 64 values of each parameter and buffer, the config and the active
-    adapters. So another checkpoint, fine-tune, adapter or type gives another digest. A deliberate
-    change of other values is not noticed. Weights offloaded by accelerate are read; values that are
-    loaded nowhere are left out.
+    adapters. A deliberate change of other values is not noticed. Weights offloaded by accelerate
+    are read; values that are loaded nowhere are left out.
 
     Parameters
     ----------

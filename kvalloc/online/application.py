@@ -466,7 +466,6 @@ def _check_turn(cache: BudgetCache, ids: Tensor) -> None:
 
     Parameters
     ----------
-    cache : BudgetCache
     ids : Tensor
         The whole text so far, (rows, tokens), or its embeddings, which are not compared.
     """

@@ -1,7 +1,4 @@
-"""The unmeasured default for any model: the best known method within a share of the bytes.
-
-Each row of a prompt gets a method of `kvalloc.online.methods`, and a cache that follows it.
-"""
+"""The unmeasured default for any model: the best known method within a share of the bytes."""
 
 from __future__ import annotations
 
@@ -206,8 +203,6 @@ class Default(Decision):
 
     def setting(self, shape: ModelShape) -> Setting:
         """Return the setting of all methods of a model.
-
-        Its fitted file is the named one, else the model's, if it exists.
 
         Raises
         ------

@@ -66,7 +66,6 @@ class Setting:
 
     Attributes
     ----------
-    shape : ModelShape
     share : float
         Share of the bytes of a cache at 16 bits a number.
     file : str or None

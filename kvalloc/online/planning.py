@@ -1,7 +1,4 @@
-"""Planning: the number of rows and the share with the most tokens a second within one memory.
-
-It plans the default's budgets, bytes and schedule, so it is in this room.
-"""
+"""Planning: the number of rows and the share with the most tokens a second within one memory."""
 
 from __future__ import annotations
 
@@ -43,7 +40,6 @@ class PlannedBatch:
 
     Attributes
     ----------
-    rows : int
     share : float
         Share of the bytes of a cache at 16 bits, as in ``kvalloc.apply(budget=...)``; 1 for a plain
         cache.
@@ -97,8 +93,7 @@ def plan_batch(
 ) -> BatchPlan:
     """Return how many rows at which share give the most tokens a second.
 
-    Bytes and losses are as with `kvalloc.apply` and that budget. A step takes the time of the
-    model, once for all rows, and of each row's cache; at an interval each row evicts.
+    Bytes and losses are as with `kvalloc.apply` and that budget.
 
     Parameters
     ----------
@@ -115,10 +110,6 @@ def plan_batch(
         Measured by default.
     fitted, allow_other_model : optional
         As `kvalloc.apply`.
-
-    Returns
-    -------
-    BatchPlan
 
     Raises
     ------

@@ -1,7 +1,4 @@
-"""``kvalloc.solve_measured``: decide, measure the loss of the whole cache, and decide again.
-
-It is in this room because it solves while a model runs.
-"""
+"""``kvalloc.solve_measured``: decide, measure the loss of the whole cache, and decide again."""
 
 from __future__ import annotations
 
@@ -209,7 +206,6 @@ def loss_summary(samples: SampleSet, losses: Mapping[int, float]) -> dict[str, A
 
     Parameters
     ----------
-    samples : SampleSet
     losses : mapping of int to float
         Loss of each measured sample, by its number.
     """

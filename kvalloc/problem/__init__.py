@@ -1,7 +1,6 @@
 """Contract of solvers: arrays, constraints and bounds.
 
-The author of a solver needs nothing else. Each module uses only those before it: `arrays`;
-`bounds`; `solver`; `registry`.
+The author of a solver needs nothing else.
 """
 
 from kvalloc.problem.arrays import Aggregate as Aggregate

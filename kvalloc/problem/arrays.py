@@ -78,7 +78,6 @@ class SideConstraint(ABC):
 
         Parameters
         ----------
-        problem : AllocationProblem
         choice : ndarray of int64, (n_units,)
             Option of each unit.
         """

@@ -64,10 +64,6 @@ def dual_bound(problem: AllocationProblem) -> DualBound:
         Side constraints are left out, except caps on the worst unit's value: the bound holds with
         and without them. `bound_at` takes prices of caps.
 
-    Returns
-    -------
-    DualBound
-
     Raises
     ------
     InfeasibleError
@@ -280,7 +276,6 @@ def cheapest_reaching(problem: AllocationProblem, level: float) -> IntArray | No
 
     Parameters
     ----------
-    problem : AllocationProblem
     level : float
         Weighted value that every unit must reach.
 

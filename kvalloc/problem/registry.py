@@ -53,10 +53,6 @@ def load(group: str, name: str, base: type[Any] = object) -> type[Any]:
     base : type
         Required base class.
 
-    Returns
-    -------
-    type
-
     Raises
     ------
     InputError
@@ -185,10 +181,6 @@ def get_solver(name: str | Solver, **options: Any) -> Solver:
         returned unchanged.
     **options
         Options of the solver.
-
-    Returns
-    -------
-    Solver
 
     Raises
     ------

@@ -172,10 +172,6 @@ class Solver(ABC):
     def can_solve(self, problem: AllocationProblem) -> bool | str:
         """Return whether this solver can solve the problem.
 
-        Parameters
-        ----------
-        problem : AllocationProblem
-
         Returns
         -------
         bool or str
@@ -227,10 +223,6 @@ class Solver(ABC):
         time_limit_seconds : float, optional
             Stop after this long with the best choice so far; kvalloc's solvers take
             `DEFAULT_LIMIT_SECONDS` by default, through `deadline_after`.
-
-        Returns
-        -------
-        Solution
 
         Raises
         ------

@@ -39,8 +39,8 @@ class BudgetCache(CacheFigures, HookedCache):
     ranks them, and sinks, window and the best ones of each row and KV head stay. If the policy has
     to see the whole prompt, all layers evict at its end. Every ``decode_every`` later tokens, and
     at the end of a turn, kept and new entries are ranked together, within the budgets of all tokens
-    seen. `get_seq_length` is the number of tokens seen. Make one with `kvalloc.make_cache`.
-    Budgets, entries and masks belong to this object, not to the model.
+    seen. `get_seq_length` is the number of tokens seen. Budgets, entries and masks belong to this
+    object, not to the model.
 
     Attributes
     ----------

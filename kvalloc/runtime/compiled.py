@@ -1,7 +1,6 @@
 """Compiled decoder: one token after a prompt is decoded in the graph.
 
-kvalloc's operations begin the forward, attend in each layer, and end the forward. They find the
-cache by its number, and run the code of an uncompiled forward.
+kvalloc's operations begin the forward, attend in each layer, and end the forward.
 """
 
 from __future__ import annotations

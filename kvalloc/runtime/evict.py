@@ -42,7 +42,6 @@ class Running:
 
     Attributes
     ----------
-    batch : Batch
     interval : int
         Tokens between two evictions, for which layers allocate.
     n_queries : int
@@ -212,7 +211,6 @@ class Eviction:
 
         Returns
         -------
-        AttentionStates
         Tensor of int32, (n_rows, n_kv_heads of all layers, n)
             Token of its row that each candidate is.
         """
@@ -358,10 +356,7 @@ class Eviction:
     def layer_groups(
         self, stores: Mapping[int, Store], targets: Mapping[int, IntArray]
     ) -> Iterator[dict[int, Store]]:
-        """Yield groups of layers that a policy sees as one layer.
-
-        A group has few entries, none evicted or observed before.
-        """
+        """Yield groups of layers that a policy sees as one layer."""
         policy = self.policy
         before: tuple[object, ...] = ()
         single = self.new_only or policy.observes or not policy.across_layers or bool(self.scored)
@@ -562,10 +557,7 @@ def _flat(
     counts: IntArray | None = None,
     width_of: Tensor | None = None,
 ) -> Part:
-    """Return the kept entries of a bundle, in fresh storage.
-
-    One gather each, without a wait for the device.
-    """
+    """Return the kept entries of a bundle, in fresh storage."""
     rows, head = bundle
     n = int(keys.shape[2])
     heads = np.arange(n_heads) if head is None else np.array([head])

@@ -39,10 +39,7 @@ caches: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 class HookedCache:
-    """The type by which hooks and graphs know a cache; `BudgetCache` implements it.
-
-    It is no protocol, since Dynamo traces the type check.
-    """
+    """The type by which hooks and graphs know a cache; `BudgetCache` implements it."""
 
     layers: list[Any]
     number: Tensor  # its own, by which the operations of a compiled forward find it
@@ -281,8 +278,8 @@ def _without_tokens(states: AttentionStates) -> AttentionStates:
 def _free_slid_out(layer: Any, states: AttentionStates) -> None:
     """Free the storage of prompt tokens that have left a sliding window.
 
-    transformers keeps a view of the last tokens in the storage of the whole prompt. One entry more
-    than the view stays after a decoded token: to free it would copy the window for each token.
+    One entry more than the view stays after a decoded token: to free it would copy the window for
+    each token.
     """
     if states.queries.shape[2] == 1:
         return

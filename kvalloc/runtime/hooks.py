@@ -4,9 +4,6 @@ Making a cache puts one pre-hook and one post-hook on the model's decoder, since
 no place for a ``with``. They carry no state: they look for a `HookedCache` among the arguments of
 the forward, and do nothing without one. ``torch.compile`` does not see them. They are counted, and
 removed with the last cache made for the model.
-
-If Dynamo traces a token with a cache, `kvalloc.runtime.compiled` puts operations into the graph.
-Otherwise the graph breaks at the decoder, which runs as Python.
 """
 
 from __future__ import annotations

@@ -76,8 +76,8 @@ def index_of(indices: IntArray, device: torch.device) -> slice | Tensor:
 def halved(*tensors: Tensor, lengths: IntArray) -> list[Tensor]:
     """Return numbers at 16 bits: float16, or bfloat16 if float16 does not hold them.
 
-    bfloat16 is used if any overflow, or if all of a segment are so small that they lose digits.
-    Numbers of 16 bits are returned as they are. On other devices than a CPU, the host waits once.
+    bfloat16 is used if any overflow, or if all of a segment are so small that they lose digits. On
+    other devices than a CPU, the host waits once.
     """
     if all(tensor.itemsize <= HALF_BYTES for tensor in tensors) or not lengths.any():
         return [tensor if tensor.itemsize <= HALF_BYTES else tensor.half() for tensor in tensors]
@@ -213,10 +213,7 @@ class Part:
         return low + on_device(each, low.device).int()
 
     def compact(self, end: int) -> Part:
-        """Return the part with positions of 2 bytes; all are below ``end``.
-
-        The host waits for them if there is more than a page.
-        """
+        """Return the part with positions of 2 bytes; all are below ``end``."""
         if self.tokens.dtype == torch.int16:
             return self
         pages = None
@@ -493,7 +490,6 @@ def packed(
 
     Parameters
     ----------
-    part : Part
     counts : mapping of int to ndarray of int64, (n_segments,)
         Entries of each segment at each width; they add up to its length.
     before : sequence of Part
@@ -648,7 +644,6 @@ class Kept:
     ----------
     parts : tuple of Part
         A segment is in one part, or in several of different widths.
-    rows, heads : int
     like : tuple of Tensor
         Empty keys and values, (0, head_dim), with the model's sizes and type.
     """
@@ -769,7 +764,7 @@ class Kept:
     def padded(self, rows: IntArray, head: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return keys, values and positions of rows, padded to the longest head.
 
-        All KV heads, or one. Entries of each head are in the order of their positions.
+        All KV heads, or one.
 
         Returns
         -------

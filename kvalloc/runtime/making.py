@@ -61,7 +61,6 @@ def build_rows(
 
     Parameters
     ----------
-    model : transformers.PreTrainedModel
     ways : sequence of Way
         One for each row, or one for all; rows of one way share its memory.
     prompt_tokens : int, optional

@@ -40,7 +40,6 @@ def interval(row: Row, memory: int | None, seen: int) -> int:
 
     Parameters
     ----------
-    row : Row
     memory : int or None
         Bytes that the row may take; new tokens take at most a quarter.
     seen : int
@@ -181,7 +180,6 @@ def new_alone(row: Row, budgets: IntArray, kept: IntArray, new: IntArray) -> boo
 
     Parameters
     ----------
-    row : Row
     budgets, kept : ndarray of int64, (n_full_layers, n_kv_heads)
     new : ndarray of int64, (n_full_layers, 1)
         Tokens since the latest eviction.

@@ -28,7 +28,6 @@ class Way:
 
     Attributes
     ----------
-    options : CacheOptions
     longer_profile : BudgetProfile or None
         Budgets of a longer text, used once the conversation is long enough for their share to hold.
     within : callable or None

@@ -119,7 +119,6 @@ class HeldPrompt:
     ----------
     decoder : nn.Module
         The model without its language-model head.
-    layers : sequence of PromptLayer
     positions : Tensor of int64, (n_axes, n_rows, n_tokens)
         Positions of the prompts, on the host.
     read : mapping of str to Tensor, each (n_rows, n_tokens, ...)

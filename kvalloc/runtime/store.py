@@ -50,8 +50,6 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
     ----------
     keys, values : Tensor, (rows, n_kv_heads, n_stored, head_dim)
         All columns of a whole layer, or the tail of a reduced one.
-    kept : Kept or None
-    tail : Tail or None
     fresh : bool
         Whether an eviction follows the next `update`, which then copies nothing that may go.
     notes : Notes
@@ -117,7 +115,6 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
         Parameters
         ----------
         key_states, value_states : Tensor, (rows, n_kv_heads, n_new, head_dim)
-        batch : Batch
         """
         self.seen += int(key_states.shape[-2])
         if self.tail is not None:
@@ -185,7 +182,6 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
             Returns the columns of a row.
         tokens : int, optional
             Tokens of each of these rows; by default the stored ones.
-        head : int, optional
         latest : bool
             Leave out entries kept by earlier evictions.
         """
@@ -291,10 +287,7 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
         return self.seen + int(new), 0
 
     def write(self, begin: int, keys: Tensor, values: Tensor) -> None:
-        """Write keys and values, (rows, n_kv_heads, n, head_dim), from a column on.
-
-        The columns are later than the latest eviction, and have no padding.
-        """
+        """Write keys and values, (rows, n_kv_heads, n, head_dim), from a column on."""
         place = begin - (self.seen - int(self.keys.shape[2]))
         for states, new in ((self.keys, keys), (self.values, values)):
             states[:, :, place : place + int(new.shape[2])] = new

@@ -1,7 +1,6 @@
 """Scorers: importance of each entry of the cache for later tokens.
 
-One file a scorer. All are found through the entry-point group ``kvalloc.scorers``. Nothing here
-imports torch until a score is computed.
+One file a scorer. Nothing here imports torch until a score is computed.
 """
 
 from __future__ import annotations

@@ -69,8 +69,6 @@ def window_votes(
 def window_maxima(states: AttentionStates, window: int) -> Tensor:
     """Return the largest weight that each entry gets from the window's rows.
 
-    Few rows at a time bound the memory.
-
     Returns
     -------
     Tensor of float32, (batch, n_kv_heads, group, n_tokens)

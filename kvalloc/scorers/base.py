@@ -42,8 +42,6 @@ _STRICT = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=T
 class Parameterized:
     """A plug-in with the fields of a frozen, keyword-only dataclass as its parameters.
 
-    pydantic checks each field by its annotation, without converting texts.
-
     Attributes
     ----------
     kind : str
@@ -89,8 +87,7 @@ def _adapters(cls: Any) -> dict[str, TypeAdapter[Any]]:
 class Scorer(Parameterized, ABC):
     """Computes the importance of each entry of a layer.
 
-    A scorer is a frozen, keyword-only dataclass; its fields are its parameters. An invalid value
-    raises `InputError`.
+    An invalid value raises `InputError`.
 
     Attributes
     ----------
@@ -160,7 +157,7 @@ class Scorer(Parameterized, ABC):
         """Return notes of a chunk of the prompt that is not the last one.
 
         A scorer by all queries needs it: `score` gets only the last chunk's, and these notes as
-        ``states.observed``. The scorer itself stores nothing.
+        ``states.observed``.
 
         Parameters
         ----------
@@ -201,8 +198,7 @@ class Scorer(Parameterized, ABC):
     def for_turns(self) -> Scorer | None:
         """The scorer that ranks a prompt's kept entries and new ones together.
 
-        This one by default. None for a scorer of a second read: attention of the latest queries
-        ranks instead.
+        None for a scorer of a second read: attention of the latest queries ranks instead.
         """
         return self if self.later is None else None
 

@@ -12,8 +12,6 @@ from kvalloc.scorers.pooled import PooledScorer
 class CAKE(PooledScorer):
     """Mean plus `gamma` times the variance of the window's attention, average-pooled.
 
-    This is the method's choice of entries; its choice of budgets is the solver ``proportional``.
-
     Parameters
     ----------
     window : int

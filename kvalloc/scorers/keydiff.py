@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class KeyDiff(Scorer):
     """``1 - cos(k, anchor)``; the anchor is the mean of the head's keys, each of length 1.
 
-    It needs no queries, so chunks make no difference. Scores are within 0..2.
+    It needs no queries, so chunks make no difference.
 
     References
     ----------

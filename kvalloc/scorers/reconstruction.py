@@ -26,8 +26,7 @@ class Reconstruction(PooledScorer):
     The prompt comes a second time, in pieces of `chunk` tokens, over its full cache. The score of
     an entry is the largest weight from a query of its repeated piece. The maximum is over these
     queries and the query heads of the KV head. The softmax is over the piece's entries, the
-    prompt's sinks and the later tokens so far, not over the whole prompt. It depends on no
-    question, so the kept entries serve any.
+    prompt's sinks and the later tokens so far, not over the whole prompt.
 
     Parameters
     ----------

@@ -16,9 +16,8 @@ if TYPE_CHECKING:
 class Streaming(Scorer):
     """The score grows with the position, so that sinks and the most recent tokens stay.
 
-    The score does not depend on the text. Its retention curve is the same in all layers and heads,
-    so solvers that fill curves give equal budgets. Use it as a policy, and another score to decide
-    budgets.
+    Its retention curve is the same in all layers and heads, so solvers that fill curves give equal
+    budgets. Use it as a policy, and another score to decide budgets.
 
     References
     ----------

@@ -121,15 +121,10 @@ def larger_problem(
     ----------
     kind : str
         As in `tiny_problem`.
-    seed : int
     n_layers, n_heads : int
         Layers, and KV heads in each; their product is the number of units.
     n_options : int
         Options of a unit.
-
-    Returns
-    -------
-    AllocationProblem
     """
     random = np.random.default_rng([seed, zlib.crc32(kind.encode()), 2])
     return _made(random, kind, Sense.MAX_VALUE, n_layers, np.arange(n_heads), n_options)

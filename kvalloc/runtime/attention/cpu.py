@@ -1,9 +1,8 @@
 """Attention of a few new tokens over kept entries in one pass on the CPU, written in C.
 
-Each entry is read once, as stored: float32, half precision, or codes of at most 8 bits. Threads
-share all entries of a layer equally, for segments of any length. `cpu.c` is built at installation
-if there is a compiler (setup.py), and by ``make kernel``: on x86 twice, and the faster build that
-runs is loaded. Without it torch's operations do the same, slower.
+Each entry is read once, as stored: float32, half precision, or codes of at most 8 bits. `cpu.c` is
+built at installation if there is a compiler (setup.py), and by ``make kernel``: on x86 twice, and
+the faster build that runs is loaded. Without it torch's operations do the same, slower.
 """
 
 from __future__ import annotations

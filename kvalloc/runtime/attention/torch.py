@@ -1,7 +1,6 @@
 """Attention by torch's operations, on every device and in every type, with gradients.
 
-Segments of equally many entries are computed together. Logits and unpacked entries are at least
-float32.
+Logits and unpacked entries are at least float32.
 """
 
 from __future__ import annotations
@@ -103,10 +102,7 @@ def _answers(
     segments: slice | Tensor,
     tokens: slice,
 ) -> Tensor:
-    """Return the answers of segments to new tokens, (n, group, n_tokens, dim).
-
-    Turned values come first, so that their sum is turned back once.
-    """
+    """Return the answers of segments to new tokens, (n, group, n_tokens, dim)."""
     (n_segments, group, n_tokens, _), work = queries.shape, call.work_type
     n_kept = sum(one.keys.shape[1] for one in kept)
     keys, values = (states.to(work) for states in following)

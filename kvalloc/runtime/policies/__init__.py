@@ -1,6 +1,6 @@
 """Policies: which entries stay within the budgets.
 
-One file a policy. All are found through the entry-point group ``kvalloc.policies``.
+One file a policy.
 """
 
 from __future__ import annotations

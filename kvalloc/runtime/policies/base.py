@@ -178,7 +178,7 @@ class EvictionPolicy(Parameterized, ABC):
 class VotedPolicy(EvictionPolicy):
     """Ranks entries by the summed attention of the prompt's last queries.
 
-    `query_rows` is their number. The scorer is not used: the cache stores these queries.
+    The scorer is not used: the cache stores these queries.
     """
 
     rotates = False

@@ -25,8 +25,7 @@ class NaCl(VotedPolicy):
     3. A share of the remaining budget is drawn without replacement from ``softmax(F)``, with
        another seed in each layer and KV head. The best by F fill the budget.
 
-    The profile's scorer is not used. A seed draws the same entries on every device and in every
-    batch.
+    A seed draws the same entries on every device and in every batch.
 
     Parameters
     ----------
