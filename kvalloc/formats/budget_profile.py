@@ -587,8 +587,11 @@ class BudgetProfile(JsonRecord):
         # Heads of a layer share their budget at layer level: one number stands for the layer.
         columns = 1 if self.level == "layer" else budgets.shape[1]
         scaled = np.full((len(budgets), columns), context_tokens, dtype=np.int64)
-        # Units that keep all tokens keep all here, too, down to a last page that is not full.
+        # Units that keep all tokens keep all here, too, down to a last page that is not full. They
+        # give entries up only where the others have too few.
         shared = budgets[:, :columns] < self.context_tokens
+        if fewer > int((real_valued[:, :columns][shared] / page - floor).sum()):
+            shared[:] = True
         exact = real_valued[:, :columns][shared] / page
         total = int(np.floor(exact.sum() + 1e-6)) - fewer
         total = min(max(total, floor * exact.size), ceiling * exact.size)
