@@ -60,10 +60,10 @@ models and of vision-language models, and checks each:
   oracle: the plain model with a full cache, in which a mask hides the evicted entries. Within 1e-4.
 - `kvalloc fit` can fit values to it, or says why not.
 
-A model that is not served is refused before anything runs, in a line that names a way out. What is
-not tried needs a package, an image, or another model beside it. All prompts are texts, those of
-vision-language models too. All rows come from random weights. The last column names the models
-whose trained weights have run, too. Weights of norms are random, between 0.75 and 1.25.
+A model that is not served is refused before anything runs, in a line that names a way out. Models
+that need a package, an image, or another model are not tried. All prompts are texts, also for
+vision-language models. All rows come from random weights. The last column names the models that ran
+with trained weights, too. Weights of norms are random, between 0.75 and 1.25.
 
 `kvalloc list models` prints the table.
 """
