@@ -590,7 +590,7 @@ class BudgetProfile(JsonRecord):
         # Units that keep all tokens keep all here, too, down to a last page that is not full. They
         # give entries up only where the others have too few.
         shared = budgets[:, :columns] < self.context_tokens
-        if fewer > int((real_valued[:, :columns][shared] / page - floor).sum()):
+        if fewer > max(0, (real_valued[:, :columns][shared] / page - floor).sum()):
             shared[:] = True
         exact = real_valued[:, :columns][shared] / page
         total = int(np.floor(exact.sum() + 1e-6)) - fewer
