@@ -11,7 +11,8 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 
-SOURCE = "kvalloc/runtime/attention/cpu.c"
+SOURCES = [f"kvalloc/runtime/attention/{name}.c" for name in ("cpu", "rounding")]
+DIGEST = hashlib.sha256(b"".join(Path(source).read_bytes() for source in SOURCES)).hexdigest()
 FLAGS = ["-std=gnu11", "-O3", "-fno-math-errno", "-Wno-psabi"]
 BUILDS = {"_cpu": FLAGS}
 if platform.machine() == "x86_64":
@@ -21,9 +22,9 @@ if platform.machine() == "x86_64":
 kernels = [
     Extension(
         f"kvalloc.runtime.attention.{name}",
-        [SOURCE],
-        # By it `kvalloc.runtime.attention.cpu` knows a library built from this very source.
-        define_macros=[("SOURCE_DIGEST", hashlib.sha256(Path(SOURCE).read_bytes()).hexdigest())],
+        SOURCES,
+        # By it `kvalloc.runtime.attention.library` knows a library built from these very sources.
+        define_macros=[("SOURCE_DIGEST", DIGEST)],
         extra_compile_args=flags,
         libraries=["m"],
         optional=True,

@@ -1,4 +1,4 @@
-"""The kernel for the CPU under AddressSanitizer: its tests, and crafted files of saved caches.
+"""The C for the CPU under AddressSanitizer: its tests, and crafted files of saved caches.
 
     python .ci/sanitized.py [FILES]
 
@@ -16,17 +16,17 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-TESTS = [f"tests/unit/runtime/test_{name}.py" for name in ("attention", "hostile_caches")]
+TESTS = [f"tests/unit/runtime/test_{name}.py" for name in ("attention", "hostile_caches", "packed")]
 REPORT = "ERROR: AddressSanitizer"
 BEYOND = """
 import torch
 from attention_cases import even_of
 from kvalloc.runtime.attention import call, cpu
-assert cpu.unavailable() is None, cpu.unavailable()
+assert cpu.CpuBackend().unavailable() is None, cpu.CpuBackend().unavailable()
 states = torch.randn(1, 1, 100, 16)
 asked = call.AttentionCall(queries=states[:, :, :1], keys=states, values=states, scaling=1.0)
 kept = even_of(states.clone(), states.clone())
-kept.spans[0, 1] += {more}
+kept.pieces[0, 0, 1] += {more}
 cpu.CpuBackend().attend(asked, kept)
 """
 

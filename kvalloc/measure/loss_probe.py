@@ -28,8 +28,9 @@ from kvalloc.models.attention import (
 )
 from kvalloc.models.names import cache_keyword
 from kvalloc.models.structure import end_tokens, evaluating, input_device, text_config
+from kvalloc.runtime.key_rounding import round_kept_keys
 from kvalloc.runtime.policies.base import Limits
-from kvalloc.runtime.quantization import quantised_values, round_kept_keys
+from kvalloc.runtime.quantization import quantised_values
 from kvalloc.runtime.second_read import PromptLayer
 from kvalloc.runtime.selection import chosen_widths, evictable, gathered, keep_best, put_at
 

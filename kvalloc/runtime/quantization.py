@@ -7,15 +7,12 @@ included, must be the bytes of `kvalloc.accounting.costs`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache
 from math import inf
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from kvalloc.accounting import BoolArray, IntArray
 from kvalloc.accounting.costs import (
     KEY_BLOCK_TOKENS,
     PLANES,
@@ -46,9 +43,6 @@ _STEP_FACTORS = (0.85, 1.0, 1.2)
 _MIN_STEP, _MIN_CHANNEL_STEP = 2.0**-16, 2.0**-22
 """Smallest largest step of a head, and of a channel of its keys, for scales in float16, which
 loses digits below 2**-14."""
-
-_DAMPING = 1.0
-"""Diagonal that is added to moments of mean 1, as later queries differ from the known ones."""
 
 
 def quantised_keys(keys: Tensor, bits: int) -> Tensor:
@@ -89,148 +83,6 @@ def quantised_values(values: Tensor, bits: int) -> Tensor:
     plain = rotated(values) if turned else values
     codes = _rounded(plain, VALUE_BLOCK_CHANNELS, width, dim=-1, centred=turned)
     return rotated(codes).to(values.dtype) if turned else codes
-
-
-def round_kept_keys(
-    keys: Tensor,
-    counts: Mapping[int, IntArray],
-    width_of: Tensor | None = None,
-    moments: Tensor | None = None,
-) -> None:
-    """Round kept keys of each row and head to the keys that storage will return, in place.
-
-    Later channels make up for the rounding of a channel, as far as queries do not tell them apart.
-    The ends of a block's range stay, so that storing the rounded keys changes them no more.
-
-    Parameters
-    ----------
-    keys : Tensor, (batch, n_kv_heads, n_tokens, head_dim)
-        The kept keys come first.
-    counts : mapping of int to ndarray of int64, (batch, n_kv_heads)
-        Number of keys that are stored at each width.
-    width_of : Tensor of int, (batch, n_kv_heads, n_tokens), optional
-        Width of each key, if a head has several.
-    moments : Tensor of float64, (batch, n_kv_heads, head_dim, head_dim), optional
-        Mean outer product of the queries that read them. None rounds each number independently.
-
-    References
-    ----------
-    GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers (Frantar et
-    al., 2022), there for weights and their inputs.
-    """
-    if moments is not None:
-        _round_for_queries(keys, counts, width_of, moments.flatten(0, 1))
-        return
-    total, device = np.sum([*counts.values()], axis=0), keys.device
-    row = torch.arange(len(keys), device=device)[:, None, None]
-    for width, count in counts.items():
-        of_width = np.flatnonzero(count.any(axis=0))
-        if width == 16 or not len(of_width):
-            continue
-        counts_of, head = count[:, of_width], torch.from_numpy(of_width).to(device)
-        if width_of is None or (counts_of == total[:, of_width]).all():
-            keys[:, head] = _first_rounded(keys[:, head], counts_of, width)
-            continue
-        first = (width_of[:, head] == width).byte().argsort(dim=-1, descending=True, stable=True)
-        place = row, head[:, None], first[..., : int(counts_of.max())]
-        keys[place] = _first_rounded(keys[place], counts_of, width)
-
-
-def _first_rounded(keys: Tensor, counts: IntArray, width: int) -> Tensor:
-    """Return keys (batch, n_heads, n, head_dim), with the first of each row and head rounded."""
-    n_tokens, device = int(keys.shape[2]), keys.device
-    ends = torch.from_numpy(counts).to(device)[..., None]
-    places = torch.arange(n_tokens + -n_tokens % KEY_BLOCK_TOKENS, device=device)
-    stored = places[:n_tokens] < ends
-    last = ends // KEY_BLOCK_TOKENS * KEY_BLOCK_TOKENS  # a short block repeats its keys
-    repeated = last + (places - last).remainder((ends - last).clamp(min=1))
-    places = torch.where(places < ends, places, repeated).clamp(max=n_tokens - 1)
-    index = places[..., None].expand(-1, -1, -1, keys.shape[3])
-    rounded = quantised_keys(keys.gather(2, index), width)[:, :, :n_tokens]
-    return torch.where(stored[..., None], rounded, keys)
-
-
-def _round_for_queries(
-    keys: Tensor, counts: Mapping[int, IntArray], width_of: Tensor | None, moments: Tensor
-) -> None:
-    """Round kept keys in place, blocks of all widths and heads at once; see `round_kept_keys`.
-
-    ``moments`` has shape (n_rows * n_heads, head_dim, head_dim).
-    """
-    n_tokens, head_dim = keys.shape[2:]
-    flat, device = keys.view(-1, head_dim), keys.device
-    segments, places, scales = list[Tensor](), list[Tensor](), list[Tensor]()
-    stored, among = list[BoolArray](), np.arange(KEY_BLOCK_TOKENS)
-    for width, count in counts.items():
-        if width == 16 or not count.any():
-            continue
-        lengths = count.ravel()
-        n_blocks = -(-lengths // KEY_BLOCK_TOKENS)
-        segment = np.repeat(np.arange(len(lengths)), n_blocks)
-        start = np.arange(len(segment)) - np.repeat(np.cumsum(n_blocks) - n_blocks, n_blocks)
-        size = lengths[segment] - start * KEY_BLOCK_TOKENS
-        repeated = among % np.minimum(size[:, None], KEY_BLOCK_TOKENS)  # of a short block
-        index = start[:, None] * KEY_BLOCK_TOKENS + repeated
-        chosen, block_of = (torch.from_numpy(one).to(device) for one in (index, segment))
-        if width_of is not None:
-            its = (width_of == width).byte().flatten(0, 1)
-            chosen = its.argsort(dim=-1, descending=True, stable=True)[block_of[:, None], chosen]
-        places.append(chosen + block_of[:, None] * n_tokens)
-        segments.append(block_of)
-        stored.append((among < size[:, None]).ravel())
-        bits = WIDTHS[width].keys
-        _, _, exact = coded(flat[places[-1]].float(), bits, 1)
-        levels = exact.new_full((len(block_of), 1, head_dim), 2.0**bits - 1)
-        scales.append(torch.cat([exact, levels], dim=1))
-    if not places:
-        return
-    place, kept = torch.cat(places), torch.from_numpy(np.flatnonzero(np.concatenate(stored)))
-    rounded = _with_feedback(flat[place].float(), torch.cat(scales), torch.cat(segments), moments)
-    kept = kept.to(device)
-    flat[place.flatten()[kept]] = rounded.flatten(0, 1)[kept].to(keys.dtype)
-
-
-def _with_feedback(blocks: Tensor, scales: Tensor, segments: Tensor, moments: Tensor) -> Tensor:
-    """Return rounded keys; later channels make up for the rounding of a channel.
-
-    Parameters
-    ----------
-    blocks : Tensor of float32, (n_blocks, 64, head_dim)
-    scales : Tensor of float32, (n_blocks, 3, head_dim)
-        Scale, minimum and the largest code of each block and channel.
-    segments : Tensor of int64, (n_blocks,)
-        Index of each block's moments.
-    moments : Tensor of float64, (n_segments, head_dim, head_dim)
-    """
-    diagonal = moments.diagonal(dim1=-2, dim2=-1)
-    order = diagonal.argsort(dim=-1, descending=True)
-    mean = diagonal.mean(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
-    known = moments / mean[:, None, None]
-    known.diagonal(dim1=-2, dim2=-1).add_(_DAMPING)
-    columns = order[:, None].expand(known.shape)
-    inverse, failed = torch.linalg.inv_ex(known.gather(-1, columns).gather(-2, columns.mT))
-    upper, failed_too = torch.linalg.cholesky_ex(inverse, upper=True)
-    passed = (upper / upper.diagonal(dim1=-2, dim2=-1)[..., None]).float()
-    fails = (failed | failed_too) != 0  # queries overflow: numbers are rounded independently
-    passed = passed.masked_fill(fails[:, None, None], 0.0)[segments].permute(1, 2, 0)[..., None]
-
-    def by_channel(of: Tensor) -> Tensor:  # in order, contiguous
-        return of.gather(-1, places.expand(of.shape)).movedim(-1, 0).contiguous()
-
-    places = order[segments][:, None]
-    ends = (blocks == blocks.amin(1, keepdim=True)) | (blocks == blocks.amax(1, keepdim=True))
-    rest, stays = by_channel(blocks), by_channel(ends)
-    plain = rest.clone()
-    scale, minimum, largest = (by_channel(one) for one in torch.split(scales, 1, dim=1))
-    steps = torch.threshold(scale, 0.0, inf)
-    for number, channel in enumerate(rest):
-        code = (channel - minimum[number]).div_(steps[number]).round_().clamp_(min=0)
-        back = torch.minimum(code, largest[number]).mul_(scale[number]).add_(minimum[number])
-        back = torch.where(stays[number], plain[number], back)
-        rest[number + 1 :].addcmul_(passed[number, number + 1 :], channel - back, value=-1)
-        channel.copy_(back)
-    result = torch.empty_like(blocks)
-    return result.scatter_(-1, places.expand(blocks.shape), rest.movedim(0, -1))
 
 
 def rotated(vectors: Tensor) -> Tensor:

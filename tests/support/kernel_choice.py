@@ -1,4 +1,4 @@
-"""With the kernels that read kept entries, or as where there are none: torch's operations alone."""
+"""With kernels for kept entries and the rounding of keys, or with torch's operations alone."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvalloc.runtime import key_rounding
 from kvalloc.runtime.attention import cpu
 
 WITH, WITHOUT = "with_kernel", "without_kernel"
@@ -34,6 +35,7 @@ def kernel_choice(name: str) -> Iterator[list[int]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "cpu_attention", noted)
         if name == WITHOUT:
-            patch.setattr(cpu, "kernel_library", lambda: "a test wants none")
+            for module in (cpu, key_rounding):
+                patch.setattr(module, "kernel_library", lambda: "a test wants none")
             patch.setattr("kvalloc.extensions.triton._installed", lambda: False)
         yield calls

@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from kvalloc.models.attention import AttentionStates, ChosenWidths
+from kvalloc.runtime.key_rounding import round_kept_keys
 from kvalloc.runtime.policies.base import SHORT_TOKENS, Limits
 from kvalloc.runtime.policies.score import Score
-from kvalloc.runtime.quantization import quantised_values, round_kept_keys
+from kvalloc.runtime.quantization import quantised_values
 from kvalloc.runtime.selection import gathered, put_at
 from kvalloc.scorers.attention_rows import (
     attention_logits,
@@ -64,7 +65,7 @@ class AttentionMatching(Score):
     The prompt's last queries stand for later ones. They are moved to where the answer begins, as
     unmoved queries attend to their neighbours, which later queries do not have. The values of each
     KV head's kept entries are fitted to their attention output: see `match_attention`. Keys change
-    by rounding only: see `kvalloc.runtime.quantization.round_kept_keys`. A prompt in chunks is
+    by rounding only: see `kvalloc.runtime.key_rounding.round_kept_keys`. A prompt in chunks is
     evicted once it is complete. At the end of a turn only the turn's values are fitted: values that
     are fitted twice, to different queries, lose.
 

@@ -9,6 +9,7 @@ import zipfile
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from attention_cases import even_of
@@ -16,11 +17,13 @@ from cli_tools import run
 from kernel_choice import needs_kernel
 
 from kvalloc.accounting.costs import WIDTHS, Width
-from kvalloc.runtime.attention import cpu
+from kvalloc.runtime.attention import library
 from kvalloc.runtime.attention.call import AttentionCall
-from kvalloc.runtime.attention.cpu import SWITCH, CpuBackend, kernel_library
+from kvalloc.runtime.attention.cpu import CpuBackend
+from kvalloc.runtime.attention.library import SWITCH, kernel_library
 from kvalloc.runtime.attention.torch import TorchBackend
 from kvalloc.runtime.kept import pack
+from kvalloc.runtime.key_rounding import round_kept_keys
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -57,13 +60,17 @@ def attended(threads=1):
         torch.set_num_threads(before)
 
 
+def copied_sources(folder):
+    return [Path(shutil.copy(source, folder)) for source in library._SOURCES]
+
+
 @needs_kernel
 def test_its_threads_are_those_of_torch():
     """No second OpenMP library comes into the process, and their number changes nothing much."""
-    before = cpu.openmp_libraries()
+    before = library.openmp_libraries()
     alone = attended()
     torch.testing.assert_close(attended(threads=2), alone, rtol=1e-5, atol=1e-6)
-    assert cpu.openmp_libraries() == before
+    assert library.openmp_libraries() == before
 
 
 @needs_kernel
@@ -85,9 +92,9 @@ def test_a_forked_process_goes_on_alone():
 def test_without_an_openmp_library(monkeypatch):
     expected = attended(threads=2)
     kernel_library.cache_clear()
-    library = kernel_library()
-    assert isinstance(library, ctypes.CDLL)
-    library.use_openmp(None, None, None, None)
+    kernel = kernel_library()
+    assert isinstance(kernel, ctypes.CDLL)
+    kernel.use_openmp(None, None, None, None)
     torch.testing.assert_close(attended(threads=2), expected, rtol=1e-5, atol=1e-6)
 
 
@@ -101,8 +108,7 @@ def test_the_switch(monkeypatch, tmp_path):
 
 def test_where_it_was_not_built(monkeypatch, tmp_path):
     monkeypatch.delenv(SWITCH, raising=False)
-    source = shutil.copy(cpu._SOURCE, tmp_path)
-    monkeypatch.setattr(cpu, "_SOURCE", Path(source))
+    monkeypatch.setattr(library, "_SOURCES", copied_sources(tmp_path))
     assert "it was not built" in str(CpuBackend().unavailable())
 
 
@@ -110,19 +116,18 @@ def test_where_it_was_not_built(monkeypatch, tmp_path):
 def test_one_that_was_built_from_another_source_is_not_loaded(monkeypatch, tmp_path):
     """Its arguments may be others; and the right one is taken wherever it stands among them."""
     monkeypatch.delenv(SWITCH, raising=False)
-    (built,) = cpu._SOURCE.parent.glob("_cpu.*so")
-    source = tmp_path / "cpu.c"
-    source.write_bytes(cpu._SOURCE.read_bytes())
+    (built,) = library._SOURCES[0].parent.glob("_cpu.*so")
+    *_, source = sources = copied_sources(tmp_path)
     (tmp_path / "_cpu.a.so").write_bytes(b"broken off")
     shutil.copy(built, tmp_path / "_cpu.b.so")
-    monkeypatch.setattr(cpu, "_SOURCE", source)
+    monkeypatch.setattr(library, "_SOURCES", sources)
     assert CpuBackend().unavailable() is None
     kernel_library.cache_clear()
     source.write_text(source.read_text() + "\n")
-    assert "_cpu.b.so was built from another cpu.c" in str(CpuBackend().unavailable())
+    assert "_cpu.b.so was built from other sources" in str(CpuBackend().unavailable())
 
 
-@pytest.mark.parametrize("path", cpu.built(), ids=lambda path: path.name.split(".")[0])
+@pytest.mark.parametrize("path", library.built(), ids=lambda path: path.name.split(".")[0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_every_build_answers_as_torch_does(monkeypatch, path, dtype):
     """Also of vectors that do not fill registers; the fastest alone is in the other tests."""
@@ -141,6 +146,27 @@ def test_every_build_answers_as_torch_does(monkeypatch, path, dtype):
     for kept in (plain, *packed):
         answer, expected = (own.attend(call, kept) for own in (CpuBackend(), TorchBackend()))
         torch.testing.assert_close(answer, expected, atol=close, rtol=close)
+
+
+@pytest.mark.parametrize("path", library.built(), ids=lambda path: path.name.split(".")[0])
+@pytest.mark.parametrize("head_dim", [6, 64])
+def test_every_build_rounds_keys_as_torch_does(monkeypatch, path, head_dim):
+    """A number at the middle between two codes may become either."""
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(2, 3, 150, head_dim, generator=generator)
+    queries = torch.randn(2, 3, 9, 3, generator=generator)
+    queries = queries @ torch.randn(2, 3, 3, head_dim, generator=generator)
+    moments, counts = (queries.mT @ queries).double(), np.array([[150, 0, 70], [1, 64, 65]])
+    rounded = []
+    for switch in (str(path), "0"):
+        monkeypatch.setenv(SWITCH, switch)
+        kernel_library.cache_clear()
+        assert isinstance(kernel_library(), str) == (switch == "0")
+        rounded.append(keys.clone())
+        round_kept_keys(rounded[-1], {4: counts, 8: counts * 0}, moments=moments)
+    by_kernel, by_torch = (one - keys for one in rounded)
+    assert ((by_kernel - by_torch).abs() < 1e-4).float().mean() > 0.95
+    torch.testing.assert_close(by_kernel.norm(), by_torch.norm(), rtol=0.02, atol=0)
 
 
 def test_a_wheel_is_built_where_there_is_no_compiler(tree, tmp_path):

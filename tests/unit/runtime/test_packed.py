@@ -19,11 +19,11 @@ from kvalloc.accounting.costs import WIDTHS, head_bytes
 from kvalloc.errors import InputError, UnsupportedRequestError
 from kvalloc.models.names import cache_keyword
 from kvalloc.runtime.kept import NO_COLUMN, added, extended, joined, pack, packed
+from kvalloc.runtime.key_rounding import round_kept_keys
 from kvalloc.runtime.quantization import (
     quantised_keys,
     quantised_values,
     rotated,
-    round_kept_keys,
 )
 
 BATCH, HEADS = 2, 3
@@ -157,8 +157,9 @@ def test_sinks_are_rounded_once_however_often_the_entries_beside_them_change(bit
     mixed=st.booleans(),
     bits=st.sampled_from([8, 5, 3]),
     seed=st.integers(0, 999),
+    kernel=st.sampled_from([WITH, WITHOUT]),
 )
-def test_keys_are_rounded_for_the_queries_that_read_them(counts, mixed, bits, seed):
+def test_keys_are_rounded_for_the_queries_that_read_them(counts, mixed, bits, seed, kernel):
     """Each channel takes what is best of it once those before it have lost what they have lost."""
     rng, dim = np.random.default_rng(seed), 6
     n = int(counts.max())
@@ -172,7 +173,8 @@ def test_keys_are_rounded_for_the_queries_that_read_them(counts, mixed, bits, se
     by_width = {width: ((width_of == width) & ~behind).sum(axis=2) for width in {8, bits}}
     found = torch.from_numpy(keys).float()
     of = torch.from_numpy(np.where(behind, 0, width_of)) if mixed else None
-    round_kept_keys(found, by_width, of, torch.from_numpy(moments))
+    with kernel_choice(kernel):
+        round_kept_keys(found, by_width, of, torch.from_numpy(moments))
     for row, head in np.ndindex(BATCH, HEADS):
         damped = moments[row, head] / moments[row, head].diagonal().mean() + np.eye(dim)
         order = (-damped.diagonal()).argsort(kind="stable")
@@ -214,14 +216,16 @@ def test_queries_in_a_plane_see_a_third_of_what_rounding_alone_loses():
 
 
 @pytest.mark.parametrize("lost", [float("inf"), float("nan")])
-def test_queries_that_overflow_leave_each_key_rounded_alone(lost):
+@pytest.mark.parametrize("kernel", [WITH, WITHOUT])
+def test_queries_that_overflow_leave_each_key_rounded_alone(lost, kernel):
     torch.manual_seed(4)
     keys, counts = torch.randn(1, 2, 200, 32), {3: np.array([[200, 130]])}
     alone, together = keys.clone(), keys.clone()
     round_kept_keys(alone, counts)
     moments = torch.eye(32).double().repeat(1, 2, 1, 1)
     moments[0, 1, 3, 3] = lost
-    round_kept_keys(together, counts, moments=moments)
+    with kernel_choice(kernel):
+        round_kept_keys(together, counts, moments=moments)
     lost = [(one - keys)[0, 1].square().sum() for one in (alone, together)]
     assert lost[1] <= lost[0]  # ends of ranges are exact, and nothing else is farther
     assert (together - keys)[0, 1].abs().max() <= (alone - keys)[0, 1].abs().max()
