@@ -117,6 +117,10 @@ test: $(READY) kernel ## all tests, those with the real model included
 coverage: $(READY) kernel ## the same, and which lines of the package no test runs
 	$(TESTS) --cov --cov-report=term:skip-covered --cov-report=html
 
+messages: $(READY) ## all refusals and warnings that users read, a line each, in build/messages.txt
+	mkdir -p build
+	KVALLOC_MESSAGES=build/messages.txt $(BIN)/python -m pytest -q tests/unit/test_messages.py
+
 # Every policy in every arrival on every model, each with every setting of all else: minutes, about
 # five cells a second and worker. CELLS=1000 SEED=7 takes so many of all combinations at random.
 # Then 1,000 random models below 16 bits.

@@ -336,9 +336,8 @@ def _option_tokens(posed: PosedRequest) -> IntArray:
     if last < first:
         smallest = option("max_tokens", min(first * page, context))
         raise InputError(
-            f"no budget of whole pages of {page} tokens is between the smallest of {floor} that "
-            f"can be offered and the largest of {largest}; give {smallest} or more, or smaller "
-            "pages"
+            f"no budget of whole pages of {page} tokens is from {floor}, the smallest that can be "
+            f"offered, to {largest}; give {smallest} or more, or smaller pages"
         )
     stride = 1
     if request.objective == "loss":

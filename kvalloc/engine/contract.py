@@ -110,9 +110,9 @@ class ModelFacts:
         """
         if (n_parts := getattr(model, "tp_size", None) or 1) > 1:
             raise UnsupportedModelError(
-                f"{type(model).__name__} is split over {n_parts} processes by tensor parallelism, "
-                "of which each sees only some heads of a layer; load it with device_map='auto' "
-                f"({option('device', 'auto')}), which keeps layers whole"
+                f"{type(model).__name__} is split by tensor parallelism over {n_parts} processes, "
+                "each with some heads of a layer; load it with device_map='auto' "
+                f"({option('device', 'auto')})"
             )
         from kvalloc.models.loading import shape_of
         from kvalloc.models.names import base_implementation

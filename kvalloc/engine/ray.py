@@ -411,9 +411,9 @@ class RayEngine:
         first, other = self._facts.record(), result.record()
         if differ := [name for name in first if first[name] != other[name]]:
             raise InputError(
-                f"workers of the Ray cluster have not loaded the same model: {differ[0]} is "
-                f"{one_line(first[differ[0]], 60)} in one and {one_line(other[differ[0]], 60)} in "
-                f"another; give {self.source.source} the same files on all of its machines"
+                f"workers of the Ray cluster loaded different models: {differ[0]} is "
+                f"{one_line(first[differ[0]], 60)} and {one_line(other[differ[0]], 60)}; give "
+                f"{self.source.source} the same files on all machines"
             )
         worker.ready, worker.waiting = True, None
         _LOG.info("worker %d of %s has its model", worker.slot + 1, self.workers)

@@ -160,7 +160,7 @@ def _check(model: Any, cache: Cache, ids: Tensor, max_new_tokens: int) -> None:
         )
     if limit is not None and seen + n_tokens + max_new_tokens > limit:
         raise InputError(
-            f"{seen} tokens in the cache, a question of {n_tokens} and an answer of up to "
-            f"{max_new_tokens} are beyond the {limit} tokens that the model was made for; shorten "
-            "the question or the answer"
+            f"{seen} tokens in the cache, a question of {n_tokens} and an answer of "
+            f"{max_new_tokens} are beyond the {limit} tokens of the model; shorten the question "
+            "or the answer"
         )

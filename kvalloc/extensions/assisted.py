@@ -96,9 +96,8 @@ class Drafts(Extension):
         columns = start or max(self.given or 0, cache.door.announced or 0, cache.get_seq_length())
         if not columns:
             raise UnsupportedRequestError(
-                "assisted generation sends the prompt and the first drafts in one forward; say how "
-                "long the prompt is: kvalloc.make_cache(model, profile, prompt_tokens=...), or use "
-                "kvalloc.apply, which does so"
+                "assisted generation sends prompt and drafts in one forward; say how long the "
+                "prompt is: make_cache(model, profile, prompt_tokens=...), or use kvalloc.apply"
             )
         check_takes_back(cache.layers)
         cache.tell("refuse_taking_back", cache)

@@ -120,17 +120,15 @@ class ClusterReader(Extension):
         """Refuse budgets that differ between the rows or heads of a layer."""
         if any((counts != counts[0, 0]).any() for counts in targets.values()):
             raise UnsupportedRequestError(
-                "the policy mpcache leaves entries unread at each decoded token, which needs the "
-                "same number of entries in all rows and heads of a layer; use a profile of layer "
-                "level and prompts of equal length, or another policy"
+                "the policy mpcache needs equally many entries in all rows and heads of a layer; "
+                "use a profile of layer level and prompts of equal length, or another policy"
             )
 
     def refuse_taking_back(self, cache: Any) -> None:
         """Refuse drafts, which come several at a time."""
         raise UnsupportedRequestError(
-            "the policy mpcache leaves entries unread at each decoded token, but drafts come "
-            "several at a time and read all; call generate() without assistance, or choose another "
-            "policy"
+            "the policy mpcache leaves entries unread for one token at a time, and drafts come "
+            "several at once; call generate() without assistance, or choose another policy"
         )
 
     def answer(self, cache: Any, store: Any, states: AttentionStates, compute: Compute) -> Any:

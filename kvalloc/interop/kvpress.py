@@ -93,9 +93,8 @@ def require_kvpress() -> Any:
     """
     if importlib.util.find_spec("kvpress") is None:
         raise MissingDependencyError(
-            "kvpress is not installed here, and it does not run with transformers 5.3 or newer: "
-            "'make peers' makes an environment for it, then run the same command with "
-            ".venv-kvpress/bin/kvalloc"
+            "kvpress is not installed, and does not run with transformers 5.3 or newer; run "
+            "'make peers', then this command with .venv-kvpress/bin/kvalloc"
         )
     import kvpress
 

@@ -479,9 +479,9 @@ def _check_turn(cache: BudgetCache, ids: Tensor) -> None:
         differs = (before[:, :shared] != ids[:, :shared].to(before.device)).any(dim=0).nonzero()
         if len(differs):
             raise InputError(
-                f"token {int(differs[0])} of these is not the one that the cache has read there: "
-                f"its {seen} tokens are another text, such as one whose chat template rewrote "
-                "earlier turns; begin with a new cache, or pass the text as it was read"
+                f"token {int(differs[0])} of these is not the one that the cache has read: its "
+                f"{seen} tokens are another text; pass the text as it was read, or begin with a "
+                "new cache"
             )
     check_goes_on(tokens, seen)
 

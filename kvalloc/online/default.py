@@ -238,9 +238,9 @@ class Default(Decision):
             full = max(plain_bytes(methods[0].setting.shape, size.columns, size.n_rows), needs[0])
             raise InputError(
                 f"{option('memory', bytes_text(memory))} is {size_text(memory)}, but a prompt of "
-                f"{size.columns:,} tokens{in_rows} needs {size_text(full)} where its "
-                f"full cache is held, and {size_text(min(needs))} where it is evicted while it is "
-                f"read (the budget, and one layer in full); give more, {smaller} a shorter prompt"
+                f"{size.columns:,} tokens{in_rows} needs {size_text(full)}, or "
+                f"{size_text(min(needs))} with eviction while it is read; give more, {smaller} a "
+                "shorter prompt"
             )
         return immediate if needs[0] > memory else methods
 

@@ -132,9 +132,8 @@ class PromptTarget(Decision):
             return [Way(profile=whole, options=options)]
         if not size.rows:
             raise UnsupportedRequestError(
-                "budgets of a prompt's own are decided from its token ids, but the decoder got "
-                "embeddings: inputs_embeds, or those of a model that puts images between its "
-                f"tokens; name {option('budget', '20%')} alone, or use a stored profile"
+                "budgets of a prompt are decided from its token ids, but the decoder got "
+                f"embeddings; name {option('budget', '20%')} alone, or use a stored profile"
             )
         request = replace(self.request, batch=len(size.rows))
         columns = max(size.tokens, *(row.size for row in size.rows))

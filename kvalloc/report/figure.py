@@ -60,8 +60,8 @@ def plot(files: Sequence[str | Path], output: str | Path, what: str | None = Non
             charts.save_chart(_stacked(panels, title), output)
             return name
     raise InputError(
-        f"these files hold nothing to draw as {what}: budgets need a budget profile, curves and a "
-        "frontier a score profile, and what was measured an evaluation with rows"
+        f"these files have no data for {what}: budgets need a budget profile, curves and frontier "
+        "a score profile, measured figures an evaluation with rows"
     )
 
 

@@ -155,9 +155,8 @@ class BudgetCache(CacheFigures, HookedCache):
         running = None if self.forward is None else self.forward.running
         if running is None:
             raise ModelMismatchError(
-                f"this cache works only inside a forward of the {self._name} object that it was "
-                "made for, and not after a reset within one; make one with "
-                "kvalloc.make_cache(model, profile) for the model at hand"
+                f"this cache works only inside a forward of the {self._name} object it was made "
+                "for, not after a reset within one; make one: kvalloc.make_cache(model, profile)"
             )
         for one in self.extensions:
             one.appended(layer_idx, key_states, value_states)
@@ -264,8 +263,8 @@ class BudgetCache(CacheFigures, HookedCache):
                     followed = int(layer.tail.lengths.min())
                     raise UnsupportedRequestError(
                         f"cannot crop {remove} tokens: {followed} have followed the latest "
-                        "eviction, and what went there cannot come back; crop a "
-                        "copy.deepcopy(cache) that was made before, or read the text anew"
+                        "eviction; crop a copy.deepcopy(cache) from before it, or read the text "
+                        "anew"
                     )
             elif (
                 hasattr(layer, "sliding_window")
@@ -333,9 +332,8 @@ class BudgetCache(CacheFigures, HookedCache):
     def __reduce_ex__(self, protocol: object) -> Any:
         """Refuse to be pickled, or copied by half (`copy.copy`)."""
         raise UnsupportedRequestError(
-            "a reduced cache belongs to the model that filled it, which does not go into a "
-            "pickle; write it with kvalloc.save_cache and read it with kvalloc.load_cache, or use "
-            "copy.deepcopy for another one in memory"
+            "a reduced cache cannot be pickled, it belongs to its model; write it with "
+            "kvalloc.save_cache, or use copy.deepcopy"
         )
 
     def offload(self, layer_idx: int, only_non_sliding: bool = True) -> None:

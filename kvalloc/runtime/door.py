@@ -188,9 +188,8 @@ class Door:
         same = bool(past.all()) if old is None else torch.equal(past, old)
         if not (may_change or same):
             raise UnsupportedRequestError(
-                "attention_mask shows or hides other tokens of the past than it did when they "
-                "arrived, but what was padding is gone and what was not is kept; pass the same "
-                "values for them again"
+                "attention_mask shows or hides other tokens of the past than when they arrived, "
+                "but evicted ones cannot come back; pass the same values for them again"
             )
         return None if bool(shown.all()) else shown
 

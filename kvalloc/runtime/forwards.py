@@ -106,9 +106,8 @@ class Forward:
             sees = seen_among_new(arguments["attention_mask"], columns)
             if sees is None:
                 raise UnsupportedRequestError(
-                    "an attention mask that shows other tokens of the past to one new token than "
-                    "to another does not fit layers that keep different entries; pass a 2-D "
-                    "attention_mask or none"
+                    "an attention mask that differs between new tokens in the past does not fit "
+                    "layers with different entries; pass a 2-D attention_mask or none"
                 )
         columns = None if ready and sees is None and door.complete else columns
         may_change = columns is not None and door.complete and not cache.reduced
@@ -318,9 +317,9 @@ class Installed:
         with lock:
             if any(one.cache is cache for one in running.values()):  # this thread's own was closed
                 raise UnsupportedRequestError(
-                    "another thread runs the model with this cache; give each thread a cache of "
-                    "its own: kvalloc.make_cache(model, profile), or copy.deepcopy(cache) before "
-                    "they start"
+                    "another thread runs the model with this cache; give each thread its cache: "
+                    "kvalloc.make_cache(model, profile), or copy.deepcopy(cache) before they "
+                    "start"
                 )
             running[thread] = forward
         try:
@@ -354,9 +353,9 @@ class Installed:
             forward.end(completed=completed and once)
             if completed and not once:
                 raise UnsupportedModelError(
-                    f"{calls} attention calls went through transformers' attention interface in a "
-                    f"forward of {layers} attention layers, expected one of each; load the model "
-                    'with attn_implementation="sdpa", and do not compile its layers'
+                    f"{calls} attention calls reached kvalloc, expected {layers}, one of each "
+                    "layer; load the model with attn_implementation='sdpa', and do not compile "
+                    "its layers"
                 )
         return forward.outputs
 
@@ -397,9 +396,8 @@ def _read_ahead(
     columns.update(turns.cuts(cache, seen, seen + new))
     if columns and shown_columns(arguments)[1]:
         raise UnsupportedRequestError(
-            "a forward with an attention mask of queries and keys that is not the model's own for "
-            f"text, given or made around images, cannot be read in pieces; leave out "
-            f"{option('memory')}, or tokens that may be taken back"
+            "a forward with its own attention mask of queries and keys cannot be read in pieces; "
+            f"leave out {option('memory')}, or tokens that may be taken back"
         )
     cache.in_pieces = True
     try:

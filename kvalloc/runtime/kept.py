@@ -395,8 +395,8 @@ def _fits(fits: Tensor, kind: torch.dtype, *exact: Tensor) -> bool:
 
 def _refuse_scales() -> None:
     raise UnsupportedRequestError(
-        "keys or values of this text are infinite or NaN, or on a GPU too large or too small for "
-        "float16 scales, so they cannot be rounded; use a profile at 16 bits and a bfloat16 model"
+        "keys or values of this text are infinite or NaN, or beyond float16 scales on a GPU, and "
+        "cannot be rounded; use a profile at 16 bits and a bfloat16 model"
     )
 
 

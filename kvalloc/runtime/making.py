@@ -123,14 +123,13 @@ def _method(way: Way, shape: ModelShape, probe: Probe, *, wide: bool) -> Method:
         )
     if np.isin(profile.widths, [*MIXES]).any() and not isinstance(policy, Score):
         raise UnsupportedRequestError(
-            "these budgets give entries of one KV head several widths, the best ones the widest, "
-            f"and the policy {policy.name} does not say which are the best; choose a policy that "
-            "keeps the best scores, or widths of one number each"
+            f"these budgets give entries of a KV head several widths; the policy {policy.name} "
+            "does not say which are the best; choose one that ranks, or one width for each head"
         )
     if profile.fits_a_peak and (method.holds(in_chunks=False) or policy.combines):
         raise UnsupportedRequestError(
-            f"these budgets were decided for {option('memory')} at its peak, and here the policy "
-            f"{policy.name} takes more than what is kept and one layer in full while the prompt is "
-            f"read; choose another policy, or decide by {option('budget')}"
+            f"these budgets were decided for {option('memory')} at its peak, and the policy "
+            f"{policy.name} takes more while the prompt is read; choose another policy, or decide "
+            f"by {option('budget')}"
         )
     return method

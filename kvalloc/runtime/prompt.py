@@ -189,9 +189,9 @@ def _new_rows(cache: Any, batch: Batch) -> list[Row]:
         profile = method.profile
         if not batch.completes and method.widths(profile) and profile.fits_a_peak:
             raise UnsupportedRequestError(
-                f"these budgets were decided for {option('memory')} at its peak, and of a prompt "
-                "in chunks nothing is rounded before the last one; send it in one piece, or solve "
-                f"again without {option('bits')}"
+                f"budgets for {option('memory')} at its peak: of a prompt in chunks nothing is "
+                "rounded before the last one; send it in one piece, or solve again without "
+                f"{option('bits')}"
             )
     chunks = not batch.completes
     return [

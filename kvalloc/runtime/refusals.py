@@ -37,9 +37,9 @@ def check_profile(profile: BudgetProfile) -> None:
     rounded = profile.widths[profile.widths != 16]
     if rounded.size and kind.extension is not EvictionPolicy.extension:
         raise UnsupportedRequestError(
-            f"this profile stores entries at {int(rounded.min())} bits, but the policy {name} "
-            "compares keys as the model made them at each decoded token; choose another policy, or "
-            f"solve again without {option('bits')}"
+            f"this profile has entries at {int(rounded.min())} bits, but the policy {name} "
+            "compares keys as the model made them; choose another policy, or solve again without "
+            f"{option('bits')}"
         )
 
 
@@ -63,9 +63,9 @@ def _check_kind(model: nn.Module, arguments: Mapping[str, Any]) -> None:
     kind = setting(model, arguments, "cache_implementation") or "dynamic"
     if kind != "dynamic":
         raise UnsupportedRequestError(
-            f"the generation config asks for a {kind} cache, which does not go with another one; "
-            "leave cache_implementation out, or set model.generation_config.cache_implementation "
-            "to None"
+            f"the generation config asks for a {kind} cache beside kvalloc's; leave "
+            "cache_implementation out, or set model.generation_config.cache_implementation to "
+            "None"
         )
 
 
@@ -91,10 +91,9 @@ def check_positions(policy: EvictionPolicy, *, scattered: bool) -> None:
     """
     if scattered and policy.rotates:
         raise UnsupportedRequestError(
-            f"the policy {policy.name} with the scorer {policy.scorer.name} rotates queries or "
-            "keys by the numbers of their tokens, and tokens of images in this prompt have "
-            f"positions on several axes; name {option('budget', '20%')} alone, or a scorer that "
-            "looks at attention, such as snapkv"
+            f"the scorer {policy.scorer.name} of the policy {policy.name} cannot rotate tokens of "
+            f"images: positions on several axes; name {option('budget', '20%')} alone, or the "
+            "scorer snapkv"
         )
 
 

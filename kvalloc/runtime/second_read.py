@@ -232,10 +232,8 @@ def check_context(later: Later, place: int, tokens: int, limit: int) -> None:
     room = limit - place - CARRIED_TOKENS
     smaller = f"repeat shorter pieces (chunk={room}), " if room >= SMALLEST_CHUNK else ""
     raise InputError(
-        f"a scorer has the model repeat the prompt right after it, in pieces of up to "
-        f"{later.tokens} tokens: {place} tokens and {extent} of a repetition are beyond the "
-        f"{limit} that the model was made for; {smaller}shorten the prompt, or choose another "
-        "scorer"
+        f"a scorer repeats {later.tokens} tokens: {place} tokens and {extent} of a repetition are "
+        f"beyond the {limit} of the model; {smaller}shorten the prompt or change scorer"
     )
 
 

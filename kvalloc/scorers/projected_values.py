@@ -45,15 +45,13 @@ def projected_value_norms(states: AttentionStates) -> Tensor:
     n_columns = weight.shape[1] if weight.ndim == 2 and weight.is_floating_point() else 0
     if n_columns % (group * head_dim) or n_columns < first_column + n_query_heads * head_dim:
         raise UnsupportedModelError(
-            "CriticalKV needs the layer's output projection as plain numbers, o_proj.weight of "
-            "(hidden_size, query heads x head_dim), which this model does not have; use another "
-            "policy"
+            "CriticalKV needs a layer's output projection, o_proj.weight of (hidden_size, query "
+            "heads x head_dim), which this model does not have; use another policy"
         )
     if weight.device.type == "meta":
         raise UnsupportedModelError(
-            f"CriticalKV needs the output projection of layer {states.layer}, whose weights are "
-            "offloaded and loaded only when their turn comes; keep the layers on devices, or use "
-            "another scorer"
+            f"CriticalKV needs the output projection of layer {states.layer}, which is offloaded; "
+            "keep the layers on devices, or use another scorer"
         )
     norms = torch.zeros(
         (batch, n_kv_heads, n_tokens), dtype=torch.float32, device=states.values.device

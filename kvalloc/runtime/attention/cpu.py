@@ -202,7 +202,6 @@ def _check_kept(kept: Kept, batch: int, n_kv_heads: int, key_dim: int, value_dim
             fits &= stored and (one is None or one.shape == shape)
     if not fits:
         raise UnsupportedModelError(
-            f"a layer attends to {n_kv_heads} KV heads with keys of {key_dim} and values of "
-            f"{value_dim} numbers in {batch} rows, but its cache keeps others; use this model with "
-            "its full cache"
+            f"a layer has {n_kv_heads} KV heads with keys of {key_dim} and values of {value_dim} "
+            f"numbers in {batch} rows, its cache keeps others; use this model with its full cache"
         )

@@ -280,7 +280,7 @@ CASES = {
         # One forward
         (
             partial(masked, mask=torch.ones(1, 1, 2, CONTEXT + 2).tril(CONTEXT - 2).bool()),
-            "shows other tokens of the past to one new token than to another",
+            "an attention mask that differs between new tokens",
         ),
         (partial(masked, mask=torch.ones(1, 2)), "expected 62"),
         (partial(masked, mask=torch.ones(1)), "of the kind Tensor"),
