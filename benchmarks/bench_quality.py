@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 from _common import print_row
 from quality.cells import RULER
-from quality.picture import STYLES, draw_bytes
+from quality.picture import STYLES, Panel, draw_bytes
 from quality.tables import (
     ANYWHERE,
     CELLS_FOLDER,
@@ -54,7 +54,7 @@ from quality.tables import (
 from results import Cells
 
 from kvalloc.online.solved import grid_length, solve_share
-from kvalloc.prompts.intervals import interval
+from kvalloc.prompts.intervals import TAILS, interval, tails
 
 FOLDER = Path(__file__).resolve().parent
 PYTHON = FOLDER.parent / ".venv-kvpress" / "bin" / "python"
@@ -111,7 +111,9 @@ def main() -> int:
         if not rows:
             continue
         print(f"\n{folder.name}, prompts of {request.context:,} tokens")
-        if request.context == PICTURED and not request.ruler:
+        if request.ruler:
+            ruler_picture(rows, folder.name)
+        elif request.context == PICTURED:
             picture(rows, folder.name)
         for row in report(rows, [share / 100 for share in request.shares], folder.name, [*cells]):
             print_row({**row, "what": f"{folder.name}: {row['what']}"})
@@ -232,10 +234,41 @@ def picture(rows: Sequence[Row], model: str) -> None:
     if shown.lines:
         name = "shares.png" if model == DEMO else f"shares-{model}.png"
         draw_bytes(
-            shown.lines, FOLDER / "quality" / name,
+            [Panel(lines=shown.lines, label="KL to the full cache, nats per token")],
+            FOLDER / "quality" / name,
             title=f"{model}: long answers, held-out prompts",
             note=f"prompts of each kind: {shown.prompts} ({', '.join(shown.cells)})",
         )  # fmt: skip
+
+
+def ruler_picture(rows: Sequence[Row], model: str) -> None:
+    """Draw the score of each method's own answers, and the tail of the KL, against bytes."""
+    points: dict[tuple[str, float | None], list[Row]] = defaultdict(list)
+    for row in rows:
+        if line_of(row["method"]) in STYLES:
+            points[row["method"], row["share"]].append(row)
+    every = max(map(len, points.values()), default=0)
+    points = {key: item for key, item in points.items() if len(item) == every}
+    ends = {key: tails([kl for row in item for kl in row["kls"]]) for key, item in points.items()}
+    known = [name for name in TAILS if all(end[name] is not None for end in ends.values())]
+    if not points or not known:
+        return
+    scores, kls = defaultdict(list), defaultdict(list)
+    for (method, share), item in points.items():
+        size = float(np.mean([row["bytes"] for row in item]))
+        scores[line_of(method)].append((size, float(np.mean([row["score"] for row in item]))))
+        kls[line_of(method)].append((size, ends[method, share][known[-1]]))
+    cells = [*dict.fromkeys(row["cell"] for row in rows)]
+    tail = f"{TAILS[known[-1]][0]:.1%} of the tokens have a smaller KL, nats"
+    draw_bytes(
+        [
+            Panel(lines=scores, label="score of each cache's own answers", is_score=True),
+            Panel(lines=kls, label=tail),
+        ],
+        FOLDER / "quality" / f"ruler-{model}.png",
+        title=f"{model}: tasks by rule, the question after the compression",
+        note=f"{every} prompts ({', '.join(cells)})",
+    )  # fmt: skip
 
 
 def predicted(rows: Sequence[Row], model: str, share: float) -> Cells | None:

@@ -6,6 +6,7 @@ from dataclasses import fields
 import pytest
 from _common import cells_of
 from bench_quality import CELLS as ALL_CELLS
+from bench_quality import of_solved, points_lost, ruler_picture
 from quality.cells import CELLS as KINDS
 from quality.cells import OF, ORDER, row_of
 from quality.tables import (
@@ -190,3 +191,54 @@ def test_tails_are_of_the_tokens_of_all_prompts_and_of_rows_that_have_them():
     ]
     assert default.split() == ["default", "0", "-", "-", "-"]
     assert tail_table(old, CELLS) == []
+
+
+# Tasks by rule
+
+
+def scored(method, share, scores, *, cell="vt", size=0.125):
+    """A row for each prompt's score."""
+    known = {"bytes": size, "kls": [0.5] * 150, "agree": 1.0}
+    return [row(cell, n, method, 0.5, share=share, **known | {"score": score})
+            for n, score in enumerate(scores)]  # fmt: skip
+
+
+def test_tasks_are_shown_if_the_full_cache_solves_half_of_them(capsys):
+    solved, other = scored("full", None, (1, 0)), scored("full", None, (0.9, 0), cell="cwe")
+    ours = scored("default", 0.125, (1, 0)) + scored("default", 0.125, (1, 0), cell="cwe")
+    assert of_solved([*solved, *other, *ours]) == [*solved, *ours[:2]]
+    assert capsys.readouterr().out.splitlines() == [
+        "vt: the full cache scores 50% of 2 prompts",
+        "cwe: the full cache scores 45% of 2 prompts, not shown",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ours", "of_kvzip", "limit", "met"),
+    [
+        ((1, 1), (1, 1), 0.0, True),  # half of what KVzip loses is nothing
+        ((1, 0.99), (1, 0.5), 0.01, True),
+        ((1, 0.9), (1, 0.5), 0.01, False),
+        ((1, 0.99), None, 0.01, True),
+    ],
+)
+def test_points_lost_are_those_of_the_same_prompts(ours, of_kvzip, limit, met):
+    rows = scored("full", None, (1, 1, 0)) + scored("default", 0.125, ours)
+    rows += scored("KVzip", 0.125, of_kvzip or ())
+    result = points_lost(rows, 0.125, ["vt"])
+    assert result["figure"] == f"{1 - sum(ours) / 2:.3f}"
+    assert result["wanted"] == f"{limit:.3f}"
+    assert (result["verdict"] == "met") == met
+    assert points_lost(rows, 0.25, ["vt"]) is None
+
+
+def test_the_picture_of_scores_and_tails(tmp_path, monkeypatch):
+    monkeypatch.setattr("bench_quality.FOLDER", tmp_path)
+    (tmp_path / "quality").mkdir()
+    short = scored("default", 0.125, (1, 1), size=0.125)
+    ruler_picture([{**one, "kls": [0.5]} for one in short], "m")
+    assert not [*tmp_path.rglob("*.png")]  # too few tokens for a percentile
+    rows = [*short, *scored("default", 0.25, (1, 1), size=0.25), *scored("KVzip", 0.125, (1, 0))]
+    ruler_picture([*rows, *scored("SnapKV", 0.25, (1,))], "m")
+    (picture,) = tmp_path.rglob("*.png")
+    assert picture.name == "ruler-m.png"
