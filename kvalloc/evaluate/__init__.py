@@ -1,1 +1,1 @@
-"""What a reduced cache does to a model's answers."""
+"""Effects of a reduced cache on a model's answers."""

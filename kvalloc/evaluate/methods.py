@@ -1,4 +1,4 @@
-"""Methods that are evaluated: each reads a prompt into a cache; the bytes of that cache."""
+"""Methods under evaluation, and the bytes of their caches."""
 
 from __future__ import annotations
 
@@ -23,19 +23,14 @@ MakeCache = Callable[[], "Cache"]
 
 
 def stored_bytes(cache: Cache) -> int:
-    """Return the bytes that a cache stores, read from its tensors' storages.
-
-    K and V count, and the positions of a reduced cache. Every storage counts once and in full, also
-    if a view shows only a part of it.
-    """
+    """Return the bytes that a cache stores, each storage once and in full."""
     return sum(storage.nbytes() for storage, _, _ in _storages(cache.layers))
 
 
 def needed_bytes(cache: Cache) -> int:
     """Return the bytes that later tokens attend to, at most `stored_bytes`.
 
-    Only the part of a storage that its tensors show counts. After a prompt, a sliding layer of
-    transformers shows its window but keeps the whole prompt's storage alive until the next token.
+    After a prompt, a sliding layer shows its window but stores the whole prompt.
     """
     return sum(min(storage.nbytes(), shown) for storage, shown, _ in _storages(cache.layers))
 
@@ -52,7 +47,7 @@ def next_logits(
     last: int,
     **arguments: Tensor,
 ) -> Tensor:
-    """Read tokens; return the float32 logits of the last positions, ``(last, vocabulary)``."""
+    """Read tokens; return the last positions' float32 logits, ``(last, vocabulary)``."""
     import torch
 
     with torch.inference_mode():
@@ -68,7 +63,7 @@ def next_logits(
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Return the end tokens of the model and of its tokenizer."""
+    """Return the end tokens of model and tokenizer."""
     mark = tokenizer.eos_token_id
     return {*structure.end_tokens(model), *(() if mark is None else (mark,))}
 
@@ -85,16 +80,11 @@ class Compressed:
     ----------
     model : PreTrainedModel
     cache : transformers.Cache
-        Holds the prompt, compressed.
     logits : Tensor of float32, (vocabulary,)
         Prediction of the token after the prompt.
-    stored_bytes : int
-        Bytes that are stored now, read from the tensors.
-    kept_bytes : int
-        Bytes of the entries that later tokens can attend to. Fewer than are stored if a method only
-        masks entries, or a sliding layer still stores tokens that left its window.
-    bytes_at_16_bits : int
-        Bytes of the stored entries, with numbers that are not rounded counted at 16 bits.
+    stored_bytes, kept_bytes, bytes_at_16_bits : int
+        See `stored_bytes`, `needed_bytes`, and `kvalloc.accounting.stored.bytes_at_16_bits`.
+        Entries that a method only masks are stored, not kept.
     prefill_seconds : float
         Wall time of reading and compressing.
     """
@@ -108,27 +98,20 @@ class Compressed:
     prefill_seconds: float
 
     def fork(self) -> Compressed:
-        """Return a copy that can answer without changing this one."""
+        """Return a copy, to answer without changing this one."""
         # A copy instead of a crop: a sliding-window layer cannot take back what slid out.
         return replace(self, cache=copy.deepcopy(self.cache))
 
     def feed(
         self, question_ids: Sequence[int], answer_ids: Sequence[int] = (), *, last: int
     ) -> Tensor:
-        """Read more tokens.
+        """Read a question and an answer; return the last logits, float32, (last, vocabulary).
 
         Parameters
         ----------
         question_ids : sequence of int, (n_question,)
-            They stay in the cache.
         answer_ids : sequence of int, (n_answer,)
-            Tokens that are read after the question.
         last : int
-            Number of last positions to return predictions of.
-
-        Returns
-        -------
-        Tensor of float32, (last, vocabulary)
         """
         return next_logits(self.model, self.cache, [*question_ids, *answer_ids], last=last)
 
@@ -142,29 +125,25 @@ class Method(Protocol):
         Parameters
         ----------
         model : PreTrainedModel
-            Must stay unchanged: other methods use it next.
+            Must stay unchanged for other methods.
         prompt_ids : sequence of int, (n_tokens,)
-
-        Returns
-        -------
-        Compressed
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheMethod:
-    """Method of a cache that compresses while the prompt is read, such as kvalloc's.
+    """Method of a cache that compresses while the prompt is read.
 
     Attributes
     ----------
     make_cache : callable
-        Returns a new, empty cache, such as ``lambda: kvalloc.make_cache(model, profile)``.
+        Returns a new cache, such as ``lambda: kvalloc.make_cache(model, profile)``.
     """
 
     make_cache: MakeCache
 
     def compress(self, model: PreTrainedModel, prompt_ids: Sequence[int]) -> Compressed:
-        """Read a prompt into a new cache."""
+        """See `Method.compress`."""
         cache = self.make_cache()
         start = time.perf_counter()
         logits = next_logits(model, cache, prompt_ids, last=1)[-1]
@@ -173,7 +152,7 @@ class CacheMethod:
 
 @dataclass(frozen=True, kw_only=True)
 class AppliedMethod:
-    """Method of `kvalloc.apply`: the cache that it makes for a prompt.
+    """Method of the cache that `kvalloc.apply` makes.
 
     Attributes
     ----------
@@ -184,7 +163,7 @@ class AppliedMethod:
     options: Mapping[str, Any]
 
     def compress(self, model: PreTrainedModel, prompt_ids: Sequence[int]) -> Compressed:
-        """Read a prompt into the cache that `kvalloc.apply` makes."""
+        """See `Method.compress`."""
         from kvalloc.online.application import apply
 
         start = time.perf_counter()
@@ -195,7 +174,6 @@ class AppliedMethod:
 
 
 def _read(model: PreTrainedModel, cache: Cache, logits: Tensor, seconds: float) -> Compressed:
-    """Return a cache that has read its prompt, with its bytes."""
     layers: list[Any] = cache.layers
     return Compressed(
         model=model,
@@ -213,9 +191,8 @@ def rounded_cache(model: PreTrainedModel, bits: int) -> CacheMethod:
 
     Parameters
     ----------
-    model : PreTrainedModel
     bits : int
-        Of `kvalloc.accounting.costs.WIDTHS`, but not 16.
+        Of `kvalloc.accounting.costs.WIDTHS`, below 16.
 
     Raises
     ------
@@ -244,7 +221,7 @@ def rounded_cache(model: PreTrainedModel, bits: int) -> CacheMethod:
 
 
 def full_cache(model: PreTrainedModel) -> CacheMethod:
-    """Return the method of the plain cache, which keeps everything."""
+    """Return the method of the plain cache."""
     from transformers import DynamicCache
 
     return CacheMethod(make_cache=lambda: DynamicCache(config=model.config))
@@ -259,7 +236,7 @@ class Answer:
     text : str
         Without special tokens.
     ids : tuple of int, (n_answer,)
-        The end mark included.
+        With the end mark.
     decode_seconds : float
         Wall time after the first token.
     """
@@ -279,21 +256,14 @@ def answer_greedily(
 
     Parameters
     ----------
-    compressed : Compressed
-    tokenizer : PreTrainedTokenizerBase
     question_ids : sequence of int, (n_question,)
         Empty if the prompt ends with the question.
     max_new_tokens : int
-        Longest answer, tokens.
-
-    Returns
-    -------
-    Answer
 
     Raises
     ------
     InputError
-        If ``max_new_tokens`` is below 1.
+        If `max_new_tokens` is below 1.
     """
     if max_new_tokens < 1:
         raise InputError(f"an answer of {max_new_tokens} tokens says nothing; allow at least 1")

@@ -1,4 +1,4 @@
-"""Two methods on the same prompts: how much one differs from the other, and how sure that is."""
+"""Two methods on the same prompts: their difference and its uncertainty."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ Pair = tuple[Outcome, Outcome]
 def compare(scores: Sequence[Score], other: Sequence[Score]) -> dict[str, Any]:
     """Compare two methods prompt by prompt, tasks with equal weight.
 
-    A bootstrap draws the same prompts of each task for both methods, with replacement. The compared
-    value is the mean over tasks of the mean over prompts. KL is over the tokens that both methods
-    predicted after their eviction.
+    The bootstrap draws the same prompts for both. KL is over tokens that both predicted after their
+    eviction.
 
     Parameters
     ----------
@@ -31,12 +30,9 @@ def compare(scores: Sequence[Score], other: Sequence[Score]) -> dict[str, Any]:
     Returns
     -------
     dict
-        ``against`` names the other method. ``kl_difference`` and ``score_difference`` are the mean
-        less the other method's mean, None if nothing was compared. ``kl_ratio`` is the mean KL over
-        the other method's, None if the latter is 0. The name with ``_ci95`` has the bootstrap
-        interval over prompts, None for fewer than two prompts in a task. ``p99_ratio`` and
-        ``p999_ratio`` divide percentiles of the KL over all ``n_tokens`` compared tokens, None for
-        too few tokens. ``top1_difference`` is the difference of the agreement.
+        Differences of means, and ratios of means and percentiles, over all ``n_tokens`` compared
+        tokens. Names with ``_ci95`` are intervals; see `kvalloc.prompts.intervals.interval`. None
+        if nothing was compared, for too few tokens, or for a divisor of 0.
 
     Raises
     ------
@@ -72,18 +68,17 @@ def compare(scores: Sequence[Score], other: Sequence[Score]) -> dict[str, Any]:
 
 
 def rows(scores: Sequence[Score]) -> list[dict[str, Any]]:
-    """Return every score as plain values, each method beside the full cache and the first one.
+    """Return every score as plain values, compared with the full cache and the first reduced one.
 
     Parameters
     ----------
     scores : sequence of Score
-        As `kvalloc.evaluate.scoring.evaluate` gives them: for each task the full cache first.
+        See `kvalloc.evaluate.scoring.evaluate`.
 
     Returns
     -------
     list of dict
-        As `row` gives them, with a list of comparisons under ``paired``. With several tasks, rows
-        over all of them follow.
+        See `row`; comparisons are under ``paired``. Rows over several tasks come last.
     """
     by_name: dict[str, list[Score]] = {}
     for score in scores:
@@ -100,20 +95,18 @@ def rows(scores: Sequence[Score]) -> list[dict[str, Any]]:
 
 
 def _paired(by_name: Mapping[str, list[Score]], name: str) -> list[dict[str, Any]]:
-    """Compare a method with the full cache, and with the first reduced method."""
     reduced = [method for method in by_name if method != FULL]
     against = [] if name == FULL else [FULL, *(first for first in reduced[:1] if first != name)]
     return [compare(by_name[name], by_name[other]) for other in against]
 
 
 def _shared(name: str, pair: Pair) -> list[list[tuple[float, float]]]:
-    """Return the values of both in each turn, of the tokens both predicted after their eviction."""
+    """Return both values of each turn's tokens that both predicted after their eviction."""
     turns = zip(*(getattr(outcome, name) for outcome in pair), strict=True)
     return [[both for both in zip(*turn, strict=True) if None not in both] for turn in turns]
 
 
 def _means(name: str, pair: Pair) -> FloatArray | None:
-    """Return the mean of both over the turns, over the tokens that both predicted."""
     turns = (turn for turn in _shared(name, pair) if turn)
     means = [np.array(turn, dtype=np.float64).mean(axis=0) for turn in turns]
     return np.mean(means, axis=0) if means else None

@@ -1,4 +1,4 @@
-"""Scores of an evaluation as the record that is its file."""
+"""Record of an evaluation for its file."""
 
 from __future__ import annotations
 
@@ -27,16 +27,14 @@ def evaluation_of(
 
     Parameters
     ----------
-    shape : ModelShape
-        The model.
     scores : sequence of Score
-        As `kvalloc.evaluate.scoring.evaluate` gives them.
+        See `kvalloc.evaluate.scoring.evaluate`.
     settings : mapping
-        Of the evaluation: tasks, split, question_at, turns, samples, context, seed, dtype.
+        Tasks, split, question_at, turns, samples, context, seed, dtype.
     profiles : mapping of str to BudgetProfile
-        By the name of their rows; the record holds their digests.
+        By the name of their rows.
     cases : mapping of str to sequence of Case
-        By task; the record's settings hold a digest over them.
+        By task.
     """
     plain: Any = rows(scores)
     return Evaluation(
@@ -65,7 +63,7 @@ def evaluation_of(
 
 
 def text_digest(cases: Mapping[str, Sequence[Case]]) -> str:
-    """Return a SHA-256 digest over the token ids of all prompts and questions, by task."""
+    """Return the SHA-256 of all prompts' and questions' token ids, by task."""
     return digest_of(
         {
             task: [[one.input_ids, *(turn.question_ids for turn in one.turns)] for one in of_task]

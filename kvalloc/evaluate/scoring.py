@@ -1,4 +1,4 @@
-"""Run caches on tasks: loss, right answers, bytes and speed, each with its uncertainty."""
+"""Run caches on tasks: loss, right answers, bytes and speed."""
 
 from __future__ import annotations
 
@@ -36,37 +36,27 @@ ALL_TASKS = "all tasks"
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Result of one method on one prompt; figures are means over its turns.
+    """Result of one method on one prompt.
 
     Attributes
     ----------
     answers : tuple of str, (n_turns,)
-        Answers, decoded greedily.
-    kls : tuple of tuple of (float or None), (n_turns, n_continuation)
-        Teacher-forced KL(full cache || this cache) of each token of the continuation, nats. The
-        continuation is the text's, or else the full cache's answer. None for first tokens that are
-        predicted before any eviction. 0 for the full cache.
-    agrees : tuple of tuple of (bool or None), (n_turns, n_continuation)
-        Whether the most likely token is the same with both caches, for the same tokens.
+    kls : tuple of tuple of (float or None), (n_measured_turns, n_continuation)
+        Teacher-forced KL(full cache || this cache) of the text's continuation, or else of the full
+        cache's answer, nats. None for first tokens that are predicted before any eviction.
+    agrees : tuple of tuple of (bool or None), as `kls`
+        Whether the most likely token is the same with both caches.
     nll : float or None
         Mean negative log likelihood of the text's continuation, nats per token.
-    score : float or None
-        Score of the answers by the task's metric, 0..1; None without a question.
-    exact_match : float or None
-        Share of turns with a right answer in the answer, 0..1; None without a question.
+    score, exact_match : float or None
+        Means, 0..1: score by the task's metric, and whether a right answer is in the answer.
     retained_bytes, full_bytes : int
-        Bytes that are stored after the prompt, and bytes that the full cache needs. It stores more
-        while sliding layers keep tokens that left their window.
-    kept_bytes : int
-        Bytes of the entries that can be attended to; see `Compressed`.
-    bytes_at_16_bits, full_bytes_at_16_bits : int
-        Bytes of this cache and of the full one, with unrounded numbers counted at 16 bits.
-    prefill_seconds : float
-        Wall time of reading the prompt.
+        Bytes that this cache stores after the prompt, and that the full cache needs.
+    kept_bytes, bytes_at_16_bits, full_bytes_at_16_bits : int
+        See `Compressed`.
     decoded_tokens : int
-        Decoded tokens without the first of each answer.
-    decode_seconds : float
-        Wall time of decoding these tokens.
+        Without the first token of each answer.
+    prefill_seconds, decode_seconds : float
     """
 
     answers: tuple[str, ...]
@@ -86,28 +76,25 @@ class Outcome:
 
     @property
     def kl(self) -> float | None:
-        """Return the mean over the turns of the mean KL after the eviction, nats per token.
-
-        None if all tokens were predicted before the eviction.
-        """
+        """Mean KL after the eviction, nats per token, or None."""
         return self.kl_at(slice(None))
 
     def kl_at(self, positions: slice) -> float | None:
-        """Return the mean KL over these token positions of the answers, nats per token."""
+        """Return the mean KL over these positions of answers, nats per token."""
         return _mean_of_turns(self.kls, positions)
 
     @property
     def top1_agreement(self) -> float | None:
-        """Return the share of compared tokens on which both agree, mean over the turns, 0..1."""
+        """Share of compared tokens on which both caches agree, 0..1."""
         return self.agreement_at(slice(None))
 
     def agreement_at(self, positions: slice) -> float | None:
-        """Return the agreement over these token positions of the answers, 0..1."""
+        """Return the agreement over these positions of answers, 0..1."""
         return _mean_of_turns(self.agrees, positions)
 
     @property
     def exact_tokens(self) -> float:
-        """Return the mean number of tokens per turn that were predicted before any eviction."""
+        """Mean number of tokens per turn that were predicted before any eviction."""
         return float(np.mean([turn.count(None) for turn in self.kls]))
 
 
@@ -117,14 +104,10 @@ class Score:
 
     Attributes
     ----------
-    name : str
-        The method.
-    task : str
-        The task.
+    name, task : str
     context : int
         Longest prompt, tokens.
-    outcomes : tuple of Outcome
-        One a prompt, in the order of the prompts.
+    outcomes : tuple of Outcome, (n_prompts,)
     """
 
     name: str
@@ -142,7 +125,7 @@ def values(
 
 
 def mean_of_tasks(tasks: Sequence[FloatArray]) -> Any:
-    """Return the mean over tasks of equal weight of their prompts' mean; None without a task."""
+    """Return the mean over tasks of their prompts' mean; None without a task."""
     return np.mean([task.mean(axis=0) for task in tasks], axis=0).tolist() if tasks else None
 
 
@@ -152,14 +135,13 @@ def row(scores: Sequence[Score]) -> dict[str, Any]:
     Parameters
     ----------
     scores : sequence of Score, (n_tasks,)
-        Of the same method. Perplexity is given for a single task only.
+        Of the same method.
 
     Returns
     -------
     dict
-        ``ci95`` is the interval of the KL; see `kvalloc.prompts.intervals.interval`. Percentiles
-        are over the tokens of all prompts and tasks; see `kvalloc.prompts.intervals.tails`.
-        ``by_position`` has no range of positions that no answer reaches.
+        ``ci95`` is the KL's `interval`; percentiles are `tails` over all tokens. ``by_position``
+        has the ranges that an answer reaches. ``perplexity`` is None for several tasks.
     """
     outcomes = [score.outcomes for score in scores]
     turns = [turn for prompts in outcomes for one in prompts for turn in one.kls]
@@ -207,9 +189,8 @@ class CaseWork:
 
     Parameters
     ----------
-    tokenizer : PreTrainedTokenizerBase
     make : callable
-        Returns the methods for a model, by name.
+        Returns a model's methods by name.
     """
 
     def __init__(
@@ -219,7 +200,7 @@ class CaseWork:
         self._methods: Mapping[str, Method] | None = None
 
     def __call__(self, model: Any, case: Case | None, advance: Advance) -> dict[str, Any]:
-        """Return the outcome of each method by its name; without a prompt only the names."""
+        """Return each method's outcome; without a prompt only the names."""
         if self._methods is None:
             self._methods = self._make(model)
         if case is None:
@@ -261,11 +242,9 @@ def evaluate(
     ----------
     model : PreTrainedModel or Engine
         Model, or workers that share the prompts; see `kvalloc.engine.ray.RayEngine`.
-    tokenizer : PreTrainedTokenizerBase
     tasks : sequence of (Task, cases)
     methods : mapping of str to Method, or CaseWork
-        Such as ``CacheMethod(make_cache=lambda: kvalloc.make_cache(model, profile))``. For workers
-        a CaseWork, which makes the methods on each worker.
+        For workers a CaseWork.
     context : int
         Longest prompt, tokens; for the rows.
     progress : callable
@@ -274,7 +253,7 @@ def evaluate(
     Returns
     -------
     list of Score
-        For each task the full cache first, then the others in their order.
+        For each task the full cache first.
 
     Raises
     ------
@@ -321,12 +300,10 @@ class ReadTurn:
     Attributes
     ----------
     answer : Answer
-        Answer, decoded greedily.
     continuation_ids : tuple of int, (n_continuation,)
-        Tokens that were read next: the text's continuation, or the full cache's answer.
+        The text's continuation, or the full cache's answer.
     logits : Tensor of float32, (n_predictions, vocabulary)
-        Predictions of the continuation while it was read. The first token's is left out if the
-        prompt's own prefill made it.
+        Predictions of the continuation, except by the prompt's prefill.
     """
 
     answer: Answer
@@ -335,19 +312,13 @@ class ReadTurn:
 
     @property
     def exact_tokens(self) -> int:
-        """Return how many tokens of the continuation the prompt's own prefill predicted."""
+        """Number of continuation tokens that the prompt's prefill predicted."""
         return len(self.continuation_ids) - len(self.logits)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Turns and outcome of one cache on one prompt; the full cache's are the yardstick.
-
-    Attributes
-    ----------
-    turns : tuple of ReadTurn, (n_turns,)
-    outcome : Outcome
-    """
+    """Turns, (n_turns,), and outcome of one cache on one prompt."""
 
     turns: tuple[ReadTurn, ...]
     outcome: Outcome
@@ -366,14 +337,10 @@ def measure(
 
     Parameters
     ----------
-    model : PreTrainedModel
-    tokenizer : PreTrainedTokenizerBase
-    method : Method
-    case : Case
     full : Measured, optional
         Result of the full cache; None to measure the full cache.
     answers : bool
-        Whether the cache also decodes an answer; the full one always does.
+        See `read_turns`.
     """
     compressed = method.compress(model, case.input_ids)
     yardstick = None if full is None else full.turns
@@ -396,16 +363,10 @@ def read_turns(
     ----------
     compressed : Compressed
         Grows by the questions and the full cache's answers.
-    tokenizer : PreTrainedTokenizerBase
-    case : Case
     yardstick : sequence of ReadTurn, optional
-        Turns of the full cache; None to read them with the full cache.
+        Turns of the full cache; None to read them with it.
     answers : bool
-        Whether turns with a yardstick are answered greedily, too.
-
-    Returns
-    -------
-    list of ReadTurn, (n_turns,)
+        Whether turns with a yardstick are answered, too.
     """
     turns: list[ReadTurn] = []
     unread: tuple[int, ...] = ()
@@ -488,7 +449,7 @@ def _tokens_per_second(outcomes: Sequence[Outcome]) -> float | None:
 
 
 def _mean_of_turns(turns: Sequence[Sequence[float | None]], positions: slice) -> float | None:
-    """Return the mean over turns of the mean of known values at some positions, or None."""
+    """Return the mean over turns of known values' mean at some positions."""
     at = (known(turn[positions]) for turn in turns)
     return _mean_or_none([float(np.mean(turn)) for turn in at if turn])
 

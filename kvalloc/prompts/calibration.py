@@ -46,23 +46,15 @@ def calibration_prompts(
 
     Parameters
     ----------
-    tokenizer : PreTrainedTokenizerBase
-        The model's own.
     n_prompts : int
-        Number of prompts: every kind at every length and place of the question, alternately.
+        Every kind at every length and place of the question, alternately.
     n_tokens : int or sequence of int
-        Longest prompt, question included, tokens; of each of several lengths.
+        Longest prompt, question included, tokens.
     kinds : sequence of str
         Tasks of `kvalloc eval`.
     question : str
-        ``inside``: the prompt ends with it. ``after``: the prompt is the context alone, and the
-        question is read when it has been compressed. ``both``: both kinds of prompts.
+        See `STANDINGS`.
     seed : int
-
-    Returns
-    -------
-    list of Prompt
-        The same for the same arguments.
 
     Raises
     ------
@@ -94,10 +86,9 @@ def calibration_prompts(
 
 
 def _prompt(tokenizer: PreTrainedTokenizerBase, case: Case, task: str) -> Prompt:
-    """Return a case as a prompt with the whole answer after it, its given start included.
+    """Return a case as a prompt with its whole answer, the given start included.
 
-    To begin the answer without help the model has to find its place in the prompt, and the entries
-    needed for that are then part of the loss.
+    So the loss has the entries by which the model finds its place.
     """
     turn = case.turns[0]
     answer: Sequence[int] = turn.continuation_ids

@@ -1,4 +1,4 @@
-"""Cases: a prompt that may be compressed, and the turns that follow it."""
+"""Prompts that may be compressed, and the turns that follow."""
 
 from __future__ import annotations
 
@@ -21,20 +21,17 @@ POSITIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """The right answers, and how the model's answer is compared with them.
+    """The right answers, and their comparison with the model's answer.
 
     Attributes
     ----------
-    answers : tuple of str
-        Right answers; any one counts. Empty if there is no question.
+    answers, classes : tuple of str
+        Right answers, and all labels for classification.
     metric : str
         See `kvalloc.prompts.metrics.METRICS`.
-    classes : tuple of str
-        All labels, for the metric of classification.
     first_line : bool
-        Whether only the first line of the model's answer counts.
+        Whether only the answer's first line counts.
     max_new_tokens : int
-        Longest answer, tokens.
     """
 
     answers: tuple[str, ...] = ()
@@ -44,16 +41,13 @@ class Expected:
     max_new_tokens: int = ANSWER_TOKENS
 
     def score(self, answer: str) -> float | None:
-        """Return the score of an answer by the metric, 0..1; None if there is no right answer."""
+        """Return the metric's score, 0..1; None without a right answer."""
         if not self.answers:
             return None
         return self._metric.score(self._counts(answer), self.answers, self.classes)
 
     def is_found(self, answer: str) -> bool:
-        """Return whether an answer contains a right one, or all if the metric needs all.
-
-        Letter case does not count. Of calls, all that the answer makes must be right.
-        """
+        """Return whether an answer contains a right one, or all if the metric needs all."""
         enough = all if self._metric.needs_all else any
         counts = self._counts(answer)
         return enough(self._metric.holds(counts, right) for right in self.answers)
@@ -73,14 +67,13 @@ class Turn(Expected):
     Attributes
     ----------
     question_ids : tuple of int, (n_question,)
-        Tokens read after the compression, before the answer; empty if the prompt itself ends with
-        the question.
+        Empty if the prompt ends with the question.
     continuation_ids : tuple of int, (n_continuation,)
-        The real continuation; empty if the full cache's own answer is the reference.
+        Empty if the full cache's answer is the reference.
     begun_tokens : int
-        Last tokens of the prompt or question that begin the answer, such as "The number is".
+        Last tokens before the answer that already begin it.
     measured : bool
-        False for a turn that only moves the next ones to later turns.
+        False for a turn that only moves the next ones.
     """
 
     question_ids: tuple[int, ...] = ()
@@ -96,12 +89,10 @@ class Case:
     Attributes
     ----------
     input_ids : tuple of int, (n_tokens,)
-        Tokens that are compressed.
     turns : tuple of Turn
-        In order. Before each one every cache reads the full cache's answers to the earlier ones,
-        so that all caches read the same.
+        Before each one every cache reads the full cache's answers to the earlier ones.
     source : str
-        Its text, for messages and result files.
+        Name of its text.
     """
 
     input_ids: tuple[int, ...]
@@ -110,11 +101,11 @@ class Case:
 
     @cached_property
     def n_tokens(self) -> int:
-        """Length of the prompt and of all questions, tokens."""
+        """Length of prompt and questions, tokens."""
         return len(self.input_ids) + sum(len(turn.question_ids) for turn in self.turns)
 
     @cached_property
     def longest_tokens(self) -> int:
-        """Largest number of tokens that reading and answering it may take."""
+        """Largest number of tokens with answers."""
         answers = sum(max(len(t.continuation_ids), t.max_new_tokens) for t in self.turns)
         return self.n_tokens + answers

@@ -1,4 +1,4 @@
-"""A document and questions about it, one behind the other, in a model's own chat form or none."""
+"""Documents and questions about them, in a model's chat form or none."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DOCUMENT, _QUESTION, _ANSWER, _NEXT = (
 
 
 def encode(tokenizer: Any, text: str, *, special: bool = False) -> tuple[int, ...]:
-    """Return the tokens of a text of any length, with a start token if ``special``."""
+    """Return a text's tokens, with a start token if ``special``."""
     ids = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
     return tuple(int(token) for token in ids)
 
@@ -30,10 +30,8 @@ def chat_text(
 
     Parameters
     ----------
-    tokenizer : PreTrainedTokenizerBase
-    messages : sequence of mapping
     where, way_out : str
-        Beginning and end of the message where that fails.
+        Beginning and end of the error's message.
 
     Raises
     ------
@@ -50,7 +48,7 @@ def chat_text(
 
 
 def wants_chat(tokenizer: Any, chat: bool | None) -> bool:
-    """Whether the model's chat form is used; where it has one by default.
+    """Return whether the model's chat form is used; by default if it has one.
 
     Raises
     ------
@@ -64,24 +62,20 @@ def wants_chat(tokenizer: Any, chat: bool | None) -> bool:
 
 
 def without_chat() -> str:
-    """Return the way out for a chat form that cannot be used."""
+    """Return the advice to leave out the chat form."""
     return f"use {option('no_chat', keyword='chat=False')}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentForm:
-    """Texts between which document, questions and answers stand.
+    """Texts around document, questions and answers.
 
     Attributes
     ----------
-    before : str
-        In front of the document.
-    after : str
-        Between a question and its answer.
-    turn : str
-        Between an answer and the next question.
+    before, after, turn : str
+        Before the document, after a question, and between an answer and the next question.
     special : bool
-        Whether the tokenizer still has to add its own start token to the document.
+        Whether the tokenizer still adds its start token.
     """
 
     before: str = ""
@@ -95,17 +89,15 @@ class DocumentForm:
 
         Parameters
         ----------
-        tokenizer : PreTrainedTokenizerBase
-            The model's own.
         chat : bool or None
-            Whether it is wanted; where the model has one by default.
+            See `wants_chat`.
         way_out : str
-            What to do about one that cannot be used; by default to leave it out.
+            Advice for a form that cannot be used.
 
         Raises
         ------
         InputError
-            If it is wanted and there is none, or it cannot be taken apart.
+            As `wants_chat`, or if the form cannot be taken apart.
         """
         if not wants_chat(tokenizer, chat):
             return cls()
@@ -128,9 +120,9 @@ class DocumentForm:
         return cls(before=before, after=after, turn=turn, special=False)
 
     def document_ids(self, tokenizer: Any, text: str) -> tuple[int, ...]:
-        """Return the tokens of a document and of all that stands before the first question."""
+        """Return the tokens of a document, up to the first question."""
         return encode(tokenizer, f"{self.before}{text.rstrip()}\n\n", special=self.special)
 
     def question_ids(self, tokenizer: Any, question: str, *, turn: bool = False) -> tuple[int, ...]:
-        """Return the tokens of a question up to its answer, after an earlier answer if ``turn``."""
+        """Return a question's tokens up to its answer, after an answer if ``turn``."""
         return encode(tokenizer, f"{self.turn if turn else ''}{question.strip()}{self.after}")

@@ -1,4 +1,4 @@
-"""Examples in words, and the tokens of their prompts and questions."""
+"""Examples in words, and the tokens of their prompts."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Question(Expected):
     Attributes
     ----------
     text : str
-        The question, or a template of it with places such as ``{name}``.
+        The question, or a template with places such as ``{name}``.
     prefix : str
         Start of the answer, given to the model.
     continuation : str
-        Text that every cache reads next, in place of the full cache's answer; mostly empty.
+        Text that every cache reads next, in place of the full cache's answer.
     """
 
     text: str
@@ -38,12 +38,12 @@ class Question(Expected):
     continuation: str = ""
 
     def filled(self, *answers: str, **values: object) -> Question:
-        """Return the question with these answers, and with values for its places."""
+        """Return the question with answers, and with values for its places."""
         text, prefix = (one.format(**values) for one in (self.text, self.prefix))
         return replace(self, text=text, prefix=prefix, answers=answers)
 
     def turn(self, question_ids: tuple[int, ...], **attributes: Any) -> Turn:
-        """Return the question as a turn of a case, with more attributes of `Turn`."""
+        """Return the question as a turn, with more attributes of `Turn`."""
         expected = {field.name: getattr(self, field.name) for field in fields(Expected)}
         return Turn(question_ids=question_ids, **attributes, **expected)
 
@@ -54,17 +54,13 @@ class Example:
 
     Attributes
     ----------
-    context : str
-        Text that can be read into a cache before the question is known.
+    context, joint : str
+        Text before the questions, and between both.
     questions : tuple of Question
-        In the order in which they are read.
     source : str
         Origin of the text.
-    joint : str
-        Text between context and question.
     chat : bool
-        Whether a model with a chat template reads a chat; few-shot examples and code are plain text
-        for any model.
+        Whether a model with a chat template reads a chat.
     """
 
     context: str
@@ -85,21 +81,14 @@ def render(
     after: bool = False,
     opened: bool = False,
 ) -> Case:
-    """Return the prompt and questions of an example as the model reads them.
+    """Return an example as the model reads it.
 
     Parameters
     ----------
-    tokenizer : PreTrainedTokenizerBase
-        Tokenizer of the model.
-    example : Example
     after : bool
-        Whether the first question is read after the compression, as later questions always are.
+        Whether the first question is read after the compression, as later ones always are.
     opened : bool
-        Whether another question comes first, so that all questions are of later turns.
-
-    Returns
-    -------
-    Case
+        Whether another question comes first.
 
     Raises
     ------
@@ -130,8 +119,8 @@ class Draft:
     Attributes
     ----------
     make : callable
-        ``make(size)`` returns the example of a size; a larger one is not shorter. It must draw no
-        random numbers.
+        ``make(size)`` returns an example; a larger one is not shorter. It must draw no random
+        numbers.
     min_items, max_items : int
         Smallest and largest size.
     """
@@ -145,17 +134,10 @@ class Draft:
 
         Parameters
         ----------
-        tokenizer : PreTrainedTokenizerBase
-            Tokenizer of the model.
         n_tokens : int
-            Longest prompt, tokens.
+            Longest prompt, tokens; the example has at least `MIN_SHARE` of them.
         task : str
-            Name of the task, for messages.
-
-        Returns
-        -------
-        Example
-            At least `MIN_SHARE` of these tokens long.
+            For messages.
 
         Raises
         ------
@@ -200,7 +182,7 @@ def prompt_ids(tokenizer: Any, prompt: Prompt) -> tuple[int, ...]:
 
 
 def _first(tokenizer: Any, example: Example) -> tuple[DocumentForm, str, str]:
-    """Return the form, the context as the model reads it, and the text up to the first answer."""
+    """Return the form, the context as read, and the text up to the first answer."""
     chat = None if example.chat else False
     form = DocumentForm.of(tokenizer, chat, way_out="use a model without one")
     if form.special:  # a chat form writes its special tokens itself
@@ -210,6 +192,6 @@ def _first(tokenizer: Any, example: Example) -> tuple[DocumentForm, str, str]:
 
 
 def _asking(form: DocumentForm, question: Question, joint: str) -> str:
-    """Return the text between the read text and the question's answer."""
+    """Return the text between context and answer."""
     after = "" if form.special and not (question.text and question.prefix) else form.after
     return f"{joint}{question.text}{after}{question.prefix}"

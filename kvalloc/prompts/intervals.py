@@ -1,7 +1,4 @@
-"""Percentile bootstrap intervals of means over prompts, and the tail of the KL over tokens.
-
-NumPy draws the resamples. `scipy.stats.bootstrap` gives the same numbers, as a test checks, but
-importing `scipy.stats` takes a second, as long as all else in ``kvalloc solve``.
+"""Bootstrap intervals of means over prompts, and the tail of the KL over tokens.
 
 References
 ----------
@@ -30,7 +27,7 @@ def resampled_means(tasks: Sequence[FloatArray], *, seed: int = 0) -> list[Float
     Parameters
     ----------
     tasks : sequence of ndarray, each (n_prompts, ...)
-        Values of each prompt, such as the values of two methods: both get the same draws.
+        All values of a prompt get the same draws.
     seed : int
 
     Returns
@@ -49,22 +46,20 @@ def interval(
     *,
     seed: int = 0,
 ) -> list[float] | None:
-    """Return the 95% percentile bootstrap interval of a mean over tasks, resampled in each task.
+    """Return the 95% percentile bootstrap interval of a mean over tasks, resampled in each.
 
     Parameters
     ----------
     tasks : sequence of ndarray, each (n_prompts,) or (n_prompts, n_values)
-        Tasks have equal weight, also with unequal numbers of prompts.
+        Tasks have equal weight.
     of : callable
-        Function of the means, ``(RESAMPLES,)`` or ``(RESAMPLES, n_values)``, such as the ratio of
-        two columns; gives ``(RESAMPLES,)``.
+        From means, ``(RESAMPLES,)`` or ``(RESAMPLES, n_values)``, to ``(RESAMPLES,)``.
     seed : int
 
     Returns
     -------
     list of float or None
-        Low and high end. None without tasks, if a task has one prompt only, which cannot show how
-        much its prompts differ, and if the result is not finite.
+        Both ends. None without tasks, for a task of one prompt, or if a result is not finite.
     """
     if not tasks or min(map(len, tasks)) < 2:
         return None
@@ -76,21 +71,20 @@ def interval(
 
 
 def tails(kls: Iterable[float | None]) -> dict[str, Any]:
-    """Return the percentiles of the KL over tokens, which show what a mean hides.
+    """Return percentiles of the KL over tokens.
 
-    Percentiles are measured values, by NumPy's method ``inverted_cdf``: the smallest value that
-    at least this share of the tokens do not exceed. So at most 1% of the tokens are above ``p99``.
+    They are measured values (``inverted_cdf``): at most 1% of the tokens are above ``p99``.
 
     Parameters
     ----------
     kls : iterable of (float or None)
-        KL of each token, nats; None of tokens that are not compared.
+        KL of each token, nats; None is not compared.
 
     Returns
     -------
     dict
-        ``p99`` and ``p999``, nats, None for too few tokens (`TAILS`); and ``n_tokens``, the number
-        of compared tokens.
+        ``p99`` and ``p999``, nats, None for too few tokens (`TAILS`); and ``n_tokens``, the
+        compared tokens.
 
     Examples
     --------

@@ -38,10 +38,7 @@ _WORD = re.compile(r"[a-z0-9]+")
 def split_texts(split: Split) -> dict[str, str]:
     """Return the shipped public-domain texts of a split, by name.
 
-    Returns
-    -------
-    dict of str
-        No text, and no speaker, is in two splits.
+    No text, and no speaker, is in two splits.
     """
     prefix = PREFIXES[split]
     return {
@@ -51,10 +48,7 @@ def split_texts(split: Split) -> dict[str, str]:
 
 
 def belongs(name: str, split: Split) -> bool:
-    """Whether a thing that does not ship with kvalloc, such as a word or a module, is a split's.
-
-    Each name is in exactly one split, by its checksum.
-    """
+    """Return whether a name, such as a module's, is in a split: each is in exactly one."""
     return zlib.crc32(name.encode()) % len(SPLITS) == SPLITS.index(split)
 
 
@@ -67,12 +61,9 @@ def coded_words(
     ----------
     draw : random.Random
     split : str
-    count : int
-        Number of words.
+    count, length : int
+        Number of words, and of letters in each.
     letters : str
-        Letters to draw from.
-    length : int
-        Letters of each word.
     """
     coded: dict[str, None] = {}
     while len(coded) < count:
@@ -90,15 +81,10 @@ def stream(split: Split, task: str, seed: int) -> random.Random:
 def refuse_held_out(texts: Iterable[Document | Prompt]) -> None:
     """Refuse texts with a piece of the held-out evaluation texts in them.
 
-    Parameters
-    ----------
-    texts : iterable of Document or Prompt
-        Texts for a measurement.
-
     Raises
     ------
     InputError
-        Names the text and the held-out one that it holds a piece of.
+        Names both texts.
     """
     for text in texts:
         held_out = _held_out_runs()
@@ -121,7 +107,7 @@ def _whole(text: Document | Prompt) -> str:
 
 @cache
 def _held_out_runs() -> dict[int, str]:
-    """Return the held-out text of each run of words, by the run's hash."""
+    """Return the held-out text of each run of words, by hash."""
     return {
         run: name
         for name, text in shipped_texts(PREFIXES["held-out"]).items()

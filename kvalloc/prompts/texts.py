@@ -1,4 +1,4 @@
-"""Text sources: files, folders, JSONL prompts, and the texts that ship with kvalloc."""
+"""Text sources: files, folders, JSONL prompts, and shipped texts."""
 
 from __future__ import annotations
 
@@ -31,9 +31,8 @@ class Document:
     Attributes
     ----------
     text : str
-        The text.
     name : str
-        For messages and provenance: a file's name without its folder.
+        A file's name without its folder.
     """
 
     text: str
@@ -47,22 +46,16 @@ class Prompt:
     Attributes
     ----------
     text : str
-        The prompt; empty when `messages` or `token_ids` is given.
+        Empty when `messages` or `token_ids` is given.
     messages : tuple of dict
-        A chat, brought into the model's own form by the tokenizer's chat template.
-    answer : str
-        The model's answer, if the data has one; else empty.
+        A chat, for the tokenizer's chat template.
+    answer, task : str
     question : str
-        Text read between the two, after the prompt has been compressed: the prompt is then the
-        context alone. Empty if the prompt itself ends with the question.
+        Text between prompt and answer, read after the compression.
     token_ids, question_ids, answer_ids : tuple of int
-        Tokens of prompt, question and answer, used instead of the texts.
-    task : str
-        Its task, if the data names one: losses of different tasks are of different size.
-    name : str
-        For messages: the file it came from.
-    line : int or None
-        Line in that file, counted from 1.
+        Used instead of the texts.
+    name, line : str, int or None
+        File and line, from 1, for messages.
     """
 
     text: str = ""
@@ -78,18 +71,18 @@ class Prompt:
 
     @property
     def where(self) -> str:
-        """Return the name of this prompt in a message."""
+        """Name of this prompt in a message."""
         place = self.name or "the prompts"
         return place if self.line is None else f"{place}, line {self.line}"
 
 
 def _not_blank(value: object) -> object:
-    """Return a field's text, empty if it is blank or null."""
+    """Return a text, empty if it is blank or null."""
     return "" if value is None or (isinstance(value, str) and not value.strip()) else value
 
 
 def _listed(value: object) -> object:
-    """Return the answers of a field, one or a list, without empty ones."""
+    """Return a field's answers, without empty ones."""
     answers = value if isinstance(value, list) else [value]
     texts = (one.strip() if isinstance(one, str) else one for one in answers)
     return tuple(one for one in texts if one not in (None, ""))
@@ -100,7 +93,7 @@ Answers = Annotated[tuple[str, ...], BeforeValidator(_listed)]
 
 
 class Fields(BaseModel):
-    """The fields of a line that kvalloc reads; other fields may hold anything."""
+    """The fields of a line that kvalloc reads; others may hold anything."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -118,7 +111,7 @@ class Fields(BaseModel):
     all_classes: list[str] | None = None
 
     def has(self, name: str) -> bool:
-        """Return whether the object has a field of this name."""
+        """Return whether the object has a field."""
         return name in self.model_fields_set
 
     def require_context(self, where: str) -> None:
@@ -141,17 +134,13 @@ def read_texts(paths: Iterable[str | Path]) -> list[Document]:
     Parameters
     ----------
     paths : iterable of str or Path
-        Files of any name, or folders; in a folder the files that end as text does (see
-        `TEXT_SUFFIXES`) are read in the order of their names, hidden and empty ones left out.
-
-    Returns
-    -------
-    list of Document
+        Files of any name, or folders: files that end as `TEXT_SUFFIXES`, by name, without hidden
+        and empty ones.
 
     Raises
     ------
     InputError
-        If a path does not exist, a file is empty or not UTF-8 text, or a folder holds no text.
+        If a path does not exist, a file is empty, JSONL or not UTF-8, or a folder holds no text.
     """
     documents: list[Document] = []
     for path in map(Path, paths):
@@ -174,15 +163,10 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     Parameters
     ----------
     path : str or Path
-        Each line an object with ``prompt`` or ``text`` (a string), ``messages`` (a chat), or
-        ``context`` and ``input`` (joined by an empty line, the question last). The answer is
-        ``answer`` (a string) or the first of ``answers``, the task ``task`` or ``dataset``, and
-        ``question_after`` the text read between prompt and answer
-        once the prompt is compressed. Other fields are ignored, empty lines skipped.
-
-    Returns
-    -------
-    list of Prompt
+        Each object has ``prompt`` or ``text`` (a string), ``messages`` (a chat), or ``context`` and
+        ``input`` (joined by an empty line). The answer is ``answer`` or the first of ``answers``,
+        the task ``task`` or ``dataset``. ``question_after`` is read between the compressed prompt
+        and the answer.
 
     Raises
     ------
@@ -200,13 +184,13 @@ def read_objects(path: str | Path) -> Iterator[tuple[Prompt, Fields]]:
     prompt : Prompt
         See `read_prompts`.
     fields : Fields
-        The object; its texts can be written as UTF-8.
+        Its texts can be written as UTF-8.
 
     Raises
     ------
     InputError
-        If the file does not exist, is empty or not UTF-8 text, or a line is not such an object or
-        holds no prompt; names file, line and field.
+        If the file does not exist, is empty or not UTF-8 text, or a line holds no prompt; names
+        file, line and field.
     """
     file, empty = Path(path), True
     for number, line in enumerate(read_utf8(file).split("\n"), start=1):
@@ -219,7 +203,6 @@ def read_objects(path: str | Path) -> Iterator[tuple[Prompt, Fields]]:
 
 
 def _prompt_of(fields: Fields, name: str, line: int) -> Prompt:
-    """Return the prompt of one object; see `read_prompts`."""
     joined = "\n\n".join(filter(None, (fields.context, fields.input)))
     prompt = Prompt(
         text="" if fields.messages else fields.prompt or fields.text or joined,
@@ -240,7 +223,7 @@ def _prompt_of(fields: Fields, name: str, line: int) -> Prompt:
 
 
 def shipped_texts(prefix: str) -> dict[str, str]:
-    """Return the shipped public-domain texts with this prefix in their names, by file name."""
+    """Return the shipped public-domain texts with this prefix, by file name."""
     folder = resources.files("kvalloc") / "data" / "texts"
     files = sorted(folder.iterdir(), key=lambda entry: entry.name) if folder.is_dir() else []
     return {
@@ -251,10 +234,7 @@ def shipped_texts(prefix: str) -> dict[str, str]:
 
 
 def default_texts() -> list[Document]:
-    """Return the public-domain texts that ship with kvalloc for profiling, by name.
-
-    The shipped haystacks of the needle questions are not among them: measurements on one text are
-    to hold on another.
+    """Return the public-domain texts that ship for profiling, by name.
 
     Raises
     ------
@@ -302,7 +282,7 @@ def read_utf8(path: Path) -> str:
 
 
 def decoded(data: bytes, where: str) -> str:
-    """Return UTF-8 text; refuse other bytes, which are called ``where``."""
+    """Return UTF-8 text; refuse other bytes, called ``where`` in the message."""
     if b"\0" in data:
         raise InputError(f"{where} is not text (it holds zero bytes); give a UTF-8 text file")
     try:

@@ -1,7 +1,4 @@
-"""Scorers: importance of each entry of the cache for later tokens.
-
-One file a scorer. Nothing here imports torch until a score is computed.
-"""
+"""Scorers: importance of each entry of the cache for later tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ __all__ = ["Scorer", "get_scorer", "scorer_class", "scorer_names"]
 
 
 def scorer_names() -> list[str]:
-    """Return the sorted names of all registered scorers, without importing them."""
+    """Return the sorted names of all registered scorers."""
     return names(SCORERS)
 
 
@@ -32,26 +29,18 @@ def scorer_class(name: str) -> type[Scorer]:
 
 
 def get_scorer(name: str, **parameters: Any) -> Scorer:
-    """Return a scorer by name.
+    """Return a scorer; ``get_scorer(scorer.name, **scorer.parameters())`` builds it again.
 
     Parameters
     ----------
     name : str
-        A registered name, also with parameters: ``"snapkv:window=32"``.
+        Also with parameters: ``"snapkv:window=32"``.
     **parameters
-        Parameters of the scorer, such as ``window`` and ``pool``.
-
-    Returns
-    -------
-    Scorer
-        ``get_scorer(scorer.name, **scorer.parameters())`` builds it again.
 
     Raises
     ------
-    InputError
-        If there is no such scorer or parameter, or a value is out of range; lists the choices.
-    SolverError
-        If the plug-in is broken.
+    InputError, SolverError
+        As `scorer_class`, or for a parameter that is unknown or out of range.
     """
     name, named = read_named(name)
     return build(scorer_class(name), named | parameters, what=f"scorer {name}")

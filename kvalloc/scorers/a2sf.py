@@ -1,4 +1,4 @@
-"""A2SF: accumulated attention that forgets."""
+"""A2SF, the scorer."""
 
 from __future__ import annotations
 
@@ -10,24 +10,20 @@ from kvalloc.scorers.h2o import H2O
 
 @dataclass(frozen=True, kw_only=True)
 class A2SF(H2O):
-    """Sums an entry's attention over all rows, with less weight for older rows.
+    """Sum of an entry's attention over all rows, with less weight for older rows.
 
-    ``A[k] = sum over rows q of forgetting ** (last - q) * S[q, k]``: 1 gives H2O, towards 0 only
-    the last row counts. The paper tunes the factor for each model and task; the default here is
-    ours, over about a hundred rows. A prompt in chunks gives the same score, if nothing is evicted
-    before it is complete.
+    ``A[k] = sum over rows q of forgetting ** (last - q) * S[q, k]``: 1 gives `H2O`, towards 0 only
+    the last row counts.
 
     Parameters
     ----------
     window : int
-        Last tokens that are never evicted.
     forgetting : float
-        Factor a row, above 0 and at most 1.
+        Factor a row, above 0 and at most 1. The paper tunes it; the default is ours.
 
     References
     ----------
-    A2SF: Accumulative Attention Scoring with Forgetting Factor for Token Pruning in Transformer
-    Decoder (Jo and Shin, 2024).
+    A2SF: Accumulative Attention Scoring with Forgetting Factor (Jo and Shin, 2024).
     """
 
     name = "a2sf"

@@ -1,7 +1,4 @@
-"""Attention rows, logits and protected columns, recomputed from a layer's queries and keys.
-
-Only the requested rows are computed, never the full attention matrix.
-"""
+"""Attention rows, logits and protected columns, from a layer's queries and keys."""
 
 from __future__ import annotations
 
@@ -26,18 +23,7 @@ _MOVED, _REUSED, _ROWS = "moved", "reused", "rows"
 
 
 def window_attention(states: AttentionStates, window: int) -> Tensor:
-    """Return the attention weights of the last tokens, in float32.
-
-    Parameters
-    ----------
-    window : int
-        Rows; all new tokens if there are fewer.
-
-    Returns
-    -------
-    Tensor of float32, (batch, n_kv_heads, group, rows, n_tokens)
-        Query head ``h`` is at ``[:, h // group, h % group]``. Rows of padding are 0.
-    """
+    """Return the weights of the last `window` rows, or of all if fewer; see `attention_rows`."""
     n_new = states.queries.shape[2]
     return attention_rows(states, max(n_new - window, 0), n_new)
 
@@ -45,16 +31,12 @@ def window_attention(states: AttentionStates, window: int) -> Tensor:
 def window_votes(
     states: AttentionStates, window: int, reduce: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Return the window's weights reduced over its rows, one KV head at a time if large.
+    """Return the window's reduced weights, float32, (batch, n_kv_heads, group, n_tokens).
 
     Parameters
     ----------
     reduce : callable
-        From ``(batch, n_kv_heads, group, rows, n_tokens)`` to the result, each head separately.
-
-    Returns
-    -------
-    Tensor of float32, (batch, n_kv_heads, group, n_tokens)
+        From ``(batch, n_kv_heads, group, rows, n_tokens)``, each head separately.
     """
     import torch
 
@@ -67,12 +49,7 @@ def window_votes(
 
 
 def window_maxima(states: AttentionStates, window: int) -> Tensor:
-    """Return the largest weight that each entry gets from the window's rows.
-
-    Returns
-    -------
-    Tensor of float32, (batch, n_kv_heads, group, n_tokens)
-    """
+    """Return entries' largest window weights, float32, (batch, n_kv_heads, group, n_tokens)."""
     import torch
 
     batch, n_kv_heads, n_tokens, _ = states.keys.shape
@@ -88,12 +65,10 @@ def window_maxima(states: AttentionStates, window: int) -> Tensor:
 
 
 def row_blocks(begin: int, end: int, row: int, limit: int) -> Iterator[tuple[int, int]]:
-    """Yield begin and end of blocks of rows within a number of elements.
+    """Yield begin and end of blocks of rows from `begin` to `end`.
 
     Parameters
     ----------
-    begin, end : int
-        First row, and the row after the last.
     row, limit : int
         Elements of a row, and of a block, which has at least 16 rows.
     """
@@ -102,18 +77,10 @@ def row_blocks(begin: int, end: int, row: int, limit: int) -> Iterator[tuple[int
 
 
 def attention_rows(states: AttentionStates, first: int, end: int) -> Tensor:
-    """Return the attention weights of some of the new tokens, in float32.
+    """Return weights of new tokens, float32, (batch, n_kv_heads, group, end - first, n_seen).
 
-    Parameters
-    ----------
-    first, end : int
-        Rows, counted from the first of the states' queries.
-
-    Returns
-    -------
-    Tensor of float32, (batch, n_kv_heads, group, end - first, n_seen)
-        Over the first ``n_seen`` tokens; later ones are invisible to all rows. Rows of padding are
-        0.
+    Rows count from the states' first query. Query head ``h`` is at ``[:, h // group, h % group]``.
+    Tokens after the first ``n_seen`` are invisible to all rows. Rows of padding are 0.
     """
     import torch
 
@@ -150,25 +117,19 @@ def attention_rows(states: AttentionStates, first: int, end: int) -> Tensor:
 def queries_behind(
     states: AttentionStates, places: Tensor, ahead: int | Tensor, *, user: str, instead: str
 ) -> Tensor:
-    """Return queries rotated to positions after the newest token.
+    """Return moved queries, float32, (batch, n_query_heads, n_rows, head_dim).
 
     Parameters
     ----------
     places : Tensor of int64, (n_rows,)
         Indices among the states' queries.
     ahead : int, or Tensor of int64, (n_rows,)
-        Positions after the newest token, of all queries or of each.
-    user, instead : str
-        See `known_rotation`.
-
-    Returns
-    -------
-    Tensor of float32, (batch, n_query_heads, n_rows, head_dim)
+        Positions after the newest token.
 
     Raises
     ------
     UnsupportedModelError
-        If the model's rotation of queries is unknown.
+        See `known_rotation`, also for `user` and `instead`.
     """
     rotation = known_rotation(states.rotation, user=user, instead=instead)
     queries = states.queries
@@ -180,19 +141,9 @@ def queries_behind(
 def states_behind(
     states: AttentionStates, rows: int, ahead: int, *, user: str, instead: str
 ) -> AttentionStates:
-    """Return the states with their last queries after the newest token, so that each sees it.
+    """Return the states with the last `rows` queries, or all if fewer, after the newest token.
 
-    Parameters
-    ----------
-    rows : int
-        Number of last queries; all if there are fewer.
-    ahead, user, instead
-        See `queries_behind`.
-
-    Returns
-    -------
-    AttentionStates
-        Its mask, if any, hides only padding.
+    Each query sees it; a mask hides only padding. See `queries_behind`.
     """
     import torch
 
@@ -214,26 +165,17 @@ def states_behind(
 
 
 def want_rows(states: AttentionStates, rows: int, step: int) -> None:
-    """Let `attention_rows` store rows of the result of `states_behind`, for `known_rows`.
+    """Let `attention_rows` store each `step`-th of the last `rows` rows, the last included.
 
-    Parameters
-    ----------
-    rows : int
-        Number of last rows.
-    step : int
-        Interval of the stored rows, the last among them.
+    They are of the result of `states_behind`, for `known_rows`.
     """
     states.shared[_REUSED] = rows, step
 
 
 def known_rows(states: AttentionStates, ahead: int) -> tuple[Tensor, Tensor] | None:
-    """Return the stored rows of `want_rows`.
+    """Return the weights of `want_rows` and their `row_divisors`; None if some lack.
 
-    Returns
-    -------
-    tuple of Tensor of float32, or None
-        Weights, (batch, n_kv_heads, group, n_rows, n_tokens), and `row_divisors`. None if some of
-        these rows were not computed.
+    Weights are float32, (batch, n_kv_heads, group, n_rows, n_tokens).
     """
     import torch
 
@@ -247,32 +189,18 @@ def known_rows(states: AttentionStates, ahead: int) -> tuple[Tensor, Tensor] | N
 
 
 def row_divisors(logits: Tensor, weights: Tensor) -> Tensor:
-    """Return the log of each row's softmax divisor, from its largest logit and weight.
-
-    Parameters
-    ----------
-    logits, weights : Tensor of float32, (..., n_tokens)
-
-    Returns
-    -------
-    Tensor of float32, (..., 1)
-    """
+    """Return the log of each row's softmax divisor, (..., 1), from largest logit and weight."""
     return logits.amax(dim=-1, keepdim=True) - weights.amax(dim=-1, keepdim=True).log_()
 
 
 def attention_logits(states: AttentionStates, keys: Tensor, first: int, end: int) -> Tensor:
-    """Return logits of some new tokens with some keys, before any mask, in float32.
+    """Return logits before any mask, float32, (batch, n_kv_heads, group, end - first, n_keys).
 
     Parameters
     ----------
     keys : Tensor, (batch, n_kv_heads, n_keys, head_dim)
-        Some of its keys.
     first, end : int
-        Rows, counted from the first of the states' queries.
-
-    Returns
-    -------
-    Tensor of float32, (batch, n_kv_heads, group, end - first, n_keys)
+        See `attention_rows`.
     """
     batch, n_kv_heads, n_keys, head_dim = keys.shape
     queries = states.queries[:, :, first:end].float() * states.scaling
@@ -284,16 +212,12 @@ def attention_logits(states: AttentionStates, keys: Tensor, first: int, end: int
 
 
 def attention_softmax(logits: Tensor, sink_logits: Tensor | None) -> Tensor:
-    """Return the softmax over the tokens, with the sink logit of each query head if any.
+    """Return the softmax over the tokens, with any sink logit of each query head.
 
     Parameters
     ----------
     logits : Tensor of float32, (batch, n_kv_heads, group, n_rows, n_tokens)
     sink_logits : Tensor, (n_query_heads,), or None
-
-    Returns
-    -------
-    Tensor of float32, the same shape
     """
     import torch
 
@@ -306,12 +230,7 @@ def attention_softmax(logits: Tensor, sink_logits: Tensor | None) -> Tensor:
 
 
 def protected_columns(states: AttentionStates, *, sinks: int) -> Tensor:
-    """Return the columns of padding and of the first `sinks` tokens that the newest one sees.
-
-    Returns
-    -------
-    Tensor of bool, (batch or 1, 1, n_tokens)
-    """
+    """Return a mask of padding and the first `sinks` visible tokens, (batch or 1, 1, n_tokens)."""
     import torch
 
     n_tokens = states.keys.shape[2]
@@ -325,7 +244,7 @@ def protected_columns(states: AttentionStates, *, sinks: int) -> Tensor:
 
 
 def _dot_keys(queries: Tensor, keys: Tensor) -> Tensor:
-    """Return logits in float32 without a float32 copy of all half-precision keys."""
+    """Return logits without a float32 copy of all half-precision keys."""
     import torch
 
     if keys.dtype == torch.float32:
@@ -338,7 +257,6 @@ def _dot_keys(queries: Tensor, keys: Tensor) -> Tensor:
 
 
 def _is_visible(mask: Tensor) -> Tensor:
-    """Return a mask as bools; a numeric mask is added to the logits."""
     import torch
 
     return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
@@ -347,7 +265,7 @@ def _is_visible(mask: Tensor) -> Tensor:
 def _row_mask(states: AttentionStates, first: int, end: int) -> Tensor | None:
     """Return mask rows, (batch or 1, n_kv_heads or 1, group or 1, end - first, n_tokens).
 
-    None means plain causal attention.
+    None is plain causal attention.
     """
     import torch
 
@@ -372,7 +290,7 @@ def _row_mask(states: AttentionStates, first: int, end: int) -> Tensor | None:
 
 
 def _block_rows(mask: Any, states: AttentionStates, first: int, end: int) -> Tensor:
-    """Return the rows of flex attention's `BlockMask`, by its mask rule."""
+    """Return the rows of flex attention's `BlockMask`."""
     import torch
 
     rule = getattr(mask, "mask_mod", None)

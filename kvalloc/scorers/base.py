@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def _odd(width: int) -> int:
-    """Refuse an even pooling width: it has no middle, and shifts each score by half a token."""
+    """Refuse an even width, which shifts each score by half a token."""
     if width % 2 == 0:
         raise PydanticCustomError("odd", "an odd number")
     return width
@@ -44,23 +44,15 @@ class Parameterized:
 
     Attributes
     ----------
-    kind : str
-        Its kind in messages: a scorer, or a policy.
-    name : str
-        Name in the registry.
+    kind, name : str
+        Its kind in messages, such as scorer, and its name in the registry.
     """
 
     kind: ClassVar[str]
     name: ClassVar[str]
 
     def __post_init__(self) -> None:
-        """Check every field.
-
-        Raises
-        ------
-        InputError
-            If a value is invalid; names the plug-in and the parameter.
-        """
+        """Check every field; an invalid one raises `InputError`."""
         cls: Any = type(self)
         for name, adapter in _adapters(cls).items():
             value = getattr(self, name)
@@ -85,31 +77,23 @@ def _adapters(cls: Any) -> dict[str, TypeAdapter[Any]]:
 
 
 class Scorer(Parameterized, ABC):
-    """Computes the importance of each entry of a layer.
-
-    An invalid value raises `InputError`.
+    """Importance of each entry of a layer.
 
     Attributes
     ----------
-    name : str
-        Name in the registry.
-    summary : str
-        One line for ``kvalloc list scorers``.
-    reference : str
-        Source of the method.
+    summary, reference : str
+        Shown by ``kvalloc list scorers``; source of the method.
     window : int
         Last tokens of the prompt that are never evicted.
     holds_queries : bool
-        Whether `score` reads the window's queries. False if it needs none, or `observe` sums them
-        as they come.
+        Whether `score` reads the window's queries. False if it needs none, or `observe` sums them.
     rotates : bool
-        Whether `score` rotates queries or keys by their token numbers.
+        Whether `score` rotates queries or keys.
     by_head : bool
-        Whether the scores of a KV head depend only on that head, and on no notes. Then heads are
-        scored separately, and heads that keep everything are not scored.
+        Whether a KV head's scores depend only on that head, and on no notes. Then heads that keep
+        everything are not scored.
     across_layers : bool
         Whether heads of several layers may be scored in one call; see `AttentionStates.layers`.
-        Then many layers of a short prompt evict at once.
     """
 
     kind = "scorer"
@@ -128,7 +112,7 @@ class Scorer(Parameterized, ABC):
         Parameters
         ----------
         sinks : int
-            First tokens of the prompt that are never evicted, and get no score.
+            First tokens of the prompt that are never evicted.
 
         Returns
         -------
@@ -142,37 +126,27 @@ class Scorer(Parameterized, ABC):
         return scores.masked_fill_(protected_columns(states, sinks=sinks), 0.0)
 
     def query_rows(self, n_tokens: int) -> int:
-        """Return the number of a prompt's last queries that `score` reads.
+        """Return the number of a prompt's last queries that `score` reads and the cache stores.
 
-        If a prompt arrives in chunks, the cache stores that many queries.
-
-        Returns
-        -------
-        int
-            The window by default; 0 if `holds_queries` is False.
+        By default the window, or 0 without `holds_queries`.
         """
         return self.window if self.holds_queries else 0
 
     def observe(self, states: AttentionStates, *, sinks: int) -> Observed | None:
-        """Return notes of a chunk of the prompt that is not the last one.
+        """Return notes of a chunk of the prompt before the last; None by default.
 
-        A scorer by all queries needs it: `score` gets only the last chunk's, and these notes as
+        A scorer by all queries needs them: `score` gets only the last chunk, and
         ``states.observed``.
 
         Parameters
         ----------
         states : AttentionStates
-            One layer, one chunk; its ``observed`` has the notes of earlier chunks.
-
-        Returns
-        -------
-        Observed or None
-            None, as by default, for a scorer without notes.
+            One layer, one chunk; its ``observed`` has the earlier notes.
         """
         return None
 
     def policy(self, sinks: int, **fields: Any) -> Policy:
-        """Return the policy that keeps the best scores; keywords change other fields of it."""
+        """Return the policy that keeps the best scores; keywords set its other fields."""
         return Policy(
             scorer=self.name,
             scorer_parameters=self.parameters(),
@@ -183,47 +157,42 @@ class Scorer(Parameterized, ABC):
 
     @property
     def observes(self) -> bool:
-        """Whether `observe` takes notes; if not, it need not be called."""
+        """Whether `observe` takes notes."""
         return type(self).observe is not Scorer.observe
 
     @property
     def later(self) -> Later | None:
-        """The second read that `score` needs; None by default.
-
-        If it is not None, the cache stores the whole prompt until the second read.
-        """
+        """The second read that `score` needs, with the whole prompt stored; None by default."""
         return None
 
     @property
     def for_turns(self) -> Scorer | None:
         """The scorer that ranks a prompt's kept entries and new ones together.
 
-        None for a scorer of a second read: attention of the latest queries ranks instead.
+        None if it needs a second read: attention of the latest queries ranks instead.
         """
         return self if self.later is None else None
 
     def observe_later(self, states: AttentionStates, step: LaterStep, *, sinks: int) -> Observed:
-        """Return notes of a piece of the second read.
+        """Return notes of a piece of the second read, if `later` is not None.
 
-        Only called if `later` is not None; `score` gets the notes of the last piece as
-        ``states.later``.
+        `score` gets the last piece's as ``states.later``.
 
         Parameters
         ----------
         states : AttentionStates
-            One layer: the queries of the piece, and all keys up to the last of it. Its ``observed``
-            has the notes of earlier pieces.
+            One layer: the queries of the piece, and all keys up to its last. Its ``observed`` has
+            the earlier notes.
 
         Returns
         -------
         Observed
-            With a column for each token of the prompt, (batch, n_kv_heads or n_query_heads,
-            n_prompt).
+            Columns are (batch, n_kv_heads or n_query_heads, n_prompt).
         """
         raise NotImplementedError
 
     def later_notes(self, states: AttentionStates) -> Observed:
-        """Return the scorer's notes about the second read of this prompt.
+        """Return the notes of the second read.
 
         Raises
         ------
@@ -235,7 +204,7 @@ class Scorer(Parameterized, ABC):
         return states.later
 
     def check_model(self, shape: ModelShape, *, allow_other_model: bool = False) -> None:
-        """Refuse a model that the scorer was not made for; none by default.
+        """Refuse a model that the scorer was not made for.
 
         Raises
         ------
@@ -243,12 +212,11 @@ class Scorer(Parameterized, ABC):
         """
 
     def check_prompt_only(self) -> None:
-        """Refuse a scorer of a second read: the prompt is read only once.
+        """Refuse a scorer that needs a second read.
 
         Raises
         ------
         UnsupportedRequestError
-            If it needs a second read.
         """
         if self.later is not None:
             raise self._prompt_only()

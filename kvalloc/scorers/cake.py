@@ -1,4 +1,4 @@
-"""CAKE's eviction score: entries with much attention, or with varying attention."""
+"""CAKE, the scorer."""
 
 from __future__ import annotations
 
@@ -14,17 +14,13 @@ class CAKE(PooledScorer):
 
     Parameters
     ----------
-    window : int
-        Observation window in tokens.
-    pool : int
-        Odd width of the average pooling, tokens; 1 turns it off.
-    gamma : float
-        Weight of the variance over the window's rows.
+    window, pool, gamma
+        See `PooledScorer`.
 
     References
     ----------
-    CAKE: Cascading and Adaptive KV Cache Eviction with Layer Preferences (Qin et al., 2025); its
-    code: window 32, pooling 5, gamma 200, unbiased variance.
+    CAKE: Cascading and Adaptive KV Cache Eviction (Qin et al., 2025); its code: window 32, pooling
+    5, gamma 200, unbiased variance.
     """
 
     name = "cake"

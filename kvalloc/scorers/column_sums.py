@@ -1,8 +1,6 @@
-"""Sums of the attention of all rows, for H2O and its descendants.
+"""Sums of the attention of all rows, the same for a prompt in chunks.
 
-The rows are recomputed block by block and reduced at once, so memory grows with the prompt, not
-with its square. A prompt in chunks gives the same sums: a chunk's rows see the chunk and all
-earlier tokens, and the cache stores the sums until the prompt is complete.
+Memory grows with the prompt, not with its square.
 """
 
 from __future__ import annotations
@@ -19,21 +17,15 @@ _BLOCK_ELEMENTS = 1 << 24
 
 
 def add_columns(states: AttentionStates, *, forgetting: float = 1.0) -> Observed:
-    """Return the attention to each entry from all rows so far, mean over the query heads.
+    """Return the attention to each entry from all rows so far, float32, mean over query heads.
 
     ``sum over rows q of forgetting ** (last - q) * A[q, column]``
 
     Parameters
     ----------
     states : AttentionStates
-        One layer, the prompt or a chunk of it; ``states.observed`` holds the earlier sums.
+        The prompt or a chunk of it; ``states.observed`` holds the earlier sums.
     forgetting : float
-        Factor a row on all earlier sums; 1 forgets nothing.
-
-    Returns
-    -------
-    Observed
-        Its columns are float32.
     """
     import torch
 
@@ -49,12 +41,12 @@ def add_columns(states: AttentionStates, *, forgetting: float = 1.0) -> Observed
 
 
 def weighted_rows(states: AttentionStates, weights: Tensor) -> Tensor:
-    """Return the weighted sum of the rows' attention to each entry, mean over query heads.
+    """Return weighted sums of the rows' attention, mean over query heads.
 
     Parameters
     ----------
     weights : Tensor of float32, (n_new_tokens,)
-        Weights of the rows, on the host; rows of weight 0 at both ends are not computed.
+        On the host; rows of weight 0 at both ends are not computed.
 
     Returns
     -------

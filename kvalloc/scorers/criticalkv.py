@@ -1,4 +1,4 @@
-"""CriticalKV's second ranking as a score: the size of an entry's output."""
+"""CriticalKV, as a scorer."""
 
 from __future__ import annotations
 
@@ -18,20 +18,13 @@ if TYPE_CHECKING:
 class CriticalKV(PooledScorer):
     """``(A + epsilon) * || V W_O ||_1``, with A the pooled mean attention of the window.
 
-    Keeping the largest minimises an upper bound of the change of the layer's output (Theorem 3.5).
-    So its retention curve is about the output rather than about attention. The method itself picks
-    in two stages, for which it needs the budget: see the policy ``critical``.
+    Keeping the largest minimises an upper bound of the change of the layer's output. The method
+    itself picks in two stages: see the policy ``critical``.
 
     Parameters
     ----------
-    window : int
-        Observation window, tokens.
-    pool : int
-        Odd pooling width, tokens; 1 turns it off.
-    pooling : {"avg", "max"}
-        How neighbours are pooled.
-    epsilon : float
-        Added to A.
+    window, pool, pooling, epsilon
+        See `PooledScorer` and the formula.
 
     References
     ----------
@@ -51,7 +44,7 @@ class CriticalKV(PooledScorer):
     epsilon: NonNegative = 1e-4
 
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
-        """Return the scores of one layer's entries; see `Scorer.score`.
+        """See `Scorer.score`.
 
         Raises
         ------

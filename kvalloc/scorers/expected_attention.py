@@ -1,4 +1,4 @@
-"""Expected attention: entries that future queries attend to, if they are like past ones."""
+"""Expected attention, the scorer."""
 
 from __future__ import annotations
 
@@ -21,27 +21,21 @@ _BLOCK_TOKENS = 2048
 class ExpectedAttention(Scorer):
     """Softmax of the expected logit of a future query, times the norm of the value.
 
-    Queries before rotation count as normally distributed, with the mean m and covariance C of the
+    Queries before rotation count as normally distributed, with mean m and covariance C of the
     prompt's queries without sinks. With the mean rotation R over the next `future` positions,
-    ``logit = s * k.Rm + s ** 2 / 2 * k.(R C R^T)k`` with the logits' scaling s. The score is its
-    softmax over the entries, mean over the query heads of a KV head, times ``||v||``. A prompt in
-    chunks gives the same score: the cache stores counts and sums of the queries.
+    ``logit = s * k.Rm + s ** 2 / 2 * k.(R C R^T)k`` with the logits' scaling s. The score is
+    ``(softmax + epsilon) * ||v||``, with the softmax's mean over the query heads of a KV head.
 
     Parameters
     ----------
-    window : int
-        Last tokens that are never evicted.
-    future : int
-        Positions after the prompt over which the rotation is averaged.
+    window, future : int
     epsilon : float
-        Added to the softmax before the product with the value's norm.
 
     References
     ----------
-    Expected Attention: KV Cache Compression by Estimating Attention from Future Queries
-    Distribution (Devoto et al., 2025), and its public code: 512 positions, mean rotation, epsilon
-    0. It takes the queries from the projection's weights, and so not behind a norm of queries;
-    here they are rotated back, which works with that, too.
+    Expected Attention (Devoto et al., 2025), and its code: 512 positions, mean rotation, epsilon 0.
+    Here queries are rotated back, not made from the projection's weights, which would miss a norm
+    of queries.
     """
 
     name = "expected_attention"
@@ -55,13 +49,13 @@ class ExpectedAttention(Scorer):
     epsilon: NonNegative = 0.0
 
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
-        """Return the scores of one layer's entries; see `Scorer.score`.
+        """See `Scorer.score`.
 
         Raises
         ------
         UnsupportedModelError
-            If the rotation of queries is unknown, or the layer changes its logits without an
-            expectation in closed form.
+            If the rotation of queries is unknown, or the layer caps its logits or adds a sink to
+            them.
         """
         import torch
 
@@ -75,7 +69,7 @@ class ExpectedAttention(Scorer):
         return self.without_protected(scores, states, sinks=sinks)
 
     def observe(self, states: AttentionStates, *, sinks: int) -> Observed:
-        """Count, sum and outer products of the queries so far, rotated back to position 0."""
+        """Return count, sum and outer products of queries so far, rotated back to position 0."""
         import torch
 
         rotation, states = _rotation(states), states.unobserved()
@@ -130,7 +124,7 @@ def _rotation(states: AttentionStates) -> Rotation:
 
 
 def _mean_rotation(positions: Tensor, rotation: Rotation, head_dim: int) -> Tensor:
-    """Return the mean over positions of the matrix that `rotate` applies, (head_dim, head_dim)."""
+    """Return the mean over positions of the matrix of `rotate`, (head_dim, head_dim)."""
     import torch
 
     basis = torch.eye(head_dim, device=positions.device)[:, None].expand(-1, positions.numel(), -1)

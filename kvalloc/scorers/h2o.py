@@ -1,4 +1,4 @@
-"""H2O: heavy hitters, the entries that got most attention from all rows."""
+"""H2O, the scorer."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 class H2O(Scorer):
     """Sum of an entry's attention over all causal rows of the prompt, without pooling.
 
-    Early entries are seen by more rows, which this score does not correct; see `A2SF`. A prompt in
-    chunks gives the same score, if nothing is evicted before it is complete.
+    More rows see early entries; see `A2SF`. A prompt in chunks gives the same score, if nothing is
+    evicted before it is complete.
 
     References
     ----------
-    H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models (Zhang et
-    al., 2023): the accumulated attention score, next to a recent window.
+    H2O: Heavy-Hitter Oracle (Zhang et al., 2023): the accumulated attention score, next to a recent
+    window.
     """
 
     name = "h2o"
@@ -35,11 +35,11 @@ class H2O(Scorer):
     window: Positive = 32
 
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
-        """Return the scores of one layer's entries; see `Scorer.score`."""
+        """See `Scorer.score`."""
         columns = self.observe(states, sinks=sinks).columns
         assert columns is not None
         return self.without_protected(columns, states, sinks=sinks)
 
     def observe(self, states: AttentionStates, *, sinks: int) -> Observed:
-        """Return the sums so far; see `Scorer.observe`."""
+        """See `Scorer.observe`."""
         return add_columns(states, forgetting=self.forgetting)

@@ -1,4 +1,4 @@
-"""KeyDiff: keys that differ from the others matter."""
+"""KeyDiff, the scorer."""
 
 from __future__ import annotations
 
@@ -17,12 +17,9 @@ if TYPE_CHECKING:
 class KeyDiff(Scorer):
     """``1 - cos(k, anchor)``; the anchor is the mean of the head's keys, each of length 1.
 
-    It needs no queries, so chunks make no difference.
-
     References
     ----------
-    KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference in
-    Resource-Constrained Environments (Park et al., 2025).
+    KeyDiff: Key Similarity-Based KV Cache Eviction (Park et al., 2025).
     """
 
     name = "keydiff"
@@ -34,7 +31,7 @@ class KeyDiff(Scorer):
     window: Positive = 8
 
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
-        """Return the scores of one layer's entries; see `Scorer.score`."""
+        """See `Scorer.score`."""
         from torch.nn import functional
 
         directions = functional.normalize(states.keys.float(), dim=-1)

@@ -1,4 +1,4 @@
-"""K-norm: keys of a small norm matter."""
+"""K-norm, the scorer."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ _LEAST_NORM = 1e-6
 class KNorm(Scorer):
     """``1 / ||k||``: of two entries, the one with the shorter key is kept.
 
-    It needs no queries, so chunks make no difference. The method only ranks, so a retention curve
-    made of these scores is ours: use it as a policy rather than to decide budgets.
+    The method only ranks: use it as a policy rather than to decide budgets.
 
     References
     ----------
@@ -35,6 +34,6 @@ class KNorm(Scorer):
     window: Positive = 8
 
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
-        """Return the scores of one layer's entries; see `Scorer.score`."""
+        """See `Scorer.score`."""
         scores = states.keys.float().norm(dim=-1).clamp_(min=_LEAST_NORM).reciprocal_()
         return self.without_protected(scores, states, sinks=sinks)

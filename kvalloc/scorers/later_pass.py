@@ -1,9 +1,4 @@
-"""Second read of the prompt, for scorers that need it.
-
-Such a scorer has `Scorer.later`, and the cache stores the whole prompt until the model has repeated
-it. `Scorer.observe_later` gets each layer's queries of the repeated tokens, and the keys up to the
-last of them.
-"""
+"""Second read of the prompt; see `Scorer.later`."""
 
 from __future__ import annotations
 
@@ -28,12 +23,12 @@ SHOWN_FIRST = 4
 class Later:
     """The prompt repeated after itself, teacher-forced; its tokens are removed afterwards.
 
-    Each further piece begins with the last `CARRIED_TOKENS` tokens of the previous one.
+    Each further piece begins with the previous one's last `CARRIED_TOKENS`.
 
     Attributes
     ----------
     tokens : int
-        Longest piece of the prompt that is repeated at once.
+        Longest piece.
     nearby : int or None
         Prompt tokens before and after a piece that its repetition sees, besides the piece and the
         prompt's first tokens; None for all.
@@ -43,26 +38,26 @@ class Later:
     nearby: int | None = None
 
     def furthest(self, n_tokens: int) -> int:
-        """Return the tokens that the longest repetition of a prompt adds to it."""
+        """Return the most tokens that a repetition of a prompt adds to it."""
         first, rest = min(self.tokens, n_tokens), min(self.tokens, n_tokens - self.tokens)
         return first if rest <= 0 else max(first, min(CARRIED_TOKENS, self.tokens) + rest)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaterStep:
-    """A piece of the second read, beside the states of `Scorer.observe_later`.
+    """A piece of the second read.
 
     Attributes
     ----------
     n_prompt : int
         Entries of the prompt.
     shown : Tensor of int64, (n_shown,), or None
-        Columns of the prompt's entries that are the first keys, in order; None for all. All other
-        keys are of later tokens; the states' queries are the last of these.
+        Prompt columns that are the first keys, in order; None for all. Other keys are of later
+        tokens; the states' queries are the last of these.
     repeated : Tensor of int64, (n_repeated,)
-        Columns of the prompt that are repeated now, the same in all rows.
+        Prompt columns that are repeated now, in all rows.
     leading : Tensor of int64, (n_leading,), or None
-        Columns of the prompt's sinks that are not among `repeated`.
+        Sinks that are not among `repeated`.
     """
 
     n_prompt: int
@@ -76,7 +71,7 @@ class LaterStep:
         return self.n_prompt if self.shown is None else int(self.shown.numel())
 
     def places(self, columns: Tensor) -> Tensor:
-        """Return the indices among the keys of some of the prompt's columns."""
+        """Return the indices of prompt columns among the keys."""
         import torch
 
         return columns if self.shown is None else torch.searchsorted(self.shown, columns)

@@ -1,4 +1,4 @@
-"""Lookahead: attention of the prompt's last queries, moved after its end."""
+"""Lookahead, the scorer."""
 
 from __future__ import annotations
 
@@ -29,19 +29,15 @@ class Lookahead(PooledScorer):
 
     Parameters
     ----------
-    window : int
-        Last tokens of the prompt that are never evicted.
+    window, pool : int
+        See `Scorer` and `PooledScorer`.
     votes : int
-        Number of last queries that count; may be more than the window, or fewer.
+        Number of last queries that count, also more than the window.
     ahead : int
-        Positions after the end to which these queries are rotated. There they see every entry; 0
-        does not move them. An unmoved query attends to its neighbours, which later queries do not
-        have. On SmolLM2-135M, at 5 bits in 20% of the bytes, evicted after every 64 decoded tokens,
-        the loss with 8 is a quarter of that with 0.
-    pool : int
-        Odd width of the average pooling, tokens; 1 turns it off.
+        Positions after the end to which they are rotated, and see every entry. With 0 they attend
+        to their neighbours, which later queries do not have.
     row_reduce, group_reduce : {"mean", "max"}
-        Reductions of the attention over the queries, and then over the query heads of a KV head.
+        Reductions over the queries, and then over the query heads of a KV head.
     """
 
     name = "lookahead"
@@ -57,11 +53,11 @@ class Lookahead(PooledScorer):
 
     @property
     def rotates(self) -> bool:  # type: ignore[override]
-        """Whether queries are moved after the end."""
+        """Whether queries are moved."""
         return self.ahead > 0
 
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
-        """Return the scores of one layer's entries; see `Scorer.score`."""
+        """See `Scorer.score`."""
         moved = states
         if self.ahead:
             moved = states_behind(

@@ -1,4 +1,4 @@
-"""Pooling for scorers by the attention of a few queries."""
+"""Scorers by the pooled attention of a few queries."""
 
 from __future__ import annotations
 
@@ -18,22 +18,19 @@ Reduction = Literal["mean", "max"]
 class PooledScorer(Scorer):
     """Attention of the last `window` tokens to each earlier one, pooled and reduced to KV heads.
 
-    Steps: softmax over all keys with the causal mask; mean over the window's rows; the window's
-    columns dropped, the sinks set to 0. Then pooling along the tokens; mean or maximum over the
-    query heads of a KV head.
+    Steps: causal softmax over all keys; mean over the window's rows; sinks set to 0; pooling along
+    the tokens; `group_reduce`.
 
     Attributes
     ----------
     window : int
         Rows that count and columns that are dropped.
     pool : int
-        Odd pooling width in tokens; stride 1; 1 turns it off. Zeros beyond the ends count.
-    pooling : {"avg", "max"}
-        Pooling of neighbours.
-    group_reduce : {"mean", "max"}
-        Reduction over the query heads of a KV head.
+        Odd pooling width, tokens; 1 turns it off. Zeros beyond the ends count.
+    pooling, group_reduce : {"avg", "max"}, {"mean", "max"}
+        Pooling, and reduction over the query heads of a KV head.
     gamma : float
-        Weight of the (unbiased) variance over the window's rows, which is added to their mean.
+        Weight of the (unbiased) variance over the rows, added to their mean.
     """
 
     across_layers = True
@@ -44,30 +41,24 @@ class PooledScorer(Scorer):
     gamma: float = 0.0
 
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
-        """Return the scores of one layer's entries; see `Scorer.score`."""
+        """See `Scorer.score`."""
         return self.pooled(window_votes(states, self.window, self._reduced), states, sinks=sinks)
 
     def _reduced(self, rows: Tensor) -> Tensor:
-        """Return the window's attention to each entry, (batch, n_kv_heads, group, n_tokens)."""
+        """Return the attention to each entry, (batch, n_kv_heads, group, n_tokens)."""
         attention = rows.mean(dim=3)
         if self.gamma and rows.shape[3] > 1:
             attention = attention + self.gamma * rows.var(dim=3)
         return attention
 
     def pooled(self, attention: Tensor, states: AttentionStates, *, sinks: int) -> Tensor:
-        """Return scores from the attention of each query head to each entry.
+        """Return scores from the attention of each query head; see `Scorer.score`.
+
+        Sinks are set to 0 before pooling, which would spread their mass to neighbours.
 
         Parameters
         ----------
         attention : Tensor of float32, (batch, n_kv_heads, group, n_tokens)
-        sinks : int
-            First columns, set to 0 before pooling: a sink can hold most of a head's mass, and
-            pooling would spread it to its neighbours.
-
-        Returns
-        -------
-        Tensor of float32, (batch, n_kv_heads, n_tokens)
-            0 in the columns of padding, sinks and window.
         """
         from torch.nn import functional
 

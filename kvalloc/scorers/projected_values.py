@@ -1,4 +1,4 @@
-"""L1 norms of projected values: the part of an entry's value that reaches the layer's output."""
+"""L1 norms of projected values."""
 
 from __future__ import annotations
 
@@ -15,24 +15,19 @@ _BLOCK_TOKENS = 1024
 
 
 def projected_value_norms(states: AttentionStates) -> Tensor:
-    """Return the L1 norm of each entry's value after the output projection.
+    """Return norms of projected values, float32, (batch, n_kv_heads, n_tokens).
 
-    ``mean over the group's query heads h of || v W_O[h] ||_1``, in blocks of tokens, so that the
-    scratch is ``batch x 1024 x hidden_size``.
-
-    Returns
-    -------
-    Tensor of float32, (batch, n_kv_heads, n_tokens)
+    ``mean over the group's query heads h of || v W_O[h] ||_1``; the scratch is
+    ``batch x 1024 x hidden_size``.
 
     Raises
     ------
     UnsupportedModelError
-        If the layer has no output projection of plain numbers.
+        If the layer has no output projection of plain numbers, or it is offloaded.
 
     References
     ----------
-    Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective (Feng et
-    al., 2025), Algorithm 1, line 3. The mean over a group is as in its public code.
+    `CriticalKV`, Algorithm 1, line 3; the mean over a group is as in its code.
     """
     import torch
 

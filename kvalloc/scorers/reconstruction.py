@@ -1,4 +1,4 @@
-"""Reconstruction (KVzip): the model's attention while it repeats the prompt."""
+"""Reconstruction (KVzip), the scorer."""
 
 from __future__ import annotations
 
@@ -23,32 +23,26 @@ _BLOCK_ELEMENTS = 1 << 23
 class Reconstruction(PooledScorer):
     """Largest attention that an entry gets while the model repeats the prompt, teacher-forced.
 
-    The prompt comes a second time, in pieces of `chunk` tokens, over its full cache. The score of
-    an entry is the largest weight from a query of its repeated piece. The maximum is over these
-    queries and the query heads of the KV head. The softmax is over the piece's entries, the
-    prompt's sinks and the later tokens so far, not over the whole prompt.
+    The prompt comes a second time, in pieces, over its full cache. The maximum is over the queries
+    of the entry's repeated piece and the query heads of the KV head. The softmax is over the
+    piece's entries, the prompt's sinks and the later tokens so far.
 
     Parameters
     ----------
     chunk : int
-        Longest piece.
+        Longest piece, tokens.
     nearby : int or None
-        Tokens before and after a piece that its repetition sees, besides the piece and the prompt's
-        first tokens; None for the whole prompt, as in the method. With 0 the time is proportional
-        to the prompt, and on SmolLM2-135M the kept entries serve as well.
-    window : int
-        Last tokens of the prompt that are never evicted. The method has no window.
-    pool : int
-        Odd width of an average pooling, tokens; the method has none: 1.
+        See `Later`; None as in the method. With 0 the time is proportional to the prompt, and on
+        SmolLM2-135M the kept entries serve as well.
+    window, pool : int
+        See `Scorer` and `PooledScorer`; the method has neither.
     group_reduce : {"max", "mean"}
-        Reduction over the query heads of a KV head, after the maximum over the queries.
 
     References
     ----------
-    KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction (Kim et al., 2025, arXiv
-    2505.23416). Pieces of 2,048 tokens, softmax over the piece, maximum over queries and group.
-    There the words "Repeat the previous context exactly" ask for the repetition. Here nothing does,
-    which serves as well (benchmarks/studies/fitted-values.md) and needs no tokenizer.
+    KVzip (Kim et al., 2025, arXiv 2505.23416): pieces of 2,048 tokens, softmax over the piece,
+    maximum over queries and group. Its words "Repeat the previous context exactly" are left out,
+    which serves as well (benchmarks/studies/fitted-values.md).
     """
 
     name = "reconstruction"
@@ -93,7 +87,7 @@ class Reconstruction(PooledScorer):
         return Observed(n_tokens=n_rows, columns=largest.index_copy(2, places, best))
 
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
-        """Return the scores of one layer's entries; see `Scorer.score`."""
+        """See `Scorer.score`."""
         largest = self.later_notes(states).columns
         assert largest is not None  # `observe_later` made it
         of_groups = largest.view(len(largest), states.keys.shape[1], -1, states.keys.shape[2])

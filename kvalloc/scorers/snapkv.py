@@ -1,4 +1,4 @@
-"""SnapKV: attention of an observation window, with average or maximum pooling."""
+"""SnapKV, the scorer."""
 
 from __future__ import annotations
 
@@ -12,23 +12,17 @@ from kvalloc.scorers.pooled import PooledScorer, Pooling, Reduction
 class SnapKV(PooledScorer):
     """Mean attention of the last `window` tokens to each earlier one, pooled.
 
-    The method sums the rows; the mean ranks alike and makes masses comparable between windows.
+    The method sums the rows; the mean ranks alike and makes windows comparable.
 
     Parameters
     ----------
-    window : int
-        Observation window, tokens.
-    pool : int
-        Odd pooling width, tokens; 1 turns it off.
-    pooling : {"avg", "max"}
-        How neighbours are pooled.
-    group_reduce : {"mean", "max"}
-        Reduction over the query heads of a KV head.
+    window, pool, pooling, group_reduce
+        See `PooledScorer`.
 
     References
     ----------
-    SnapKV: LLM Knows What You are Looking for Before Generation (Li et al., 2024). Class defaults
-    of its code: window 64, kernel 5, average; its runs use window 32, kernel 7, maximum.
+    SnapKV (Li et al., 2024). Class defaults of its code: window 64, kernel 5, average; its runs use
+    window 32, kernel 7, maximum.
     """
 
     name = "snapkv"

@@ -1,4 +1,4 @@
-"""StreamingLLM: the most recent tokens, of any text."""
+"""StreamingLLM, as a scorer."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 class Streaming(Scorer):
     """The score grows with the position, so that sinks and the most recent tokens stay.
 
-    Its retention curve is the same in all layers and heads, so solvers that fill curves give equal
-    budgets. Use it as a policy, and another score to decide budgets.
+    It gives equal budgets: use it as a policy, and another score to decide budgets.
 
     References
     ----------
@@ -33,7 +32,7 @@ class Streaming(Scorer):
     window: Positive = 8
 
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
-        """Return ``(position + 1) / n_tokens`` of each entry; see `Scorer.score`."""
+        """Return ``(position + 1) / n_tokens``; see `Scorer.score`."""
         import torch
 
         n_tokens = states.keys.shape[2]

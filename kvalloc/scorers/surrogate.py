@@ -1,4 +1,4 @@
-"""Surrogate (KVzap): a second read's attention to an entry, predicted from the entry."""
+"""Surrogate (KVzap), the scorer."""
 
 from __future__ import annotations
 
@@ -36,22 +36,20 @@ the loss without. If few entries stay, weights of 30 to 100 lose a third less th
 class Surrogate(Scorer):
     """Exponential of a linear map of an entry's key and value, one map a layer and KV head.
 
-    The maps are fitted once for a model, to the log of the score ``reconstruction``, so that one
-    read of a prompt gives about the scores of two. The score of an entry depends only on the entry
-    and its position: it needs no query, chunks make no difference, and decoded tokens have one too.
+    The maps are fitted once for a model, to the log of ``reconstruction``. The prediction depends
+    only on the entry and its position: chunks make no difference, and decoded tokens have one too.
 
     Parameters
     ----------
     file : str
-        File that ``kvalloc fit`` wrote for this model, or the name of a shipped one.
+        File of ``kvalloc fit`` for this model, or the name of a shipped one.
     window : int
-        Last tokens that are never evicted.
     votes : int
-        Last tokens with queries moved after the end, as in the scorer ``lookahead``; 0 for none.
-        The score is then the larger of the prediction and of their largest attention times
-        `votes_weight`. By default 128 if the fit has shown that they help, else 0.
+        Last queries that count, as in `Lookahead`. The score is the larger of the prediction and of
+        `votes_weight` times their largest attention. By default 128 if the fit has shown that they
+        help, else 0.
     votes_weight : float
-        Weight of that attention, above 0; by default the fitted weight.
+        Above 0; by default the fitted weight, or else 30.
 
     Raises
     ------
@@ -62,9 +60,9 @@ class Surrogate(Scorer):
 
     References
     ----------
-    KVzap (NVIDIA, 2026, arXiv 2601.07891), with a linear map of the hidden state that enters the
-    layer. Key and value are linear in it, belong to one KV head, and exist as long as the entry.
-    Norms, which are not linear, compensate for the missing parts.
+    KVzap (NVIDIA, 2026, arXiv 2601.07891), with a linear map of the layer's hidden state. Here key
+    and value, linear in it, belong to one KV head and exist as long as the entry. Norms compensate
+    for the missing parts.
     """
 
     name = "surrogate"
@@ -81,7 +79,7 @@ class Surrogate(Scorer):
     votes_weight: Above0 = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        """Read the file, take its number and weight of queries by default, and check."""
+        """Take number and weight of queries from the file by default, and check."""
         if not self.file:
             raise InputError(
                 "scorer surrogate: file is '', expected what 'kvalloc fit' wrote for this model"
@@ -97,11 +95,11 @@ class Surrogate(Scorer):
 
     @cached_property
     def fitted(self) -> FittedSurrogate:
-        """The surrogate that the file holds."""
+        """The file's surrogate."""
         return load_surrogate(self.file)
 
     def check_model(self, shape: ModelShape, *, allow_other_model: bool = False) -> None:
-        """Refuse a model that the file was not fitted to; see `Scorer.check_model`."""
+        """Refuse a model that the file was not fitted to."""
         self.fitted.shape.require_same_model(
             shape,
             allow_other_model=allow_other_model,
@@ -111,16 +109,16 @@ class Surrogate(Scorer):
 
     @property
     def for_turns(self) -> Surrogate:
-        """The same scorer, with attention of the latest queries."""
+        """The scorer with attention of the latest queries."""
         return replace(self, votes=TURN_VOTES, votes_weight=LATER_WEIGHT)
 
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
-        """Return the scores of one layer's entries; see `Scorer.score`.
+        """See `Scorer.score`.
 
         Raises
         ------
         UnsupportedModelError
-            If the model's rotation of keys is unknown.
+            As `entry_features`.
         UnsupportedRequestError
             If the layer was not fitted.
         """
@@ -157,7 +155,7 @@ class Surrogate(Scorer):
         return self.votes
 
     def _weights(self, states: AttentionStates, n_features: int) -> Tensor:
-        """Return the weights of the present heads, float32, (n_kv_heads, n_features + 1)."""
+        """Return the heads' weights, float32, (n_kv_heads, n_features + 1)."""
         import torch
 
         fitted, shown = self.fitted.shape.full_layers, states.layers or (states.layer,)
@@ -177,13 +175,10 @@ class Surrogate(Scorer):
 
 
 def entry_features(states: AttentionStates) -> Tensor:
-    """Return the features from which an entry's score is predicted.
+    """Return features that predict scores, float32, (batch, n_kv_heads, n_tokens, n_features).
 
-    Returns
-    -------
-    Tensor of float32, (batch, n_kv_heads, n_tokens, n_features)
-        The key rotated back to position 0, the value, the length of each rotated pair of the key,
-        and the logs of both norms.
+    The key rotated back to position 0, the value, lengths of the key's rotated pairs, and logs of
+    both norms.
 
     Raises
     ------
@@ -196,7 +191,6 @@ def entry_features(states: AttentionStates) -> Tensor:
 
 
 def _features(states: AttentionStates) -> list[Tensor]:
-    """Return the parts of `entry_features`."""
     import torch
 
     rotation = surrogate_rotation(states.rotation)
@@ -214,7 +208,7 @@ def _features(states: AttentionStates) -> list[Tensor]:
 
 
 def surrogate_rotation(rotation: Rotation) -> Rotation:
-    """Return the rotation to undo in keys, which may already hold positions from the input."""
+    """Return the rotation to undo in keys, which may hold positions from the input."""
     if rotation.known:
         return rotation
     return known_rotation(

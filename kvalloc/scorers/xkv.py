@@ -1,4 +1,4 @@
-"""XKV: attention of the last few rows, with average pooling."""
+"""XKV, the scorer."""
 
 from __future__ import annotations
 
@@ -14,17 +14,13 @@ class XKV(PooledScorer):
 
     Parameters
     ----------
-    window : int
-        Observation window in tokens ("ows" in the paper).
-    pool : int
-        Odd width of the average pooling, tokens; 1 turns it off.
-    group_reduce : {"mean", "max"}
-        Reduction over the query heads of a KV head; the paper leaves it open.
+    window, pool, group_reduce
+        See `PooledScorer`. The window is "ows" in the paper, which leaves the reduction open.
 
     References
     ----------
-    XKV: Personalized KV Cache Memory Reduction for Long-Context LLM Inference, Eq. 3 and Section
-    V-A (window 8, pooling 7, average).
+    XKV: Personalized KV Cache Memory Reduction, Eq. 3 and Section V-A (window 8, pooling 7,
+    average).
     """
 
     name = "xkv"

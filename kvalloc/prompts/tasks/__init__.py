@@ -1,4 +1,4 @@
-"""Tasks for evaluations: prompts made by rule, or read from a file, one kind a module."""
+"""Tasks for evaluations: prompts made by rule, or read from a file."""
 
 from __future__ import annotations
 
@@ -36,6 +36,6 @@ def find_tasks(names: Sequence[str]) -> list[Task]:
     Raises
     ------
     InputError
-        If there is none of a name; lists them.
+        If there is none of a name.
     """
     return [one_of("task", name, TASKS) for name in dict.fromkeys(names)]

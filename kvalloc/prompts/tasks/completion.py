@@ -1,9 +1,9 @@
-"""Code completion: the next line of a module of Python's own standard library.
+"""Code completion: the next line of a module of Python's standard library.
 
 References
 ----------
-LongBench (2023), Table 1, the task LCC: the next line of a file, by edit similarity. The sources
-belong to the running Python, so prompts differ from one version of Python to another.
+LongBench (2023), Table 1, the task LCC: the next line of a file, by edit similarity. Here prompts
+differ from one version of Python to another.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MIN_LINES = 30
 
 
 def _modules(split: Split) -> list[Path]:
-    """Return the standard library's own modules of a split, one file each, by name."""
+    """Return a split's modules of one file each."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     return [
         folder / f"{name}.py"

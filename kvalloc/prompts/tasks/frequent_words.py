@@ -2,10 +2,9 @@
 
 References
 ----------
-C.-P. Hsieh et al., RULER (2024), Sec. 3.3: common words (cwe) and frequent words (fwe). The common
-words occur 30 times among words that occur 3 times, or 6 times among words that occur once in a
-short prompt, which here has fewer than 8,192 tokens (4,096 in RULER's code). Words are from the
-split's texts, and the example before the list is shorter.
+C.-P. Hsieh et al., RULER (2024), Sec. 3.3: common words (cwe) and frequent words (fwe). Here a
+prompt is long from 8,192 tokens on (4,096 in RULER's code). Words are from the split's texts, and
+the example before the list is shorter.
 """
 
 from __future__ import annotations
@@ -52,7 +51,6 @@ MIN_WORDS = 60
 
 
 def _example(lead: str, words: str, question: Question) -> str:
-    """Return a short list with its question and answer, and the lead of the next one."""
     answer = " ".join(question.answers)
     return f"{lead}{words}\n\n{question.text}\n{question.prefix} {answer}\n\n{lead}"
 

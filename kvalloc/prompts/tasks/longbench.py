@@ -2,8 +2,8 @@
 
 References
 ----------
-Y. Bai et al., LongBench (2023): Table 1 names the metric of each dataset, its published code
-the length of the answers and the datasets that count the first line alone.
+Y. Bai et al., LongBench (2023): Table 1 names each dataset's metric, its code the answers' length
+and the datasets that count the first line alone.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Kind(Question):
     Attributes
     ----------
     chat : bool
-        Whether a model with a chat template is given a chat.
+        See `Example`.
     """
 
     text: str = "{input}"
@@ -70,15 +70,7 @@ PLAIN = Kind()
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One line of a task file.
-
-    Attributes
-    ----------
-    prompt : Prompt
-        File, line, and the text of a plain prompt.
-    example : Example
-        LongBench's context, empty for a plain prompt, with the question and the right answers.
-    """
+    """One line of a task file; the example's context is empty for a plain prompt."""
 
     prompt: Prompt
     example: Example
@@ -90,20 +82,15 @@ def read_records(path: str | Path, *, metric: str | None = None) -> list[Record]
     Parameters
     ----------
     path : str or Path
-        Lines with LongBench's ``context``, ``input``, ``answers``, ``dataset``, ``all_classes``
-        (``length`` and ``_id`` are not read), or with ``prompt``, ``text`` or ``messages`` and
-        ``answer`` or ``answers``.
+        Lines with LongBench's ``context``, ``input``, ``answers``, ``dataset``, ``all_classes``, or
+        with ``prompt``, ``text`` or ``messages`` and ``answer`` or ``answers``.
     metric : str, optional
         Instead of the dataset's own.
-
-    Returns
-    -------
-    list of Record
 
     Raises
     ------
     InputError
-        Names file, line and field that is missing or wrong.
+        Names file, line and field.
     """
     if metric is not None:
         one_of("metric", metric, METRICS)
@@ -118,14 +105,8 @@ def file_task(path: Path, records: Sequence[Record], *, cut: bool) -> Task:
     path : Path
         Names the task.
     records : sequence of Record
-        The first ``n_cases`` of them are used.
     cut : bool
-        Whether a prompt longer than ``n_tokens`` loses the middle of its context, as in LongBench;
-        otherwise it stays as long as it is.
-
-    Returns
-    -------
-    Task
+        Whether a prompt longer than ``n_tokens`` loses the middle of its context, as in LongBench.
     """
 
     def build(request: PromptRequest) -> list[Case]:
@@ -191,7 +172,7 @@ def _case(request: PromptRequest, record: Record, longest: int | None) -> Case:
     words = example.context.split(" ")
 
     def without_middle(kept: int) -> Case:
-        """Return the case with the first and last words alone, as LongBench shortens it."""
+        """Return the case with the first and last words alone."""
         return made(" ".join([*words[:kept], *words[-kept:]]).strip())
 
     kept = bisect_right(

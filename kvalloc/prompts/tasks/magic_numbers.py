@@ -3,8 +3,8 @@
 References
 ----------
 C.-P. Hsieh et al., RULER (2024), Sec. 3.1 and App. B: single, multi-keys, multi-values and
-multi-queries NIAH. Here keys are single words of the split, numbers always have seven digits, and
-real texts are the texts that ship with kvalloc.
+multi-queries NIAH. Here keys are single words of the split, numbers have seven digits, and texts
+are the shipped ones.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def noise(brief: Brief) -> list[str]:
 
 
 def _magic(haystack: str, *, n_keys: int = 1, n_values: int = 1) -> Callable[[Brief], Draft]:
-    """Return the recipe of a question for ``n_keys`` keys with ``n_values`` numbers each."""
+    """Return the recipe for ``n_keys`` keys with ``n_values`` numbers each."""
 
     def recipe(brief: Brief) -> Draft:
         turns, n_tokens = brief.request.turns, brief.request.n_tokens

@@ -1,4 +1,4 @@
-"""Needles: numbers hidden in real text, and questions that only they answer."""
+"""Needles: numbers hidden in real text, and questions about them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def listing(items: Sequence[str]) -> str:
 
 
 def _needles(min_hidden: int, *, in_one: bool = False) -> Callable[[Brief], Draft]:
-    """Return the recipe of hidden numbers, with a question for each or one for all of them."""
+    """Return the recipe of hidden numbers, with a question for each or for all."""
 
     def recipe(brief: Brief) -> Draft:
         n_hidden = max(min_hidden, brief.request.turns)

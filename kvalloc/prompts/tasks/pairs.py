@@ -2,9 +2,8 @@
 
 References
 ----------
-N. F. Liu et al., Lost in the Middle (2023), Sec. 3: random identifiers in a JSON object. Keys are
-words here, and some pairs are repeated before the question: a small model takes
-one random identifier for another, and does not understand the task without examples.
+N. F. Liu et al., Lost in the Middle (2023), Sec. 3: random identifiers in a JSON object. Here, for
+small models, keys are words, and some pairs are repeated before the question.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def _pairs(brief: Brief) -> Draft:
 
 
 def word_keys(brief: Brief, count: int) -> list[str]:
-    """Return different words of the split, and pairs of words once there are no more of one."""
+    """Return different words of the split, then pairs of words if there are too few."""
     words = plain_words(brief.request.split)
     keys = dict.fromkeys(brief.draw.sample(words, min(count, len(words))))
     while len(keys) < count:

@@ -1,4 +1,4 @@
-"""Questions about a text: facts that are scattered over it, and the whole text."""
+"""Questions about a text: scattered facts, and the whole text."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _facts(brief: Brief) -> Draft:
 
 
 def _without_answer(brief: Brief) -> Draft:
-    """Return a question without a right answer: the full cache's answer is the reference."""
+    """Return a question without a right answer."""
     question = replace(OWN_QUESTION, max_new_tokens=brief.request.answer_tokens)
     return brief.scattered(OWN_LEAD, (), (), (question,))
 

@@ -1,4 +1,4 @@
-"""Running text: the continuation of a piece of it, without a question."""
+"""Running text: its continuation, without a question."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ QUESTION_TOKENS = 32
 
 
 def _pieces(request: PromptRequest) -> list[Case]:
-    """Return pieces of running text with the tokens that follow them."""
     if request.opened:
         raise InputError(
             "the task kl asks no question, so none can come in a second turn; ask for "

@@ -32,21 +32,19 @@ class PromptRequest:
     Attributes
     ----------
     tokenizer : PreTrainedTokenizerBase
-    n_cases : int
-        Prompts.
+    n_cases, turns : int
+        Prompts, and questions about each one.
     n_tokens : int
         Longest prompt, first question included, tokens.
     seed : int
     split : str
-        Split of the texts, words and random numbers; see `kvalloc.prompts.splits`.
+        See `kvalloc.prompts.splits`.
     after : bool
         Whether the question comes after the compression.
-    turns : int
-        Questions about each prompt.
     opened : bool
-        Whether another question, which is not measured, comes before them.
+        Whether another question, not measured, comes first.
     answer_tokens : int
-        Longest free answer, and length of the continuation of running text, tokens.
+        Longest free answer, and length of a text's continuation, tokens.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -71,7 +69,7 @@ class Task:
     build : callable
         Gives the cases of a `PromptRequest`.
     most_turns : int
-        Questions that it can ask about one prompt.
+        Most questions about one prompt.
     """
 
     name: str
@@ -81,20 +79,12 @@ class Task:
     def make(
         self, tokenizer: Any, n_cases: int, n_tokens: int, seed: int = 0, **options: Any
     ) -> list[Case]:
-        """Make prompts.
+        """Make prompts, the same for the same request.
 
         Parameters
         ----------
-        tokenizer : PreTrainedTokenizerBase
-        n_cases, n_tokens, seed : int
+        n_cases, n_tokens, seed, **options
             See `PromptRequest`.
-        **options
-            ``split``, ``after``, ``turns``, ``opened`` and ``answer_tokens`` of `PromptRequest`.
-
-        Returns
-        -------
-        list of Case
-            The same for the same request.
 
         Raises
         ------
@@ -123,14 +113,10 @@ class Brief:
     ----------
     request : PromptRequest
     draw : random.Random
-        Its random numbers.
-    source : str
-        Name of a text of the split, another one from example to example.
-    text : str
-        That text.
+    source, text : str
+        Name of a text of the split, and the text.
     depth : float
-        Where in the prompt the answer of the first question should stand, 0..1, evenly spread
-        over the examples.
+        Place of the first answer in the prompt, 0..1, evenly spread over the examples.
     """
 
     request: PromptRequest
@@ -148,15 +134,7 @@ class Brief:
     ) -> Draft:
         """Return questions about sentences that are scattered over an excerpt of the text.
 
-        The excerpt begins at a random place, and is somewhat longer than will fit.
-
-        Parameters
-        ----------
-        lead : str
-            Words before the text.
-        sentences, depths
-            See `scatter`.
-        questions : sequence of Question
+        The excerpt begins at a random place. See `between`.
         """
         text_words, request = self.text.split(), self.request
         words_per_token = len(text_words) / len(encode(request.tokenizer, self.text))
@@ -184,11 +162,9 @@ class Brief:
             Words before the text.
         pieces : sequence of str
             Words or sentences of a text that is longer than will fit.
-        sentences, depths
-            See `scatter`.
+        sentences, depths, chat
+            See `scatter` and `Example`.
         questions : sequence of Question
-        chat : bool
-            See `Example`.
         """
 
         def make(size: int) -> Example:
@@ -205,20 +181,14 @@ class Brief:
 
 
 def by_rule(name: str, recipe: Callable[[Brief], Draft], *, most_turns: int = 1) -> Task:
-    """Return a task with prompts made by rule.
+    """Return a task of prompts made by rule.
 
     Parameters
     ----------
-    name : str
-        See `Task`; random numbers depend on it.
+    name, most_turns
+        See `Task`; random numbers depend on the name.
     recipe : callable
-        Gives the `Draft` of an example from its `Brief`.
-    most_turns : int
-        See `Task`.
-
-    Returns
-    -------
-    Task
+        Gives the `Draft` of a `Brief`.
     """
 
     def build(request: PromptRequest) -> list[Case]:
@@ -247,7 +217,6 @@ def scatter(text: str, sentences: Sequence[str], depths: Sequence[float]) -> str
 
     Parameters
     ----------
-    text : str
     sentences : sequence of str, (n_hidden,)
     depths : sequence of float, (n_hidden,)
         Share of the text's characters before it, 0..1.

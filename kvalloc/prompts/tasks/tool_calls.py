@@ -1,11 +1,11 @@
-"""Tool calls: one or two calls of one of twelve tools, with arguments, for each request.
+"""Tool calls: one or two calls of one of twelve tools for each request.
 
 References
 ----------
 S. G. Patil et al., Berkeley Function Calling Leaderboard (2025): its categories multiple (one call
-of one of several tools) and parallel (two calls of one tool), with new tools. The prompt is filled
-with earlier requests and their calls as examples. The categories without a right tool, and with a
-single tool (simple), are left out.
+of one of several tools) and parallel (two calls of one tool). Here tools are new, and earlier
+requests with their calls fill the prompt. The categories without a right tool, and with a single
+tool (simple), are left out.
 """
 
 from __future__ import annotations
@@ -53,14 +53,13 @@ _PLACE = re.compile(r"{(\w+)}")
 
 
 def _schema(name: str, request: str) -> str:
-    """Return a tool's JSON schema."""
     kinds = {one: "integer" if one in INTEGERS else "string" for one in _PLACE.findall(request)}
     types = {one: {"type": kind} for one, kind in kinds.items()}
     return json.dumps({"name": name, "parameters": {"type": "object", "properties": types}})
 
 
 def _question(brief: Brief) -> Question:
-    """Return a request for one call of a random tool, or for two of them."""
+    """Return a request for one or two calls of a random tool."""
     split, draw = brief.request.split, brief.draw
     strings = {
         "person": [name for name in words("first_names") if belongs(name, split)],

@@ -2,10 +2,9 @@
 
 References
 ----------
-TriAttention's benchmark of recursive state queries, made new from its description: a model that
-decodes a depth-first search has to remember its state over thousands of tokens. Here the prompt
-gives the tree, the rules and an example. The walk follows as fixed text of ``answer_tokens``
-tokens, so every cache reads the same text, and later turns ask for the state.
+TriAttention's benchmark of recursive state queries, made new from its description: a model decodes
+a depth-first search and has to remember its state. Here the walk is fixed text of ``answer_tokens``
+tokens after the tree, rules and an example, and later turns ask for the state.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ Path = tuple[str, ...]
 
 
 def _paths(below: dict[str, list[str]], path: Path) -> Iterator[Path]:
-    """Return the path to the present node after each step of the walk below a path's end."""
+    """Return the path to the present node after each step below a path's end."""
     for node in below[path[-1]]:
         yield (*path, node)
         yield from _paths(below, (*path, node))

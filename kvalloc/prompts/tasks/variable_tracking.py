@@ -2,9 +2,9 @@
 
 References
 ----------
-C.-P. Hsieh et al., RULER (2024), Sec. 3.2: one chain of four hops, which is the default here too;
-every further question about a prompt adds a chain. The two examples before the text are shorter,
-and all is running text, so that a small model goes on as they do.
+C.-P. Hsieh et al., RULER (2024), Sec. 3.2: one chain of four hops, as here; every further question
+adds a chain. The two examples before the text are shorter, and all is running text, for small
+models.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ LETTERS = 5
 
 
 def _example(value: str, text: str) -> str:
-    """Return a text with its question and answer."""
     question = QUESTION.filled(value=value)
     names = " ".join(re.findall(r"VAR (\w+) =", text))
     return f"{TEXT}{text}\n\n{question.text}\n{question.prefix} {names}\n\n"
