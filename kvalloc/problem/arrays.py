@@ -49,14 +49,14 @@ changes."""
 
 
 class Sense(Enum):
-    """The goal: the most value within a capacity, or the least cost for a target value."""
+    """Goal: the most value within a capacity, or the least cost for a target."""
 
     MAX_VALUE = "max_value"
     MIN_COST = "min_cost"
 
 
 class Aggregate(Enum):
-    """Aggregation of the units' weighted values to the value of a choice."""
+    """Aggregation of the units' weighted values."""
 
     SUM = "sum"
     WORST = "worst"
@@ -64,7 +64,7 @@ class Aggregate(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class SideConstraint(ABC):
-    """Base of constraints beyond one capacity; a solver refuses kinds that it does not declare."""
+    """Constraint beyond one capacity; a solver refuses kinds that it does not declare."""
 
     keyword: ClassVar[str] = ""
     """The keyword of `kvalloc.solve` that requests it, if any."""
@@ -74,33 +74,23 @@ class SideConstraint(ABC):
 
     @abstractmethod
     def fault(self, problem: AllocationProblem, choice: IntArray) -> str | None:
-        """Return what a choice violates, as half a sentence, or None.
-
-        Parameters
-        ----------
-        choice : ndarray of int64, (n_units,)
-            Option of each unit.
-        """
+        """Return the violation by a choice, ``(n_units,)``, as half a sentence, or None."""
 
     def stated(self) -> tuple[str, str]:
-        """Return its name and its limit, in a few words each."""
+        """Return name and limit in a few words."""
         return type(self).__name__, str(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupCap(SideConstraint):
-    """A capacity for some units: a layer, a rank, a device.
-
-    Caps may nest (model, rank, layer) or overlap (several resources at once).
+    """A capacity for some units: a layer, a rank, a device; caps may nest or overlap.
 
     Attributes
     ----------
     name : str
         Name in messages, such as ``"device 0"``.
     units : tuple of int
-        Unit indices.
     capacity_bytes : int
-        Largest sum of their bytes.
     """
 
     keyword: ClassVar[str] = "cap"
@@ -114,11 +104,11 @@ class GroupCap(SideConstraint):
             raise InputError(f"the cap of {self.name} names a unit twice; name it once")
 
     def stated(self) -> tuple[str, str]:
-        """See the base class."""
+        """See `SideConstraint`."""
         return f"cap of {self.name}", f"{self.capacity_bytes:,} bytes"
 
     def fault(self, problem: AllocationProblem, choice: IntArray) -> str | None:
-        """See the base class."""
+        """See `SideConstraint`."""
         if (cost := problem.cost(choice, self.units)) > self.capacity_bytes:
             return f"{self.name} takes {cost:,} bytes of {self.capacity_bytes:,}"
         return None
@@ -134,53 +124,39 @@ class AllocationProblem:
 
     Attributes
     ----------
-    tokens : ndarray of int64, (n_units, n_options)
-        Budget in tokens of each KV head of the unit, sinks and window included; strictly rising
-        along a row, unless ``bits`` differ.
+    tokens, costs : ndarray of int64, (n_units, n_options)
+        Tokens of each KV head of the unit, sinks and window included, and bytes of the unit. Rows
+        rise strictly (tokens only without ``bits``) and may be broadcast views of one row.
     values : ndarray of float64, (n_units, n_options)
-        Value of each option.
-    costs : ndarray of int64, (n_units, n_options)
-        Bytes of each option; strictly rising along a row. ``tokens`` and ``costs`` may be broadcast
-        views of one row.
     bits : ndarray of int64, (n_units, n_options), or None
-        Bit width of each option, if that is chosen too. A more expensive option may then keep fewer
-        tokens, and a solver has to declare `Solver.takes_bits`.
-    option_counts : ndarray of int64, (n_units,)
-        Number of options of a unit, ``values[u, :option_counts[u]]``; others are padding.
+        Bit widths, if chosen too; a solver has to declare `Solver.takes_bits`.
     weights : ndarray of float64, (n_units,)
-        Weight of each unit's value in the objective.
-    layers, heads : ndarray of int64, (n_units,)
-        Layer and KV head of a unit; head -1 means all heads of the layer.
+    option_counts, layers, heads : ndarray of int64, (n_units,)
+        Columns from ``option_counts[u]`` on are padding. Head -1 means all heads of the layer.
     aggregate : Aggregate
-        The value is the sum over units, or the worst unit's.
     capacity_bytes : int or None
-        Bytes available to the units; the value is maximised within them.
     target : float or None
-        Value to reach instead; the cost is minimised.
     context_tokens, protected_tokens : int
-        Context of the options; sinks plus window inside each option.
+        Context of the options; sinks plus window inside each.
     constraints : tuple of SideConstraint
-        Other constraints.
     n_units, n_options : int
-        Shape of ``values``; this and all later fields are computed from the fields above.
-    units : ndarray of int64, (n_units,)
-        ``arange(n_units)``.
-    last_options : ndarray of int64, (n_units,)
-        Index of each unit's most expensive option.
+        Shape of ``values``; this and all later fields are computed.
+    units, last_options : ndarray of int64, (n_units,)
+        ``arange(n_units)``; each unit's most expensive option.
     is_ragged : bool
-        Whether some unit has fewer options than there are columns.
+        Whether there is padding.
     min_cost_bytes, max_cost_bytes : int
-        Cost of the cheapest choice, the floors, and of keeping everything.
+        Cost of the floors (the cheapest choice) and of keeping everything.
     step_bytes : int or None
         The one cost step between neighbouring options of all units, if any.
     lattice_bytes : int
-        Greatest common divisor of all cost differences: the grain of the total cost.
+        Grain: the greatest common divisor of all cost differences.
     spendable_bytes : int
-        The capacity rounded down to a possible cost; ``max_cost_bytes`` without one.
+        Capacity, at most and by default ``max_cost_bytes``, rounded down to a possible cost.
     lowest_accepted_value : float
         The target less `VALUE_TOLERANCE`; minus infinity without one.
     caps : tuple of GroupCap
-        Caps among the constraints, in their order.
+        In the order of ``constraints``.
 
     Raises
     ------
@@ -221,10 +197,7 @@ class AllocationProblem:
         self._check(changed=_OF_VALUES)
 
     def replace(self, **changes: Any) -> AllocationProblem:
-        """Return the problem with other values of some fields, which are checked.
-
-        Results from unchanged fields are kept, so another capacity or target of a problem with a
-        hundred million options costs nothing.
+        """Return the problem with some fields changed and checked; results from the others stay.
 
         Raises
         ------
@@ -245,16 +218,15 @@ class AllocationProblem:
         return self.replace(capacity_bytes=capacity_bytes, target=None)
 
     def with_target(self, target: float) -> AllocationProblem:
-        """Return the same units with a target to reach at minimal cost."""
+        """Return the same units with a target, minimising cost."""
         return self.replace(capacity_bytes=None, target=target)
 
     @property
     def sense(self) -> Sense:
-        """Goal: the most value within the capacity, or the least cost for the target."""
+        """MAX_VALUE without a target, else MIN_COST."""
         return Sense.MAX_VALUE if self.target is None else Sense.MIN_COST
 
     def _check(self, changed: Set[str]) -> None:
-        """Refuse impossible fields; unchanged arrays are not checked again."""
         if not _OF_VALUES.isdisjoint(changed):
             self._check_arrays()
             if not changed.isdisjoint(("tokens", "costs", "bits", "option_counts")):
@@ -313,7 +285,7 @@ class AllocationProblem:
             raise InputError("problem: weights must be finite and not negative")
 
     def _measure_options(self) -> None:
-        """Refuse tokens and costs that do not rise; compute the fields that depend on them."""
+        """Check tokens and costs; compute the dependent fields."""
         n_units, n_options = self.values.shape
         last, is_ragged = self.option_counts - 1, int(self.option_counts.min()) < n_options
         units = np.arange(n_units)
@@ -349,19 +321,19 @@ class AllocationProblem:
 
     @cached_property
     def exists(self) -> BoolArray:
-        """Mask of real options, ``(n_units, n_options)``; others are padding."""
+        """Mask of options, false in the padding, ``(n_units, n_options)``."""
         mask: BoolArray = np.arange(self.n_options) < self.option_counts[:, None]
         return mask
 
     @cached_property
     def worth(self) -> FloatArray:
-        """Weighted values, ``(n_units, n_options)``; minus infinity in the padding."""
+        """Weighted values, ``(n_units, n_options)``; -inf in the padding."""
         weighted = self.weights[:, None] * self.values
         return np.where(self.exists, weighted, -np.inf) if self.is_ragged else weighted
 
     @cached_property
     def max_value(self) -> float:
-        """Upper bound on the value of any choice; keeping everything reaches it if curves rise."""
+        """Largest value of a choice of any cost."""
         if self.is_concave:  # rising rows end at their best option
             return self.objective_value(self.last_options)
         rows = zip(self.values, self.option_counts.tolist(), strict=True)
@@ -370,7 +342,7 @@ class AllocationProblem:
 
     @cached_property
     def is_concave(self) -> bool:
-        """Whether every unit's value rises, by ever less for each step of equal cost."""
+        """Whether costs have one step and no gain is negative or above the previous one."""
         if self.step_bytes is None:
             return self.n_options == 1
         # Two buffers for all, as many rows as fit in the cache: all may be gigabytes.
@@ -395,25 +367,25 @@ class AllocationProblem:
 
     @cached_property
     def largest_gain(self) -> float:
-        """Upper bound on the weighted value that a change of one unit's option adds."""
+        """Upper bound on the weighted gain by another option of one unit."""
         if self.is_concave:  # rising rows: from the first option to the last
             return max(0.0, float(self.gains(0, self.last_options).max()))
         return float(self.values.max() - self.values.min()) * float(self.weights.max())
 
     @property
     def spendable_steps(self) -> int:
-        """Steps of one size above the smallest options that the capacity holds."""
+        """Steps above the floors that the capacity holds."""
         return (self.spendable_bytes - self.min_cost_bytes) // (self.step_bytes or 1)
 
     def cost(self, choice: IntArray, units: Sequence[int] | IntArray | None = None) -> int:
-        """Return the bytes of a choice, ``(n_units,)``, in all units or in some."""
+        """Return a choice's bytes, in all or some units."""
         rows = self.units if units is None else np.asarray(units, dtype=np.int64)
         return int(self.costs[rows, choice[rows]].sum())
 
     def gains(
         self, before: IntArray | int, after: IntArray, units: IntArray | None = None
     ) -> FloatArray:
-        """Return the weighted value from one option to another, of all units or some, ``(n,)``."""
+        """Return each unit's weighted gain from one option to another."""
         rows, weights = self.units, self.weights
         if units is not None:
             rows, weights = units, weights[units]
@@ -421,23 +393,23 @@ class AllocationProblem:
         return gains
 
     def objective_value(self, choice: IntArray) -> float:
-        """Return the value of a choice: the exact sum of its weighted values, or the worst."""
+        """Return the exact sum of weighted values, or the worst."""
         worth = self.weights * self.values[self.units, choice]
         return float(worth.min()) if self.aggregate is Aggregate.WORST else math.fsum(worth)
 
     def objective(self, choice: IntArray) -> float:
-        """Return the value or the cost in bytes, whichever the sense optimises."""
+        """Return a choice's value, or its cost under a target."""
         if self.sense is Sense.MAX_VALUE:
             return self.objective_value(choice)
         return float(self.cost(choice))
 
     def is_better(self, first: float, second: float, slack: float = 0.0) -> bool:
-        """Return whether the first objective beats the second by more than a relative slack."""
+        """Return whether an objective beats another by more than a relative slack."""
         room = slack * max(1.0, abs(second))
         return first > second + room if self.sense is Sense.MAX_VALUE else first < second - room
 
     def chosen_tokens(self, choice: IntArray) -> IntArray:
-        """Return the budget of each unit in tokens per KV head, ``(n_units,)``."""
+        """Return each unit's budget in tokens per KV head."""
         return self.tokens[self.units, choice]
 
     def meets_target(self, value: float) -> bool:
@@ -445,7 +417,7 @@ class AllocationProblem:
         return value >= self.lowest_accepted_value
 
     def fits(self, choice: IntArray) -> bool:
-        """Return whether a choice keeps the capacity and the caps."""
+        """Return whether a choice keeps capacity and caps."""
         within = self.cost(choice) <= self.spendable_bytes
         return within and all(cap.fault(self, choice) is None for cap in self.caps)
 
@@ -456,15 +428,7 @@ class AllocationProblem:
         return met and within and self.side_fault(choice) is None
 
     def with_options(self, columns: IntArray, counts: IntArray) -> AllocationProblem:
-        """Return the problem with some options of each unit.
-
-        Parameters
-        ----------
-        columns : ndarray of int64, (n_units, n_columns)
-            Options of each unit, by rising cost, padded at the end.
-        counts : ndarray of int64, (n_units,)
-            Options that each unit has.
-        """
+        """Return the problem with the options ``columns[u, :counts[u]]``, cheapest first."""
         arrays = {name: getattr(self, name) for name in ("values", *_PER_OPTION)}
         part = {
             name: a[self.units[:, None], columns] for name, a in arrays.items() if a is not None
@@ -472,10 +436,7 @@ class AllocationProblem:
         return self.replace(**part, option_counts=counts)
 
     def options_within(self, tokens: FloatArray | IntArray) -> IntArray:
-        """Return each unit's largest option of at most the given tokens, ``(n_units,)``.
-
-        A unit with a larger smallest option gets that one.
-        """
+        """Return each unit's largest option of at most these tokens, else its smallest."""
         rows = _distinct_rows(self.tokens)
         if rows.shape[0] == 1:
             options = np.searchsorted(rows[0], tokens, side="right") - 1
@@ -484,7 +445,7 @@ class AllocationProblem:
         return np.clip(options, 0, self.last_options).astype(np.int64)
 
     def check_feasible(self) -> None:
-        """Raise when no choice at all can meet the capacity or the target.
+        """Refuse a capacity or a cap below its floors, and a target above `max_value`.
 
         Raises
         ------
@@ -513,14 +474,14 @@ class AllocationProblem:
                 )
 
     def side_fault(self, choice: IntArray) -> str | None:
-        """Return the first side constraint that a choice violates, as half a sentence, or None."""
+        """Return the first violation by a choice, see `SideConstraint.fault`."""
         for constraint in self.constraints:
             if (fault := constraint.fault(self, choice)) is not None:
                 return fault
         return None
 
     def digest(self) -> str:
-        """Return the SHA-256 over everything that defines the problem."""
+        """Return the SHA-256 of everything that defines the problem."""
         hasher = hashlib.sha256()
         for name in _ARRAYS:
             array = getattr(self, name)
@@ -534,20 +495,13 @@ class AllocationProblem:
 
 
 def first_where(holds: Callable[[IntArray], BoolArray], low: IntArray, high: IntArray) -> IntArray:
-    """Find the first place of each row at which a test holds, by bisection in all rows at once.
+    """Return each row's first place at which a test holds, else ``high``, by bisection.
 
     Parameters
     ----------
     holds : callable
-        ``holds(places)`` tests one place of each row, ``(n_rows,)``; once true in a row, it stays
-        true to its end.
+        Tests one place of each row; once true in a row, it stays true.
     low, high : ndarray of int64, (n_rows,)
-        First and last place of each row.
-
-    Returns
-    -------
-    ndarray of int64, (n_rows,)
-        ``high`` if the test holds at no earlier place.
     """
     for _ in range(int((high - low).max(initial=0)).bit_length()):
         middle = (low + high) >> 1
@@ -558,12 +512,11 @@ def first_where(holds: Callable[[IntArray], BoolArray], low: IntArray, high: Int
 
 
 def _distinct_rows(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return one row if all rows are views of it, else the array."""
+    """Return one row if all are views of it."""
     return array[:1] if array.ndim == 2 and array.strides[0] == 0 else array
 
 
 def _rows_are_concave(rows: FloatArray, first: FloatArray, second: FloatArray) -> bool:
-    """Return whether no row falls or bends upwards; the buffers hold at least all rows."""
     n_rows, steps = rows.shape[0], rows.shape[1] - 1
     if steps < 1:
         return True
@@ -581,12 +534,11 @@ def _rows_are_concave(rows: FloatArray, first: FloatArray, second: FloatArray) -
 
 @dataclass(frozen=True, kw_only=True)
 class MaxDistinct(SideConstraint):
-    """A limit on the number of different budgets in the whole model.
+    """A limit, at least 1, on the number of different budgets in tokens.
 
     Attributes
     ----------
     maximum : int
-        Largest number of different budgets in tokens, at least 1.
     """
 
     keyword: ClassVar[str] = "max_distinct"
@@ -599,11 +551,11 @@ class MaxDistinct(SideConstraint):
             raise InputError(f"at most {self.maximum} different budgets is not possible; ask for 1")
 
     def stated(self) -> tuple[str, str]:
-        """See the base class."""
+        """See `SideConstraint`."""
         return "different budgets", f"at most {self.maximum}"
 
     def fault(self, problem: AllocationProblem, choice: IntArray) -> str | None:
-        """See the base class."""
+        """See `SideConstraint`."""
         distinct = np.unique(problem.chosen_tokens(choice)).size
         if distinct > self.maximum:
             return f"{distinct} different budgets, at most {self.maximum} are allowed"
@@ -623,12 +575,12 @@ def cap_tree(caps: Sequence[GroupCap]) -> Any:
     Returns
     -------
     networkx.DiGraph
-        From `MODEL` through each cap, named by its index, outermost first.
+        From `MODEL` through the caps' indices, outermost first.
 
     Raises
     ------
     SolverError
-        If two caps overlap and none contains the other; names them.
+        If two caps overlap and neither contains the other.
     """
     import networkx as nx
 
@@ -650,7 +602,7 @@ def cap_tree(caps: Sequence[GroupCap]) -> Any:
 
 
 def padded(rows: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    """Return rows of any length as one array, each padded with its last number."""
+    """Return rows as one array, each padded with its last number."""
     longest = max(map(len, rows))
     return np.array([np.pad(row, (0, longest - len(row)), mode="edge") for row in rows])
 
@@ -658,24 +610,21 @@ def padded(rows: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
 def undominated(values: FloatArray, costs: IntArray) -> tuple[IntArray, IntArray]:
     """Return each unit's options by rising cost, each worth more than all cheaper ones.
 
-    A dropped option costs as much as another or more, and is worth no more. A choice with it can
-    change to the other at no loss. So the largest value within a capacity (a cap) and the smallest
-    cost for a target do not change. A limit on the number of different budgets would change, so it
+    A dropped option costs no less than another and is worth no more, so no optimum within a
+    capacity (a cap) or for a target changes. Under a limit on different budgets it would: that
     excludes bits.
 
     Parameters
     ----------
     values : ndarray of float64, (n_units, n_options)
-        Value of each option to each unit.
     costs : ndarray of int64, (n_options,)
-        Costs of the options, which all units share, in any order.
+        In any order.
 
     Returns
     -------
     options : ndarray of int64, (n_units, n_kept)
-        Indices of the kept options, padded with the last one.
+        Padded with the last one.
     counts : ndarray of int64, (n_units,)
-        Number of kept options of each unit.
 
     Examples
     --------

@@ -1,10 +1,10 @@
-"""Bounds computed without a solver: by duality, and for the worst unit.
+"""Bounds computed without a solver.
 
-*Sums.* For a price of one byte, each unit's best option is found alone, and the sum bounds the
-whole. The best price gives the tightest bound (Fisher, 1981); for separable concave problems of
-equal steps it is exact on the grain of the costs.
+*Sums.* At a price of a byte, the sum of the units' best options bounds the whole. The best price
+gives the tightest bound (Fisher, 1981), exact on the grain of the costs for separable concave
+problems of equal steps.
 
-*The worst unit.* Exact by bisection of the level, because each unit can be judged alone.
+*The worst unit.* Exact by bisection of the level: each unit can be judged alone.
 """
 
 from __future__ import annotations
@@ -38,13 +38,11 @@ class DualBound:
     Attributes
     ----------
     bound : float
-        Upper bound on the value, or lower bound on the cost in bytes, of any choice.
+        Upper bound on the value, or lower bound on the cost in bytes.
     multiplier : float
-        Price of one byte in units of value: the shadow price of the capacity. 0 for the worst unit,
-        which has no common price.
+        Value of a byte; 0 for the worst unit.
     choice : ndarray of int64, (n_units,)
-        The cheapest best response at that price on the feasible side of the capacity (MAX_VALUE),
-        or that meets the target (MIN_COST).
+        A best response, within the capacity or meeting the target.
     """
 
     bound: float
@@ -53,16 +51,10 @@ class DualBound:
 
 
 def dual_bound(problem: AllocationProblem) -> DualBound:
-    """Return a bound on the objective, computed without a solver.
+    """Return the Lagrangian dual on the grain of the costs; of a worst unit, the optimum.
 
-    It is the Lagrangian dual, tightened to the grain of the costs; for a worst unit, the exact
-    optimum.
-
-    Parameters
-    ----------
-    problem : AllocationProblem
-        Side constraints are left out, except caps on the worst unit's value: the bound holds with
-        and without them. `bound_at` takes prices of caps.
+    The bound holds with all side constraints, but of these only caps on a maximised worst unit
+    count.
 
     Raises
     ------
@@ -78,12 +70,11 @@ def dual_bound(problem: AllocationProblem) -> DualBound:
 
 
 def bound_at(problem: AllocationProblem, price: float, *cap_prices: float) -> float:
-    """Return the dual function at prices: a bound for any prices.
+    """Return the dual function of a sum: a bound, for any prices.
 
     Parameters
     ----------
     problem : AllocationProblem
-        Its objective is the sum over units.
     price : float
         Weighted value per byte of the capacity (or for the target), at least 0.
     *cap_prices : float
@@ -92,7 +83,7 @@ def bound_at(problem: AllocationProblem, price: float, *cap_prices: float) -> fl
     Returns
     -------
     float
-        An upper bound on the value, or a lower bound on the cost, rounded up to its grain.
+        An upper bound on the value, or a lower bound on the cost.
     """
     caps = problem.caps if cap_prices else ()
     prices = np.full(problem.n_units, float(price))
@@ -111,7 +102,7 @@ def bound_at(problem: AllocationProblem, price: float, *cap_prices: float) -> fl
 def _bound_with(
     problem: AllocationProblem, price: float, response: IntArray, unspent: float = 0.0
 ) -> float:
-    """Return the bound of a best response; ``unspent`` are caps' unused bytes at their prices."""
+    """Return the bound of a best response; ``unspent`` prices the caps' unused bytes."""
     value, cost = problem.objective_value(response) + unspent, problem.cost(response)
     if problem.target is None:
         return value + price * (problem.spendable_bytes - cost)
@@ -129,12 +120,9 @@ def best_response(
     low: IntArray | None = None,
     high: IntArray | None = None,
 ) -> IntArray:
-    """Return each unit's best option when a byte costs ``price`` of value, ``(n_units,)``.
+    """Return each unit's best option at a price of a byte, or one for each, ``(n_units,)``.
 
-    The price is one for all units, or one for each, ``(n_units,)``.
-
-    Equal options go to the smallest. ``low`` and ``high``, the best options at a higher and a lower
-    price, limit the search.
+    Ties go to the smallest; ``low`` and ``high`` are best options at a higher and a lower price.
     """
     if problem.is_concave and problem.step_bytes is not None:
         return steps_above(problem, price * problem.step_bytes, low=low, high=high)
@@ -159,26 +147,19 @@ def steps_above(
     low: IntArray | None = None,
     high: IntArray | None = None,
 ) -> IntArray:
-    """Return the steps of each unit that gain more than their price.
+    """Return the number of steps of each unit that gain more than the price, ``(n,)``.
 
-    Gains of a concave unit fall along its row, so the count is found by bisection in all rows at
-    once, without computing all gains: O(n_units log n_options).
+    Gains fall along a row, so bisection takes O(n_units log n_options).
 
     Parameters
     ----------
     problem : AllocationProblem
         Concave, with one cost step.
     price : float, or ndarray of float64, (n,)
-        Weighted gain per step, of all units or of each.
+        Weighted gain per step.
     units : ndarray of int64, (n,), optional
-        Units to look at; all by default.
     low, high : ndarray of int64, (n,), optional
         Limits of the search.
-
-    Returns
-    -------
-    ndarray of int64, (n,)
-        Option indices.
     """
     last = problem.last_options if units is None else problem.last_options[units]
 
@@ -191,7 +172,7 @@ def steps_above(
 
 
 def next_gain(problem: AllocationProblem, choice: IntArray) -> float:
-    """Return the largest value of a byte among the next options that all caps allow."""
+    """Return the largest gain of a byte by a next option within all caps."""
     step = problem.step_bytes
     if step is None:
         return 0.0  # one option each
@@ -212,21 +193,20 @@ def best_price(
 ) -> tuple[float, IntArray, IntArray]:
     """Return the price at which the best response crosses the goal, and the responses around it.
 
-    The dual function is the upper envelope of one line per choice. The next price is the crossing
-    of the lines of a choice that is enough and of one that is not. If no choice is better there, it
-    is the breakpoint.
+    Each choice is a line, and the dual function their upper envelope. The next price is the
+    crossing of a line below the goal and one beyond it. If no choice is better there, it is the
+    breakpoint.
 
     Parameters
     ----------
     under, over : ndarray of int64, (n,)
-        Best responses at a high and at a low price, below the goal and beyond it.
+        Best responses at a high and a low price, below the goal and beyond it.
     gain : callable
-        Value and bytes from one choice to another.
+        Value and bytes between two choices.
     respond : callable
-        ``respond(price, low, high)``, the best response between the responses at a higher and a
-        lower price.
+        ``respond(price, low, high)``, as `best_response`.
     is_enough : callable
-        Returns whether a choice is beyond the goal.
+        Whether a choice is beyond the goal.
     """
     price = 0.0
     for _ in range(PRICE_ROUNDS):
@@ -243,7 +223,6 @@ def best_price(
 
 
 def _sum_bound(problem: AllocationProblem) -> DualBound:
-    """Return the tightest Lagrangian bound, at the best price of a byte."""
 
     def is_enough(choice: IntArray) -> bool:
         if problem.target is None:
@@ -272,18 +251,7 @@ def _sum_bound(problem: AllocationProblem) -> DualBound:
 
 
 def cheapest_reaching(problem: AllocationProblem, level: float) -> IntArray | None:
-    """Return each unit's cheapest option that reaches a level of weighted value.
-
-    Parameters
-    ----------
-    level : float
-        Weighted value that every unit must reach.
-
-    Returns
-    -------
-    ndarray of int64, (n_units,), or None
-        None if a unit reaches it with no option.
-    """
+    """Return each unit's cheapest option that reaches a weighted value; None if a unit has none."""
     last = problem.last_options
 
     def reaches(options: IntArray) -> BoolArray:
@@ -295,9 +263,9 @@ def cheapest_reaching(problem: AllocationProblem, level: float) -> IntArray | No
 def _worst_bound(problem: AllocationProblem) -> DualBound:
     """Return the exact optimum of the worst unit, with caps if value is maximised.
 
-    The cost of a level changes only at the values of options. So halving the interval between an
-    affordable level and another, down to neighbouring numbers, ends at the largest affordable
-    value. A choice is worth at least its level: its value is the next affordable level.
+    The cost of a level changes only at values of options. So bisection between an affordable level
+    and another, down to neighbouring numbers, ends at the largest affordable value. A choice's
+    value, at least its level, is affordable too.
     """
     if problem.target is not None:
         choice = cheapest_reaching(problem, problem.lowest_accepted_value)

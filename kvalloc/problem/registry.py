@@ -1,4 +1,4 @@
-"""Registry of solvers, scorers and policies by name, found through entry points."""
+"""Registry of solvers, scorers and policies by name, from entry points."""
 
 from __future__ import annotations
 
@@ -47,18 +47,17 @@ def load(group: str, name: str, base: type[Any] = object) -> type[Any]:
     Parameters
     ----------
     group : str
-        `SOLVERS`, `SCORERS` or `POLICIES`.
+        `SOLVERS`, `SCORERS`, `POLICIES` or `ATTENTION`.
     name : str
-        A registered name. A solver may also be ``"module:Class"``, but not in a file.
+        A solver may also be ``"module:Class"``, but not in a file.
     base : type
-        Required base class.
 
     Raises
     ------
     InputError
-        If no plug-in has that name; lists the registered ones.
+        If no plug-in has that name.
     SolverError
-        If the plug-in cannot be imported, is not a subclass of `base`, or has no name.
+        If it cannot be imported, is not a subclass of `base`, or has no name.
     """
     kind = {POLICIES: "policy"}.get(group, group.rsplit(".", 1)[-1].removesuffix("s"))
     points, way_out = _group(group), "reinstall or remove the package that provides it"
@@ -110,14 +109,12 @@ def read_named(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def build(cls: type[T], options: Mapping[str, Any], *, what: str, **fixed: Any) -> T:
-    """Make a plug-in with options, with one clear line for an unknown option.
+    """Make a plug-in with its `typed_options`.
 
     Parameters
     ----------
     cls : type
-        The plug-in's class.
     options : mapping
-        Options for `typed_options`.
     what : str
         Name in an error, such as ``"solver pyramid"``.
     **fixed
@@ -126,7 +123,7 @@ def build(cls: type[T], options: Mapping[str, Any], *, what: str, **fixed: Any) 
     Raises
     ------
     InputError
-        If it has no such option, or a value is invalid.
+        If an option is unknown or its value invalid.
     """
     typed = typed_options(cls, options, what=what) if options else {}
     try:
@@ -136,12 +133,12 @@ def build(cls: type[T], options: Mapping[str, Any], *, what: str, **fixed: Any) 
 
 
 def typed_options(cls: type[Any], options: Mapping[str, Any], *, what: str) -> dict[str, Any]:
-    """Return the options of a plug-in, with texts converted to the options' types.
+    """Return a plug-in's options, with texts converted to their types.
 
     Raises
     ------
     InputError
-        If it has no such option, or a text is not of the option's type.
+        If an option is unknown or its text not of its type.
     """
     known = plugin_options(cls)
     if unknown := sorted(options.keys() - known.keys()):
@@ -167,18 +164,17 @@ def _typed(name: str, text: str, option: inspect.Parameter, what: str) -> Any:
 
 
 def solver_names() -> list[str]:
-    """Return the names of all registered solvers."""
+    """Return the registered names of solvers."""
     return names(SOLVERS)
 
 
 def get_solver(name: str | Solver, **options: Any) -> Solver:
-    """Return a solver by name.
+    """Return a solver by name, or a solver unchanged.
 
     Parameters
     ----------
     name : str or Solver
-        A registered name, or ``"module:Class"``; also with options, see `read_named`. A solver is
-        returned unchanged.
+        A name or ``"module:Class"``, also with options, see `read_named`.
     **options
         Options of the solver.
 
@@ -197,17 +193,9 @@ def get_solver(name: str | Solver, **options: Any) -> Solver:
 
 
 def options_of(solver: Solver) -> dict[str, Any]:
-    """Return the options that a solver was made with, as plain values, defaults left out.
+    """Return a solver's options from attributes of the same names, without defaults.
 
-    Parameters
-    ----------
-    solver : Solver
-        It keeps each option in an attribute of the same name; others are left out.
-
-    Returns
-    -------
-    dict
-        Lists for arrays, and the `repr` of values that JSON cannot hold, such as a callable.
+    Arrays become lists; for other values see `json_value`.
     """
     options: dict[str, Any] = {}
     for name, parameter in plugin_options(type(solver)).items():
@@ -221,7 +209,7 @@ def options_of(solver: Solver) -> dict[str, Any]:
 
 
 def json_value(value: Any) -> Any:
-    """Return a plain value as it is, and the `repr` of a value that JSON cannot hold."""
+    """Return a value, or its `repr` if JSON cannot hold it."""
     try:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError):
@@ -230,13 +218,7 @@ def json_value(value: Any) -> Any:
 
 
 def plugin_options(cls: type[Any]) -> dict[str, inspect.Parameter]:
-    """Return the options of a plug-in, by name.
-
-    Returns
-    -------
-    dict of inspect.Parameter
-        With annotations resolved if possible, and without the scorer of a policy.
-    """
+    """Return a plug-in's options by name, without the scorer of a policy."""
     kind: Any = cls  # mypy takes no class for hashable
     return _plugin_options(kind)
 

@@ -29,7 +29,7 @@ def is_closed(objective: float, bound: float) -> bool:
 
 
 def deadline_after(seconds: float | None) -> float:
-    """Return the ``time.monotonic()`` at which a time limit ends, by default the usual one."""
+    """Return the ``time.monotonic()`` at which a limit, by default the usual one, ends."""
     return time.monotonic() + (DEFAULT_LIMIT_SECONDS if seconds is None else seconds)
 
 
@@ -56,20 +56,18 @@ class Solution:
     Attributes
     ----------
     choice : ndarray of int64, (n_units,)
-        Chosen option of each unit.
     objective : float
-        ``problem.objective(choice)`` by the solver; `kvalloc.solve` recomputes it.
+        ``problem.objective(choice)``; `kvalloc.solve` recomputes it.
     bound : float or None
         Bound on any choice; None if nothing was proven, never 0 for unknown.
     termination : Termination
-        Reason for stopping.
     detail : str
         One line for people: the rule's parameters, the back end's status.
     decided_by : str
-        Name of the solver that decided, if this one handed the problem on.
+        The solver to which this one handed the problem on.
     prices : tuple of float
-        Value of a byte of the capacity (or for the target), then of each `GroupCap` in their order;
-        `bound_at` proves a bound from them. Required only under caps.
+        Value of a byte of the capacity (or for the target), then of each `GroupCap` in their order,
+        for `bound_at`. Required only under caps.
 
     Raises
     ------
@@ -110,7 +108,7 @@ class Solution:
         problem, choice, bound, detail, prices
             As in the class.
         deadline : float
-            ``time.monotonic()`` at which the solver had to stop; after it, time ran out.
+            ``time.monotonic()`` after which time ran out.
         gap : float
             The requested relative gap.
         """
@@ -135,11 +133,11 @@ class Solution:
 
 
 class Solver(ABC):
-    """Chooses one option per unit.
+    """Base of solvers, which choose one option per unit.
 
     A solver is made with its options as keyword arguments and keeps no state between calls.
     Subclasses set `name` and `summary`, and declare in `handles` the kinds of side constraints they
-    respect. Other kinds are refused, so a forgotten one fails safe.
+    respect; others are refused.
     """
 
     name: ClassVar[str]
@@ -170,13 +168,7 @@ class Solver(ABC):
     """Whether no entry may gain more than the previous one."""
 
     def can_solve(self, problem: AllocationProblem) -> bool | str:
-        """Return whether this solver can solve the problem.
-
-        Returns
-        -------
-        bool or str
-            True, or a sentence with the reason and the solver to use instead.
-        """
+        """Return True, or a sentence with the reason and the solver to use instead."""
         if not self.handles.issuperset(map(type, problem.constraints)):
             unknown = [c for c in problem.constraints if type(c) not in self.handles]
             names = {option(c.keyword) if c.keyword else type(c).__name__ for c in unknown}
@@ -221,11 +213,13 @@ class Solver(ABC):
         problem : AllocationProblem
             A feasible problem that `can_solve` accepted.
         time_limit_seconds : float, optional
-            Stop after this long with the best choice so far; kvalloc's solvers take
-            `DEFAULT_LIMIT_SECONDS` by default, through `deadline_after`.
+            Stop then with the best choice so far; kvalloc's solvers take `DEFAULT_LIMIT_SECONDS` by
+            default, through `deadline_after`.
 
         Raises
         ------
+        InfeasibleError
+            If its choices cannot meet the target within the side constraints.
         SolverError
-            If it cannot go on.
+            If it finds no choice, or cannot go on.
         """
