@@ -1,8 +1,4 @@
-"""Built-in solvers, one file a solver.
-
-A solver is found by name through the entry-point group ``kvalloc.solvers``, never by importing it
-from here.
-"""
+"""Built-in solvers, one file a solver, loaded by name from entry points ``kvalloc.solvers``."""
 
 if __name__ != "kvalloc.solvers":
     # Found as a top-level folder, the same file would be loaded twice under two names, and

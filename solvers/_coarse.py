@@ -1,8 +1,8 @@
 """Problems of too many options: some of them first, then finer ones near the answer.
 
-Each unit begins with evenly spread options. The next options lie between the neighbours of the
-choice, equally many as before, until no option is left out. The bound is the dual of the whole
-problem at the last prices, so the loss by left out options is inside the gap.
+Options are first spread evenly, then equally many lie between the neighbours of the choice, until
+none is left out. The bound is the dual of the whole problem at the last prices, so it covers left
+out options.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ RESERVED = 0.3
 
 
 class ByParts(Solver):
-    """A solver that takes parts of a problem with too many options."""
+    """A solver that takes problems with too many options by parts."""
 
     gap: float = 0.0
     """Relative gap at which it may stop."""
@@ -52,28 +52,20 @@ class ByParts(Solver):
     def solve(
         self, problem: AllocationProblem, *, time_limit_seconds: float | None = None
     ) -> Solution:
-        """Return the choice of `solve_whole`, or with too many options the choice by parts.
-
-        Raises
-        ------
-        InfeasibleError
-            If the side constraints leave no choice.
-        SolverError
-            If no choice is found.
-        """
+        """Return the choice by `solve_whole`, of all options or of parts."""
         deadline = deadline_after(time_limit_seconds)
         if int(problem.option_counts.sum()) <= self.sizes(problem)[0]:
             return self.solve_whole(problem, deadline)
         return _by_parts(self, problem, deadline - RESERVED * (deadline - time.monotonic()))
 
     def sizes(self, problem: AllocationProblem) -> tuple[int, int]:
-        """Return the largest number of options of an undivided problem, and of a part."""
+        """Return the most options of an undivided problem, and of a part."""
         limit = MOST_LIMITED if problem.constraints else MOST_OPTIONS
         return limit, PART_CAPPED if problem.caps else PART_OPTIONS
 
     @abstractmethod
     def solve_whole(self, problem: AllocationProblem, deadline: float) -> Solution:
-        """Return the choice among all options, with prices, by a ``time.monotonic()``."""
+        """Return a solution with prices by a ``time.monotonic()``."""
 
     def rough(self, problem: AllocationProblem) -> ByParts:
         """Return the solver for all parts but the last."""
@@ -81,7 +73,6 @@ class ByParts(Solver):
 
 
 def _by_parts(solver: ByParts, problem: AllocationProblem, deadline: float) -> Solution:
-    """Return the choice among coarse options, then among finer ones around it."""
     dual = None if problem.aggregate is Aggregate.SUM else dual_bound(problem)
     choice, spacing = problem.last_options // 2, int(problem.last_options.max() + 1) // 2
     answer: Solution | None = None
@@ -141,7 +132,7 @@ def _has_few(problem: AllocationProblem) -> bool:
 
 
 def _steps(problem: AllocationProblem, choice: IntArray, spacing: int, part: int) -> IntArray:
-    """Return distances of options from a choice, 0 among them, at most ``spacing``."""
+    """Return distances of options from a choice, 0 among them."""
     around = np.unique(choice).size if _has_few(problem) else 1
     half = max(3, part // (2 * around * problem.n_units))
     return np.rint(np.linspace(-spacing, spacing, 2 * half - 1)).astype(np.int64)
@@ -150,10 +141,7 @@ def _steps(problem: AllocationProblem, choice: IntArray, spacing: int, part: int
 def _columns(
     problem: AllocationProblem, choice: IntArray, steps: IntArray
 ) -> tuple[IntArray, IntArray]:
-    """Return rising options of each unit around its choice, and their number.
-
-    If few budgets are allowed, these are the options around the choices of all units.
-    """
+    """Return rising options around each choice (or all, for few budgets), and their number."""
     around = np.unique(choice)[None, :] if _has_few(problem) else choice[:, None]
     spread = (around[:, :, None] + steps).reshape(len(around), -1)
     ends = np.stack([np.zeros_like(choice), problem.last_options], axis=1)  # and both ends

@@ -1,4 +1,4 @@
-"""The integer program of a problem in whole numbers, and its back ends."""
+"""Integer programs in whole numbers, and their back ends."""
 
 from __future__ import annotations
 
@@ -43,15 +43,8 @@ class Row:
 class Program:
     """A program in whole numbers, while it is written.
 
-    Attributes
-    ----------
-    upper : list of int
-        Largest value of each variable, from 0: 1 for a 0/1 variable. Larger ones are whole in every
-        best solution.
-    goal : Row
-        Only its variables and coefficients count.
-    hint : list of int
-        A solution to start from; used if it has all variables.
+    Variables go from 0 to ``upper``; above 1, they are whole in every best solution. A ``hint``
+    counts if it has all variables.
     """
 
     maximise: bool
@@ -61,31 +54,17 @@ class Program:
     hint: list[int] = field(default_factory=list)
 
     def new(self, count: int, *, upper: int = 1) -> IntArray:
-        """Add ``count`` variables; return their numbers."""
         first = len(self.upper)
         self.upper += [upper] * count
         return np.arange(first, first + count)
 
     def add(self, variables: IntArray, coefficients: IntArray | None = None, **limits: int) -> None:
-        """Add one row, with limits as in `Row`."""
         self.rows.append(Row(variables=variables, coefficients=coefficients, **limits))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """A back end's answer, in the program's whole numbers.
-
-    Attributes
-    ----------
-    values : ndarray of int64, (n_variables,), or None
-        The best solution found.
-    bound : float or None
-        Bound on any solution; None if nothing was proven.
-    status : str
-        The back end's status.
-    infeasible : bool
-        Proven to have no solution.
-    """
+    """Best values, (n_variables,), and proven bound of a back end, in whole numbers."""
 
     values: IntArray | None
     bound: float | None
@@ -97,14 +76,9 @@ class Answer:
 class Encoding:
     """A program and how to read its numbers.
 
-    Attributes
-    ----------
-    units, options : ndarray of int64, (n_picks,)
-        Unit and option that each of the first variables picks.
-    base : float
-        Value, or cost in bytes, of every choice; a whole step of the goal adds ``step``.
-    rounded : int
-        Whole steps that rounding down may have lost.
+    The first variables, (n_picks,), pick ``options`` of ``units``. Every choice has the value, or
+    cost in bytes, ``base``; a step of the goal adds ``step``. Rounding may have lost ``rounded``
+    steps.
     """
 
     program: Program
@@ -115,12 +89,11 @@ class Encoding:
     rounded: int
 
     def choice(self, values: IntArray) -> IntArray:
-        """Return the option of each unit in a solution."""
         on = np.flatnonzero(values[: self.units.size])  # one of each unit, in their order
         return self.options[on]
 
     def bound(self, bound: float | None) -> float:
-        """Return the bound on all choices, from a back end's bound."""
+        """Return a bound on all choices from the back end's."""
         if not self.program.maximise:
             return -math.inf if bound is None else self.base + math.ceil(bound - 1e-6) * self.step
         return math.inf if bound is None else self.base + (bound + self.rounded) * self.step
@@ -134,21 +107,11 @@ def encode(
     *,
     tight_target: bool = False,
 ) -> Encoding:
-    """Write a problem as an integer program.
+    """Write the integer program over the ``kept`` options, (n_units, n_options).
 
-    Parameters
-    ----------
-    problem : AllocationProblem
-        If its worst unit counts, weighted values are whole numbers from 0 up.
-    kept : ndarray of bool, (n_units, n_options)
-        Options to choose from, at least one of each unit.
-    limit : int or None
-        Largest number of different budgets.
-    hint : ndarray of int64, (n_units,), or None
-        A choice to start from.
-    tight_target : bool
-        Require the target plus rounding, so that every answer meets it; else less rounding, so that
-        nothing feasible is lost.
+    Weighted values of a worst unit have to be whole numbers from 0 up; ``limit`` counts different
+    budgets. With ``tight_target`` every answer meets the target; else rounding loses nothing
+    feasible.
     """
     units, options = np.nonzero(kept)
     program = Program(maximise=problem.target is None)
@@ -185,10 +148,7 @@ def encode(
 def _sum_goal(
     program: Program, units: IntArray, worth: FloatArray
 ) -> tuple[Row, float, float, int]:
-    """Return the goal's row, the value of every choice, one step, and the loss by rounding.
-
-    Values are whole steps above their unit's smallest.
-    """
+    """Return the goal's row, every choice's value, one step, and the steps lost by rounding."""
     starts = np.flatnonzero(np.diff(units, prepend=-1))
     smallest = np.minimum.reduceat(worth, starts)
     spread = math.fsum(np.maximum.reduceat(worth, starts) - smallest)
@@ -201,7 +161,7 @@ def _sum_goal(
 def _worst_goal(
     program: Program, units: IntArray, worth: FloatArray
 ) -> tuple[Row, float, float, int]:
-    """Return the same for the worst unit; add its variable, a lower bound of all units' values."""
+    """Return the same for the worst unit; its variable is a lower bound of all values."""
     whole = worth.astype(np.int64)
     worst = program.new(1, upper=int(whole.max()))
     for unit in np.unique(units).tolist():
@@ -211,7 +171,6 @@ def _worst_goal(
 
 
 def _add_levels(program: Program, tokens: IntArray, limit: int) -> None:
-    """Add one variable for each budget in use, and a limit on their number."""
     levels, level_of = np.unique(tokens, return_inverse=True)
     used = program.new(levels.size)
     for pick, level in enumerate(level_of.tolist()):
@@ -223,7 +182,7 @@ def _add_levels(program: Program, tokens: IntArray, limit: int) -> None:
 
 
 def by_cp_sat(program: Program, deadline: float, gap: float, workers: int) -> Answer:
-    """Solve with OR-Tools CP-SAT, exactly in whole numbers."""
+    """Solve with OR-Tools CP-SAT, exactly."""
     from ortools.sat.python import cp_model
 
     def total(row: Row) -> Any:
@@ -268,10 +227,7 @@ def by_cp_sat(program: Program, deadline: float, gap: float, workers: int) -> An
 
 
 def by_highs(program: Program, deadline: float, gap: float, workers: int) -> Answer:
-    """Solve with HiGHS through `scipy.optimize.milp`, rows and goal scaled to `FLOAT_RANGE`.
-
-    Through MathOpt a program of 88 caps takes two to three times as long.
-    """
+    """Solve with HiGHS (`scipy.optimize.milp`), rows and goal scaled to `FLOAT_RANGE`."""
     from scipy import sparse
     from scipy.optimize import Bounds, LinearConstraint, milp
 
@@ -327,11 +283,7 @@ def by_highs(program: Program, deadline: float, gap: float, workers: int) -> Ans
 
 @contextlib.contextmanager
 def stdout_kept_clean() -> Iterator[None]:
-    """Redirect a library's output on file descriptor 1 to stderr.
-
-    HiGHS 1.12 prints debugging lines even if output is switched off, and another program may read
-    stdout.
-    """
+    """Redirect file descriptor 1 to stderr: HiGHS 1.12 always prints debugging lines."""
     try:
         sys.stdout.flush()
         kept = os.dup(1)
@@ -347,7 +299,6 @@ def stdout_kept_clean() -> Iterator[None]:
 
 
 def _seconds_until(deadline: float) -> float:
-    """Return the time left, after the model was built."""
     return max(deadline - time.monotonic(), 0.01)
 
 

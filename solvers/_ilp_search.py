@@ -1,4 +1,4 @@
-"""The search of the integer programming solver: cores and sets of budgets."""
+"""Search for the integer programming solver: cores and sets of budgets."""
 
 from __future__ import annotations
 
@@ -36,18 +36,7 @@ MOST_LEVELS = 512
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The outcome of a search.
-
-    Attributes
-    ----------
-    choice : ndarray of int64, (n_units,), or None
-    bound : float
-        Bound on any choice.
-    n_options : int
-        Options in the last program.
-    infeasible : bool
-        Proven to have no choice.
-    """
+    """A choice, (n_units,), and a bound on any choice."""
 
     choice: IntArray | None
     bound: float
@@ -60,21 +49,9 @@ NOTHING = Outcome(choice=None, bound=math.inf, infeasible=True)
 
 
 class Search:
-    """One solve: the problem, the back end, and the time left.
+    """One solve, until a ``time.monotonic()`` or a relative gap.
 
-    Parameters
-    ----------
-    deadline : float
-        ``time.monotonic()`` at which to stop.
-    gap : float
-        Relative gap at which to stop.
-    workers : int
-        Threads of the back end.
-
-    Attributes
-    ----------
-    prices : tuple of float
-        Prices of a byte of the capacity and of each cap, in the linear relaxation of a sum.
+    A sum sets ``prices``, of the capacity's byte and each cap's.
     """
 
     def __init__(
@@ -94,11 +71,9 @@ class Search:
 
     @property
     def repair_until(self) -> float:
-        """Return the deadline of a search for a choice to start from, beginning now."""
         return min(self.deadline, time.monotonic() + REPAIR_SECONDS)
 
     def run(self) -> Outcome:
-        """Solve for the problem's aggregate and sense."""
         problem = self.problem
         if problem.aggregate is Aggregate.WORST:
             # Whether a level fits has no almost.
@@ -121,10 +96,7 @@ class Search:
     # The worst unit: whether a level can be reached is a problem of least cost.
 
     def _highest_worst(self) -> Outcome:
-        """Return the highest level that every unit can reach within the capacity, by bisection.
-
-        After a short while one program decides between the remaining levels.
-        """
+        """Return the highest level within the capacity, by bisection, later by one program."""
         problem, within = self.problem, dual_bound(self.problem)
         worth = problem.worth
         levels = np.unique(worth[problem.exists])
@@ -161,11 +133,10 @@ class Search:
         return dataclasses.replace(best, bound=float(levels[high]))
 
     def _reached(self, levels: FloatArray, choice: IntArray) -> int:
-        """Return the index of the level that every unit reaches."""
         return int(np.searchsorted(levels, self.problem.objective_value(choice)))
 
     def _cheapest_with(self, allowed: BoolArray) -> Outcome:
-        """Return the cheapest choice of allowed options; values are ignored."""
+        """Return the cheapest choice of allowed options; ignore values."""
         worthless = self.problem.replace(
             values=np.zeros(allowed.shape), aggregate=Aggregate.SUM
         ).with_target(0.0)
@@ -177,7 +148,6 @@ class Search:
         allowed: BoolArray,
         search: Callable[[AllocationProblem], Outcome],
     ) -> Outcome:
-        """Return the outcome of a search among some options only."""
         allowed = allowed & problem.exists
         counts = allowed.sum(axis=1)
         if not counts.all():
@@ -196,7 +166,6 @@ class Search:
     # Few levels: one set of them after the other, as far as their bounds allow.
 
     def _sum(self, problem: AllocationProblem, known: Outcome = NOTHING) -> Outcome:
-        """Return the best choice for the sum."""
         prices = best_prices(problem, self.deadline)
         if problem is self.problem:
             self.prices = (prices.per_byte, *prices.per_cap)
@@ -211,7 +180,6 @@ class Search:
         return self._core(prices, known, self.limit)
 
     def _best_levels(self, sets: LevelSets, best: Outcome) -> Outcome:
-        """Return the best choice over all sets of levels that could beat the known one."""
         prices, problem = sets.prices, sets.prices.problem
         if self._room(prices, best) >= 0:
             likely = self._with_levels(sets, sets.best(), best)
@@ -243,7 +211,7 @@ class Search:
         return dataclasses.replace(best, bound=bound, status=f"{best.status}, few budgets")
 
     def _with_levels(self, sets: LevelSets, places: tuple[int, ...], known: Outcome) -> Outcome:
-        """Return the best choice with the levels of one set, if it could beat the known one."""
+        """Return the best choice with one set of levels, if it could beat the known one."""
         problem = sets.prices.problem
 
         def search(few: AllocationProblem) -> Outcome:
@@ -262,8 +230,7 @@ class Search:
     def _core(self, prices: Prices, known: Outcome, limit: int | None) -> Outcome:
         """Return the best choice, by a program over the options that could be part of a better one.
 
-        With the dual bound U and losses l, a choice with an option of loss l is worth at most U -
-        l.
+        With the dual bound U, a choice with an option of loss l is worth U - l at most.
         """
         problem = prices.problem
         best = Outcome(choice=known.choice, bound=prices.bound)
@@ -292,7 +259,7 @@ class Search:
         return dataclasses.replace(best, bound=bound)
 
     def _better(self, problem: AllocationProblem, best: Outcome, other: Outcome) -> Outcome:
-        """Return the better of two choices, with the status of the last program."""
+        """Return the better choice, with the status of the last program."""
         if other.choice is not None and (
             best.choice is None
             or problem.is_better(problem.objective(other.choice), problem.objective(best.choice))
@@ -333,7 +300,6 @@ class Search:
         *,
         tight_target: bool = False,
     ) -> Outcome:
-        """Return a back end's answer to one program."""
         encoding = encode(problem, kept, limit, best, tight_target=tight_target)
         gap = tolerance / encoding.step
         answer = self.backend(encoding.program, self.deadline, gap, self.workers)
@@ -347,12 +313,10 @@ class Search:
 
 
 def _tighter(problem: AllocationProblem, *bounds: float) -> float:
-    """Return the tightest of some bounds."""
     return min(bounds) if problem.target is None else max(bounds)
 
 
 def _looser(problem: AllocationProblem, *bounds: float) -> float:
-    """Return the loosest of some bounds."""
     return max(bounds) if problem.target is None else min(bounds)
 
 
@@ -366,29 +330,15 @@ class LevelSets:
 
     Smaller sets are parts of these, and lose no less.
 
-    At given prices every unit takes the level in the set with its smallest loss, so a set costs the
-    sum of those losses. Losses fall up to a unit's best level and rise after it, or have a lower
-    bound that does. So a unit uses the level below or above its best one, and the sum splits over
-    neighbouring levels. The best set is a path, found by a dynamic program over levels, as for
-    medians on a line (Hassin and Tamir, 1991). The program bounds every beginning of a set, so all
-    sets that could beat a known choice are listed directly.
+    Every unit takes the level in the set with its smallest loss, so a set costs the sum of those.
+    Losses fall up to a unit's best level and rise after it, or have a lower bound that does. So a
+    unit uses the level below or above its best one, and the sum splits over neighbouring levels.
+    The best set is a path, found by a dynamic program over levels, as for medians on a line (Hassin
+    and Tamir, 1991). It bounds every beginning of a set, so all sets that could beat a known choice
+    are listed directly.
 
-    One program over all budgets (HiGHS, 4 budgets of 64 to 197 on SmolLM2's curves) takes 2 to 70
-    times the processor time of this, CP-SAT more.
-
-    Attributes
-    ----------
-    levels : ndarray of int64, (n_levels,)
-        Budgets in tokens, rising.
-    loss : ndarray of float64, (n_units, n_levels)
-        Loss of each unit at each level; inf without such an option.
-    first : ndarray of float64, (n_levels,)
-        Loss of the units below the first level of a set.
-    between : ndarray of float64, (n_levels, n_levels)
-        Loss of the units from one level of a set to the next.
-    rest : ndarray of float64, (n_members, n_levels)
-        Smallest loss of the units above a level if 0, 1, ... further levels follow it in the set;
-        inf if there are fewer levels.
+    ``loss``, (n_units, n_levels), is inf without an option. Sums are over units below a set's
+    ``first`` level, ``between`` two, and above a level if 0, 1, ... further ones follow (``rest``).
     """
 
     prices: Prices
@@ -400,7 +350,7 @@ class LevelSets:
 
     @classmethod
     def of(cls, prices: Prices, max_distinct: int) -> LevelSets:
-        """Return the losses of sets of ``max_distinct`` levels, or of all if there are fewer."""
+        """Return the losses of sets of ``max_distinct`` levels, or of all if fewer."""
         problem = prices.problem
         levels = np.unique(problem.tokens[problem.exists])
         loss = np.full((problem.n_units, levels.size), np.inf)
@@ -432,20 +382,13 @@ class LevelSets:
         )
 
     def best(self) -> tuple[int, ...]:
-        """Return the places of the levels of a best set."""
         chosen = [int(np.argmin(self.first + self.rest[-1]))]
         for rest in self.rest[-2::-1]:
             chosen.append(int(np.argmin(self.between[chosen[-1]] + rest)))
         return tuple(chosen)
 
     def within(self, room: float) -> list[tuple[float, tuple[int, ...]]] | None:
-        """List all sets that lose no more than the room, the smallest loss first.
-
-        Returns
-        -------
-        list of (float, tuple of int), or None
-            Loss and indices of the levels; None if there are too many.
-        """
+        """List loss and level indices of sets within the room, by loss; None if too many."""
         room += NOISE
         sets: list[tuple[float, tuple[int, ...]]] = []
         begun = np.flatnonzero(self.first + self.rest[-1] <= room).tolist()

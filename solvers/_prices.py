@@ -1,14 +1,10 @@
 """Best prices of a byte and of each cap's byte, and choices at them.
 
-At given prices every unit picks its best option alone; the sum bounds the whole, for any prices
-(Lagrangian relaxation). Without caps the best price is the one of `dual_bound`. With caps it comes
-from the dual of the linear relaxation, which has the same optimum (Geoffrion, 1974: a
-multiple-choice row has the integrality property). Only options on the upper hull of a unit take
-part in it.
+Without caps the best price is the one of `dual_bound`. With caps it comes from the dual of the
+linear relaxation, which has the same optimum (Geoffrion, 1974: a multiple-choice row has the
+integrality property). Only options on the upper hull of a unit take part.
 
-Searches start from two choices. One is the choice at the best price. The other is greedy: segments
-of the upper hulls are taken whole, steepest first. A segment beyond the capacity or a cap is passed
-over, with all later ones of its unit.
+Searches start from the choice at the best price and from `hull_greedy`.
 """
 
 from __future__ import annotations
@@ -34,16 +30,7 @@ from kvalloc.solvers.uniform import Uniform
 
 @dataclass(frozen=True, kw_only=True)
 class Segments:
-    """Steps between neighbours on the hulls, steepest first; ties go to the lower unit.
-
-    Attributes
-    ----------
-    units : ndarray of int64, (n_segments,)
-    before, after : ndarray of int64, (n_segments,)
-        Options at both ends of the segment.
-    bytes : ndarray of int64, (n_segments,)
-        Cost, above 0.
-    """
+    """Steps between neighbours on the hulls, steepest first; ties go to the lower unit."""
 
     units: IntArray
     before: IntArray
@@ -52,7 +39,6 @@ class Segments:
 
     @classmethod
     def of(cls, problem: AllocationProblem) -> Segments:
-        """Return the segments of all units."""
         units, columns = np.nonzero(upper_hull(problem))
         worth, costs = problem.worth[units, columns], problem.costs[units, columns]
         same = np.flatnonzero(units[1:] == units[:-1])
@@ -63,17 +49,14 @@ class Segments:
         return cls(units=units[at], before=columns[at], after=columns[at + 1], bytes=bytes_[order])
 
     def part(self, places: IntArray) -> Segments:
-        """Return some of the segments."""
         return Segments(**{name: array[places] for name, array in vars(self).items()})
 
 
 def hull_greedy(problem: AllocationProblem) -> IntArray:
-    """Take whole segments within the limits until no more fit or the target is met.
+    """Take whole hull segments, steepest first, until no more fit or the target is met.
 
-    Returns
-    -------
-    ndarray of int64, (n_units,)
-        Within capacity and caps; it may miss a target under caps.
+    A segment beyond the capacity or a cap is passed over, with all later ones of its unit; for a
+    target, superfluous ones are given back, largest first. It may miss a target under caps.
     """
     segments = Segments.of(problem)
     segments = segments.part(_fitting(problem, segments))
@@ -83,14 +66,12 @@ def hull_greedy(problem: AllocationProblem) -> IntArray:
 
 
 def _after(problem: AllocationProblem, segments: Segments, count: int) -> IntArray:
-    """Return the choice after the first segments."""
     choice = np.zeros(problem.n_units, dtype=np.int64)
     choice[segments.units[:count]] = segments.after[:count]
     return choice
 
 
 def _fitting(problem: AllocationProblem, segments: Segments) -> IntArray:
-    """Return the indices of the segments that fit within capacity and caps, in order."""
     floors = np.zeros(problem.n_units, dtype=np.int64)
     room = [cap.capacity_bytes - problem.cost(floors, cap.units) for cap in problem.caps]
     drawn = [np.where(np.isin(segments.units, c.units), segments.bytes, 0) for c in problem.caps]
@@ -117,7 +98,6 @@ def _fitting(problem: AllocationProblem, segments: Segments) -> IntArray:
 
 
 def _least_cost(problem: AllocationProblem, segments: Segments) -> IntArray:
-    """Take segments until the target is met; give back superfluous ones, largest first."""
     counts = range(segments.units.size)
     taken = bisect_left(
         counts, True, key=lambda count: problem.satisfies(_after(problem, segments, count))
@@ -134,15 +114,10 @@ def _least_cost(problem: AllocationProblem, segments: Segments) -> IntArray:
 
 
 def upper_hull(problem: AllocationProblem) -> BoolArray:
-    """Return the options on the upper convex hull of each unit, from its cheapest to its best.
+    """Return the mask of each unit's upper convex hull, from its cheapest option to its best.
 
-    An option under the chord of its two neighbours is under the hull, so all such options of all
-    units go in one sweep, until none is left. Options on a chord stay: they can be taken if the
-    full chord does not fit.
-
-    Returns
-    -------
-    ndarray of bool, (n_units, n_options)
+    Options under the chord of their neighbours go in one sweep, until none is left; options on a
+    chord stay, since they may fit where the full chord does not.
     """
     # Beyond the first best option nothing is worth its cost.
     best = np.argmax(problem.worth, axis=1)
@@ -167,24 +142,11 @@ def upper_hull(problem: AllocationProblem) -> BoolArray:
 
 @dataclass(frozen=True, kw_only=True)
 class Prices:
-    """Prices, the bound they prove, and the loss of every option at them.
+    """Prices of a byte, the bound they prove, and the loss of every option at them.
 
-    Attributes
-    ----------
-    bound : float
-        Upper bound on the value, or lower bound on the cost in bytes, of any choice, rounded up to
-        the grain of the costs.
-    relaxed_bytes : float
-        The bound on the cost before rounding and raising to the floors; 0 if the value is
-        maximised.
-    per_byte : float
-        Value of a byte, at least 0.
-    per_cap : tuple of float
-        Value of a byte of each cap.
-    loss : ndarray of float64, (n_units, n_options)
-        Net value of a unit's best option minus each option's; inf in the padding.
-    start : ndarray of int64, (n_units,)
-        A choice to repair: a feasible one if possible.
+    ``relaxed_bytes`` is the bound on the cost before rounding and raising to the floors. ``loss``,
+    (n_units, n_options), is the net value below a unit's best, inf in the padding. ``start`` is
+    feasible if possible.
     """
 
     problem: AllocationProblem
@@ -196,19 +158,9 @@ class Prices:
     start: IntArray
 
     def room(self, known: float, gap: float = 0.0) -> float:
-        """Return the largest loss of an option in a choice better than the known objective.
+        """Return the largest loss of an option in a better choice; negative if none can exist.
 
-        Parameters
-        ----------
-        known : float
-            Objective of a choice that satisfies everything.
-        gap : float
-            Smaller improvements, as a share of the objective, are ignored.
-
-        Returns
-        -------
-        float
-            Negative if no better choice can exist.
+        Improvements below ``gap``, a share, are ignored.
         """
         tolerance = self.tolerance(known, gap)
         if self.problem.target is None:
@@ -218,11 +170,10 @@ class Prices:
         return self.per_byte * (better - self.relaxed_bytes + 1e-6 * grain)
 
     def tolerance(self, known: float, gap: float) -> float:
-        """Return the tolerance: a share of the largest possible objective."""
         return gap * min(abs(known), abs(self.bound)) if known * self.bound > 0 else 0.0
 
     def bound_outside(self, known: float, gap: float) -> float:
-        """Return a bound on the choices that lose more than the room."""
+        """Return a bound on choices that lose more than the room."""
         tolerance = self.tolerance(known, gap)
         if self.problem.target is None:
             return min(self.bound, known + tolerance)
@@ -230,19 +181,19 @@ class Prices:
         return max(self.bound, known - tolerance * (tolerance > self.problem.lattice_bytes))
 
     def bound_beyond(self, loss: float) -> float:
-        """Return a bound on the choices that lose this much at these prices."""
+        """Return a bound on choices that lose this much."""
         if self.problem.target is None:
             return self.bound - loss
         return _rounded_up(self.problem, self.relaxed_bytes + loss / self.per_byte)
 
     def worth_keeping(self, room: float) -> BoolArray:
-        """Return the options with a loss within the room, ``(n_units, n_options)``."""
+        """Return the mask of options with a loss within the room."""
         kept: BoolArray = (self.loss <= max(room, 0.0) + NOISE) & self.problem.exists
         return kept
 
 
 def _rounded_up(problem: AllocationProblem, relaxed_bytes: float) -> float:
-    """Return the smallest possible cost of a choice not below a relaxed one."""
+    """Return the smallest possible cost not below a relaxed one."""
     floors = problem.min_cost_bytes
     return float(floors + round_up_to_grain(relaxed_bytes - floors, problem.lattice_bytes))
 
@@ -250,18 +201,8 @@ def _rounded_up(problem: AllocationProblem, relaxed_bytes: float) -> float:
 def best_prices(problem: AllocationProblem, deadline: float = math.inf) -> Prices:
     """Return the prices of the tightest Lagrangian bound.
 
-    Parameters
-    ----------
-    problem : AllocationProblem
-        With or without caps; a limit on distinct budgets is ignored, so the bound holds with and
-        without it.
-    deadline : float
-        ``time.monotonic()`` after which caps have no price.
-
-    Raises
-    ------
-    InfeasibleError
-        If the caps leave no choice that meets the target.
+    Limits on distinct budgets are ignored; the bound holds with them. After ``deadline`` caps have
+    no price.
     """
     floors = np.zeros(problem.n_units, dtype=np.int64)
     if problem.target is not None and problem.meets_target(problem.objective_value(floors)):
@@ -275,7 +216,7 @@ def best_prices(problem: AllocationProblem, deadline: float = math.inf) -> Price
 
 
 def _prices_of_floors(problem: AllocationProblem, floors: IntArray) -> Prices:
-    """Return prices if only the cost counts: an option's cost above its unit's cheapest."""
+    """Return prices if only the cost counts: losses are costs above the cheapest."""
     loss = np.where(problem.exists, problem.costs - problem.costs[:, :1], np.inf)
     cheapest = float(problem.min_cost_bytes)
     return Prices(
@@ -292,7 +233,7 @@ def _prices_of_floors(problem: AllocationProblem, floors: IntArray) -> Prices:
 def prices_at(
     problem: AllocationProblem, per_byte: float, per_cap: FloatArray, start: IntArray
 ) -> Prices:
-    """Return the Lagrangian bound and the losses at given prices; one for each cap, or none."""
+    """Return the Lagrangian bound and the losses at prices, one for each cap or none."""
     # Costs above the floors, so that large costs at small prices do not eat the digits.
     above = problem.costs - problem.costs[:, :1]
     net = problem.worth - per_byte * above
@@ -322,7 +263,7 @@ def prices_at(
 
 
 def _by_linear_program(problem: AllocationProblem, among: BoolArray, deadline: float) -> Prices:
-    """Return prices of the linear relaxation over some options; its solution is rounded down."""
+    """Return prices of the linear relaxation over some options, its solution rounded down."""
     from scipy import sparse
     from scipy.optimize import linprog
 
@@ -373,7 +314,6 @@ def _by_linear_program(problem: AllocationProblem, among: BoolArray, deadline: f
 
 
 def _beyond_caps(problem: AllocationProblem, deadline: float) -> InfeasibleError:
-    """Return the error that names the caps in the way of a target, and the nearest one."""
     free = problem.with_capacity(problem.max_cost_bytes)
     prices = best_prices(free, deadline)
     priced = [cap.name for cap, price in zip(free.caps, prices.per_cap, strict=True) if price > 0]
@@ -404,12 +344,11 @@ MARGIN = 1e-13
 
 
 class SameBytes(Uniform):
-    """Rule of equal bytes for every unit, at least the entries of equal budgets at one width."""
+    """Equal bytes for every unit, at least the entries of equal budgets at one width."""
 
     takes_bits: ClassVar[bool] = True
 
     def rule(self, problem: AllocationProblem, deadline: float) -> tuple[Rule, int]:
-        """Return the choices by their bytes."""
         costs = np.unique(problem.costs[problem.exists])
         rows = list(zip(problem.costs, problem.option_counts.tolist(), strict=True))
 
@@ -421,7 +360,7 @@ class SameBytes(Uniform):
 
 
 def equal_choices(problem: AllocationProblem) -> list[IntArray]:
-    """Return equal budgets (equal bytes if bits are chosen too), if they satisfy everything."""
+    """Return equal budgets (equal bytes with bits), if they satisfy everything."""
     return _choices_of(problem, Uniform() if problem.bits is None else SameBytes())
 
 
@@ -438,7 +377,7 @@ def _choices_of(problem: AllocationProblem, rule: Solver) -> list[IntArray]:
 
 
 def best_of(problem: AllocationProblem, *choices: IntArray) -> IntArray | None:
-    """Return the best of some choices; None if none satisfies everything."""
+    """Return the best choice; None if none satisfies everything."""
     known = [choice for choice in choices if problem.satisfies(choice)]
     return max(known, key=lambda choice: _merit(problem, choice), default=None)
 
@@ -446,22 +385,7 @@ def best_of(problem: AllocationProblem, *choices: IntArray) -> IntArray | None:
 def best_known(
     problem: AllocationProblem, prices: Prices, deadline: float, *known: IntArray
 ) -> IntArray | None:
-    """Return the best choice that repair reaches, or a known one if that is better.
-
-    Parameters
-    ----------
-    prices : Prices
-        Their start is repaired, and so is the hull greedy's choice.
-    deadline : float
-        ``time.monotonic()`` at which to stop improving.
-    *known : ndarray of int64, (n_units,)
-        Known choices.
-
-    Returns
-    -------
-    ndarray of int64, (n_units,), or None
-        None if no choice satisfies everything.
-    """
+    """Return the best choice that repair reaches from two starts, or a better known one, if any."""
     starts = (prices.start, hull_greedy(problem))
     repaired = (_repaired(problem, prices, start, deadline) for start in starts)
     return best_of(problem, *repaired, *known)
@@ -470,7 +394,6 @@ def best_known(
 def _repaired(
     problem: AllocationProblem, prices: Prices, start: IntArray, deadline: float
 ) -> IntArray:
-    """Return the choice reached from a start, which is better if it satisfies all."""
     choice = start
     for _ in range(ROUNDS):
         if time.monotonic() > deadline or not problem.satisfies(choice):
@@ -486,9 +409,9 @@ def _repaired(
 def _improved(
     problem: AllocationProblem, prices: Prices, choice: IntArray, room: float
 ) -> IntArray | None:
-    """Return the choice after the best change of one unit, else of two; None if none is better.
+    """Return the choice after the best change of one unit, else of two, or None.
 
-    ``room`` is the largest loss of an option of a better choice.
+    No option loses more than ``room``.
     """
     kept = prices.worth_keeping(room)
     kept[problem.units, choice] = False
@@ -517,7 +440,7 @@ def _improved(
 
 
 def _merit(problem: AllocationProblem, choice: IntArray) -> tuple[float, float]:
-    """Return the optimised quantity, higher is better; of equal costs the higher value."""
+    """Return the objective, higher is better; of equal costs the higher value."""
     value = problem.objective_value(choice)
     return (value, 0.0) if problem.target is None else (-float(problem.cost(choice)), value)
 
@@ -525,7 +448,7 @@ def _merit(problem: AllocationProblem, choice: IntArray) -> tuple[float, float]:
 def _scores(
     problem: AllocationProblem, choice: IntArray, gained: FloatArray, bytes_: IntArray
 ) -> FloatArray:
-    """Return the merits of some changes; -inf without an improvement."""
+    """Return merits of changes; -inf without an improvement."""
     now = problem.objective_value(choice)
     values, margin = now + gained, MARGIN * max(1.0, abs(now))
     if problem.target is None:

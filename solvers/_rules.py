@@ -1,4 +1,4 @@
-"""Base of budget rules, and the lists of numbers that their options take."""
+"""Base of budget rules, and the numbers that their options take."""
 
 from __future__ import annotations
 
@@ -19,10 +19,7 @@ Rule = Callable[[int], IntArray]
 
 
 class SharingRule(Solver):
-    """A row of ever more expensive choices, from which one is taken.
-
-    It is the largest that fits in the capacity, or the smallest that meets the target.
-    """
+    """A row of ever more expensive choices: the largest that fits, or the smallest for a target."""
 
     needs_one_step: ClassVar[bool] = True
 
@@ -30,25 +27,17 @@ class SharingRule(Solver):
     def rule(self, problem: AllocationProblem, deadline: float) -> tuple[Rule, int]:
         """Return the choices by number, from 0 on, and the largest number.
 
-        A slow rule raises a `SolverError` once ``time.monotonic()`` is past the deadline.
+        A slow rule raises a `SolverError` past the deadline of ``time.monotonic()``.
         """
 
     def describe(self, problem: AllocationProblem, choice: IntArray) -> str:
-        """Return one line on the choice, beyond the options of the rule; empty by default."""
+        """Return one line on the choice; empty by default."""
         return ""
 
     def solve(
         self, problem: AllocationProblem, *, time_limit_seconds: float | None = None
     ) -> Solution:
-        """Return the rule's choice; the best known one once the time is up; see the class.
-
-        Raises
-        ------
-        InfeasibleError
-            If the rule's largest choice does not meet the target.
-        SolverError
-            If the rule's choice breaks a side constraint, or the time is up before there is one.
-        """
+        """Return the rule's choice, or once the time is up the best known one."""
         deadline = deadline_after(time_limit_seconds)
         rule, largest = self.rule(problem, deadline)
         maximise = problem.sense is Sense.MAX_VALUE
@@ -80,7 +69,7 @@ class SharingRule(Solver):
 
 
 def mean_budget_tokens(problem: AllocationProblem, steps: int) -> float:
-    """Return the mean budget of a unit in tokens if ``steps`` option steps are handed out."""
+    """Return a unit's mean budget in tokens after ``steps`` option steps."""
     return float(problem.tokens[:, 0].mean()) + steps / problem.n_units * tokens_per_step(problem)
 
 
@@ -91,23 +80,7 @@ def tokens_per_step(problem: AllocationProblem) -> int:
 
 
 def parse_numbers(text: Sequence[float] | str, *, what: str) -> FloatArray:
-    """Return the numbers of a solver's option.
-
-    Parameters
-    ----------
-    text : sequence of float or str
-        Numbers, or a text such as ``"0.5,0.3"``.
-    what : str
-        Name in an error, such as ``"proportional: weights"``.
-
-    Returns
-    -------
-    ndarray of float64, (n,)
-
-    Raises
-    ------
-    InputError
-        If it is empty, or not all are finite numbers >= 0.
+    """Return the numbers >= 0 of a solver's option, ``(n,)``; ``what`` names it in an error.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Largest gains of concave units, found by one threshold on the gain."""
+"""Largest gains of concave units, found by a threshold."""
 
 from __future__ import annotations
 
@@ -24,23 +24,10 @@ def largest_gains(
     limits: IntArray,
     floors: IntArray | None = None,
 ) -> IntArray:
-    """Take the given number of largest gains of some units; ties go to the lower unit.
+    """Return each unit's number of steps among the ``steps`` largest gains, ``(n,)``.
 
-    Parameters
-    ----------
-    problem : AllocationProblem
-        Concave, with one cost step.
-    units : ndarray of int64, (n,)
-        Units to take from.
-    limits : ndarray of int64, (n,)
-        Largest number of steps of each.
-    floors : ndarray of int64, (n,), optional
-        Steps that each gets in any case, no more than ``steps`` in all; none by default.
-
-    Returns
-    -------
-    ndarray of int64, (n,)
-        Steps of each unit.
+    The problem is concave, with one cost step; ties go to the lower unit. Each unit takes at most
+    ``limits`` and at least ``floors``, no more than ``steps`` in all.
     """
     if int(limits.sum()) <= steps:
         return limits.copy()
@@ -54,17 +41,13 @@ def largest_gains(
 
 
 def greedy_choice(problem: AllocationProblem, limits: IntArray) -> IntArray:
-    """Take the largest gains of all units within limits, up to the capacity or the target."""
+    """Take the largest gains within limits, up to the capacity or the target."""
     if problem.sense is Sense.MAX_VALUE:
         return largest_gains(problem, problem.spendable_steps, problem.units, limits)
     return _fewest_gains(problem, limits)
 
 
 def _fewest_gains(problem: AllocationProblem, limits: IntArray) -> IntArray:
-    """Take the largest gains of all units until their sum reaches the target, ``(n_units,)``.
-
-    ``limits`` are the largest numbers of steps; they reach it.
-    """
 
     def falls_short(choice: IntArray) -> bool:
         return not problem.meets_target(problem.objective_value(choice))
@@ -85,21 +68,10 @@ def _bracket(
     limits: IntArray,
     floors: IntArray,
 ) -> tuple[IntArray, IntArray]:
-    """Return steps that are surely taken, and the steps around the threshold by falling gain.
+    """Return steps surely taken, ``(n,)``, and units of undecided ones, ``(n_candidates,)``.
 
-    Parameters
-    ----------
-    accepted : callable
-        Whether a choice is still below the target; fewer steps are, more are not.
-    units, limits, floors : ndarray of int64, (n,)
-        As in `largest_gains`.
-
-    Returns
-    -------
-    inside : ndarray of int64, (n,)
-        Steps of each unit with gains above the threshold.
-    order : ndarray of int64, (n_candidates,)
-        Index in ``units`` of each undecided step, largest gain first, ties by lower index.
+    ``accepted`` holds for a choice below the target, and for fewer steps. Undecided steps go by
+    falling gain, ties by lower index.
     """
     high = 1.0 + problem.largest_gain
     low = -1.0
@@ -134,8 +106,8 @@ def _median_gain(
 ) -> float:
     """Return a gain with a quarter or more of the undecided steps on either side, ties on both.
 
-    It is the median of the units' middle gains, each weighted by the unit's undecided steps
-    (Frederickson and Johnson, 1982: selection in sorted rows).
+    It is the median of the units' middle gains, weighted by undecided steps (Frederickson and
+    Johnson, 1982: selection in sorted rows).
     """
     places = np.flatnonzero(counts)
     left = counts[places]

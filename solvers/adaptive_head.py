@@ -1,4 +1,4 @@
-"""Ada-KV: within a layer, the budget goes to the best entries over all its heads."""
+"""Ada-KV: a layer's budget goes to the best entries of all its heads."""
 
 from __future__ import annotations
 
@@ -17,25 +17,24 @@ SAFEGUARDS = ("reference", "floor")
 
 
 class AdaptiveHead(SharingRule):
-    """Every layer gets the same budget, which goes to the best scores of all its heads.
+    """Equal layer budgets, each for the best scores of all its heads.
 
-    With a mean head budget B (evictable entries), the H heads of a layer share H * B: each head
-    gets the number of its entries among the layer's largest scores. A safeguard keeps a head from
-    starving.
+    The H heads of a layer share H * B entries, with B the mean evictable budget of a head. Head h
+    has ``count_h`` of the layer's largest scores.
 
     Parameters
     ----------
     alpha : float
-        Share of B that the safeguard gives every head, 0..1.
+        0..1.
     safeguard : {"reference", "floor"}
         ``"reference"``, as the authors' code: ``B_h = (1 - alpha) * count_h + alpha * B``.
-        ``"floor"``, as kvpress: each head's best ``floor(alpha * B)`` entries first, then the best
-        of all others. Both are rounded so that a layer's sum is exact.
+        ``"floor"``, as kvpress: each head's best ``floor(alpha * B)`` entries, then the best of all
+        others. A layer's sum is exact.
 
     Raises
     ------
     InputError
-        If alpha is outside 0..1 or the safeguard is unknown.
+        If an option is out of range.
 
     References
     ----------
@@ -60,7 +59,7 @@ class AdaptiveHead(SharingRule):
         self.safeguard = safeguard
 
     def rule(self, problem: AllocationProblem, deadline: float) -> tuple[Rule, int]:
-        """Return Ada-KV's budgets by their sum in steps."""
+        """Return budgets by their sum in steps."""
         members = [np.flatnonzero(problem.layers == layer) for layer in np.unique(problem.layers)]
         room = np.array([int(problem.last_options[units].sum()) for units in members])
 

@@ -1,4 +1,4 @@
-"""Choice of the solver: the cheapest one that is exact for the problem."""
+"""Choice of the solver."""
 
 from __future__ import annotations
 
@@ -20,11 +20,8 @@ class Candidate(NamedTuple):
     Attributes
     ----------
     solver : str
-        Its name.
     fits : callable
-        Returns whether the problem is of the kind that it is meant for.
     why : str
-        Kind of the problem, as the reason.
     """
 
     solver: str
@@ -33,7 +30,6 @@ class Candidate(NamedTuple):
 
 
 def _is_sum(problem: AllocationProblem, *sides: type[SideConstraint]) -> bool:
-    """Return whether the sum counts, with no side constraints but those."""
     plain = problem.aggregate is Aggregate.SUM
     return plain and all(isinstance(c, sides) for c in problem.constraints)
 
@@ -55,17 +51,11 @@ CANDIDATES = (
 
 
 class Auto(Solver):
-    """Reads the problem and takes the cheapest built-in solver that is exact for it.
+    """The cheapest solver of this package that is exact for the problem, as its file argues.
 
     Worst unit: `max_min`. Concave, one cost step, no side constraint: `greedy`. Concave with nested
     caps: `flow`. One capacity, and a table of its totals that fits in memory: `dp`. Otherwise:
-    `ilp`, which starts from the Lagrangian dual. Each is asked whether it can; its answer, optimal
-    or not, is passed on, with the name and the reason before its own line. Solvers of other
-    packages are never picked.
-
-    References
-    ----------
-    The exactness of each is argued in its own file.
+    `ilp`. Its answer, optimal or not, is passed on with its name and the reason.
     """
 
     name: ClassVar[str] = "auto"
@@ -75,7 +65,7 @@ class Auto(Solver):
     aggregates: ClassVar[frozenset[Aggregate]] = frozenset(Aggregate)
 
     def can_solve(self, problem: AllocationProblem) -> bool | str:
-        """Return whether a solver takes it; `ilp` takes all kinds of problems that it declares."""
+        """Return whether a candidate can, else the refusal."""
         if any(True for _ in self._able(problem)):
             return True
         return super().can_solve(problem)
@@ -83,13 +73,7 @@ class Auto(Solver):
     def solve(
         self, problem: AllocationProblem, *, time_limit_seconds: float | None = None
     ) -> Solution:
-        """Return the answer of the picked solver; of the next one if that gives up.
-
-        Raises
-        ------
-        SolverError
-            If the last one gives up too.
-        """
+        """Return the answer of the first candidate that can and does not give up."""
         deadline = deadline_after(time_limit_seconds)
         gave_up: list[str] = []
         for candidate, solver in self._able(problem):
@@ -108,7 +92,6 @@ class Auto(Solver):
         raise SolverError("; ".join(gave_up) or "auto found no solver for this problem")
 
     def _able(self, problem: AllocationProblem) -> Iterator[tuple[Candidate, Solver]]:
-        """Yield the candidates that can solve the problem, from cheap to expensive."""
         for candidate in CANDIDATES:
             if candidate.fits(problem):
                 solver = get_solver(candidate.solver)

@@ -1,4 +1,4 @@
-"""Exact dynamic programming over the capacity in pages, pruned by the Lagrangian bound."""
+"""Exact dynamic programming, pruned by the Lagrangian bound."""
 
 from __future__ import annotations
 
@@ -23,29 +23,23 @@ Options = np.ndarray[Any, np.dtype[Any]]
 class DP(Solver):
     """Exact multiple-choice knapsack by dynamic programming, one stage a unit.
 
-    A state is the cost of the units so far, in grains: pages, or the greatest common divisor of all
-    differences of costs. Its label is their smallest loss against their best responses at the best
-    price of a byte, which orders choices of one cost exactly as their value does. The stage of unit
-    u is
+    A state is the cost of the units so far, in grains (``lattice_bytes``). Its label is their
+    smallest loss against best responses at the best price of a byte, which orders choices of one
+    cost as their value does: ``f_u(s) = min over options k of f_{u-1}(s - c_uk) + loss_uk``.
 
-        f_u(s) = min over options k of  f_{u-1}(s - c_uk) + loss_uk,
-
-    for all states at once; the option of each state is stored, and the choice read back from the
-    best last state. The distance of a choice from the dual bound is its loss, plus the price of its
-    unspent bytes. A state beyond the distance of the known choice cannot lead to a better one and
-    is dropped, which usually leaves a narrow band of states.
-
-    To minimise cost for a target the same table is read at the cheapest state that meets it.
+    A choice's loss and the price of its unspent bytes are its distance from the dual bound. So a
+    state beyond the known choice's distance leads to no better one and is dropped. For a target the
+    cheapest state that meets it is read.
 
     Parameters
     ----------
     memory_bytes : int
-        Largest table of stored options; a problem that could need more is refused.
+        Largest table; a problem that could need more is refused.
 
     Raises
     ------
     InputError
-        If no memory is given.
+        If ``memory_bytes`` is below 1.
 
     References
     ----------
@@ -80,7 +74,7 @@ class DP(Solver):
     def solve(
         self, problem: AllocationProblem, *, time_limit_seconds: float | None = None
     ) -> Solution:
-        """Return the optimum; when time runs out, a choice repaired from the dual and its bound."""
+        """Return the optimum; when time runs out, a repaired choice and the dual bound."""
         deadline = deadline_after(time_limit_seconds)
         prices = best_prices(problem, deadline)
         known = best_known(problem, prices, deadline, *rule_choices(problem))
@@ -96,8 +90,6 @@ class DP(Solver):
 
 @dataclass(frozen=True, kw_only=True)
 class _Stage:
-    """Options stored for the states after one unit."""
-
     unit: int
     first: int
     options: Options
@@ -110,10 +102,7 @@ def _option_type(n_options: int) -> np.dtype[Any]:
 def _search(
     prices: Prices, known: IntArray, room: float, deadline: float
 ) -> tuple[IntArray | None, int]:
-    """Return the best choice, None if time ran out, and the number of states visited.
-
-    States that lose more than the room are dropped.
-    """
+    """Return the best choice, None if time ran out, and the number of states."""
     problem, kept = prices.problem, prices.worth_keeping(room)
     steps = (problem.costs - problem.costs[:, :1]) // problem.lattice_bytes
     decided = np.where(kept.sum(axis=1) == 1, np.argmax(kept, axis=1), -1)
@@ -145,23 +134,9 @@ def _search(
 def _advance(
     labels: FloatArray, steps: IntArray, loss: FloatArray, columns: IntArray
 ) -> tuple[FloatArray, Options]:
-    """Add every option of a unit to every state, and keep the better: one stage.
+    """Return labels and columns of all states after one stage.
 
-    Parameters
-    ----------
-    labels : ndarray of float64, (n_states,)
-        Smallest loss of each state; inf for none.
-    steps : ndarray of int64, (n_columns,)
-        Grains of each option above the floor.
-    loss : ndarray of float64, (n_columns,)
-    columns : ndarray of int64
-        Options of the unit, cheapest first.
-
-    Returns
-    -------
-    labels : ndarray of float64
-    options : ndarray of unsigned int
-        Column that leads to each state.
+    ``labels``, (n_states,), are inf for no state; ``steps`` are grains above the floor.
     """
     shifts = (steps[columns] - steps[columns[0]]).tolist()
     size = labels.size + shifts[-1]
@@ -179,7 +154,7 @@ def _advance(
 def _trimmed(
     labels: FloatArray, options: Options, first: int, last: int, room: float
 ) -> tuple[FloatArray, Options, int]:
-    """Drop states beyond the capacity or the room, and empty ones at both ends."""
+    """Drop states beyond capacity or room, and empty ones at both ends."""
     end = max(0, min(labels.size, last - first + 1))
     labels = np.where(labels[:end] <= room + NOISE, labels[:end], np.inf)
     alive = np.flatnonzero(np.isfinite(labels))
@@ -197,10 +172,7 @@ def _read(
     fixed: IntArray,
     steps: IntArray,
 ) -> IntArray | None:
-    """Return the choice of the best last state: most value, or the cheapest that meets the target.
-
-    ``fixed`` has the options of the units without a stage.
-    """
+    """Return the best last state's choice; ``fixed`` has options of units without a stage."""
     # The value is the best responses' net value, less the loss, plus the price of the bytes spent.
     problem = prices.problem
     net = problem.worth - prices.per_byte * (problem.costs - problem.costs[:, :1])
@@ -215,7 +187,6 @@ def _read(
 
 
 def _traced(stages: list[_Stage], fixed: IntArray, state: int, steps: IntArray) -> IntArray:
-    """Read the stored options backwards from a last state."""
     choice = fixed.copy()
     for stage in reversed(stages):
         column = int(stage.options[state - stage.first])

@@ -1,4 +1,4 @@
-"""Nested caps (model, rank, layer) on concave curves: minimum-cost flow on a tree."""
+"""Nested caps on concave curves: minimum-cost flow on a tree."""
 
 from __future__ import annotations
 
@@ -27,16 +27,15 @@ SHOWN_CAPS = 5
 class Flow(Solver):
     """Most value under caps that nest, or the fewest bytes for a target under them; exact.
 
-    Steps flow from the model through every cap (a device, a rank, a layer) to the units. Each step
-    of a unit is an arc that carries one and earns its gain. That is a minimum-cost flow on a tree,
-    which has an integral optimum.
+    Steps flow from the model through every cap to the units, each an arc that carries one and earns
+    its gain. Such a flow on a tree has an integral optimum.
 
     The sets of steps that nested caps allow form a polymatroid, so greedy is optimal: the largest
-    gains first, without steps of full groups. Greedy takes in a group the first steps that it would
-    take there if the group were alone. So every cap, the innermost first, becomes upper limits of
-    its units, each found by one threshold.
+    gains first, without steps of full groups. It takes in a group the first steps that it would
+    take there alone. So every cap, innermost first, becomes upper limits of its units, by one
+    threshold.
 
-    The bound has prices: one for the capacity and one for each full cap.
+    One price for the capacity and one for each full cap prove the bound.
 
     References
     ----------
@@ -63,13 +62,7 @@ class Flow(Solver):
     def solve(
         self, problem: AllocationProblem, *, time_limit_seconds: float | None = None
     ) -> Solution:
-        """Return the optimum, without a search.
-
-        Raises
-        ------
-        InfeasibleError
-            If the target cannot be met within the caps.
-        """
+        """Return the optimum, without a search."""
         caps = problem.caps
         tree = cap_tree(caps)
         limits = problem.last_options.copy()
@@ -98,10 +91,10 @@ class Flow(Solver):
 
 
 def tree_prices(problem: AllocationProblem, choice: IntArray) -> tuple[float, ...]:
-    """Return the price of a byte of the capacity, then of each cap, that prove a choice.
+    """Return prices of a byte of the capacity, then of each cap, that prove a choice.
 
-    The price of a byte is the smallest gain taken, over all units and within each full cap. The
-    excess over the price of the next larger cap is the price of the cap.
+    The smallest gain taken is the price of a byte, in the model and in each full cap. A cap's price
+    is the excess over the next larger cap.
     """
     caps = problem.caps
     full = problem.cost(choice) + problem.lattice_bytes > problem.spendable_bytes
@@ -118,7 +111,7 @@ def tree_prices(problem: AllocationProblem, choice: IntArray) -> tuple[float, ..
 
 
 def _price(problem: AllocationProblem, units: IntArray, choice: IntArray) -> float:
-    """Return the smallest gain of a byte taken at a choice, else the largest untaken one."""
+    """Return the smallest gain of a byte taken, else the largest untaken one."""
     taken = choice > 0
     before = choice - taken
     after = choice if taken.any() else np.minimum(choice + 1, problem.last_options[units])

@@ -1,4 +1,4 @@
-"""DuoAttention and RazorAttention: retrieval heads keep everything, streaming heads keep little."""
+"""DuoAttention and RazorAttention: retrieval heads and streaming heads."""
 
 from __future__ import annotations
 
@@ -14,27 +14,24 @@ from kvalloc.solvers._rules import Rule, SharingRule, parse_numbers
 
 
 class HeadClasses(SharingRule):
-    """Two classes of heads: retrieval heads keep everything, streaming heads sinks and recent.
+    """Retrieval heads keep everything, streaming heads sinks and recent entries.
 
-    The heads with the largest losses as streaming heads become retrieval heads, up to the capacity,
-    or until the target is met. If the second class costs every head the same, this sort is the best
-    choice of two classes. Otherwise heads are sorted by their loss per byte, and one that does not
-    fit is passed over.
+    The heads with the largest losses as streaming heads become retrieval heads, up to the capacity
+    or until the target is met. If streaming saves equal bytes in every head, this is the best
+    choice of two classes. Otherwise heads go by loss per byte, and one that does not fit is passed
+    over.
 
-    The curves hold the value of a head's best n entries, an upper limit on the value of its sinks
-    and n most recent. DuoAttention finds retrieval heads by a trained gate, RazorAttention by echo
-    and induction scores; pass those as ``importance``.
+    Losses are by a head's best n entries, an upper limit for sinks and recent ones. DuoAttention's
+    trained gates, or RazorAttention's echo and induction scores, can be the ``importance``.
 
     Parameters
     ----------
     recent_tokens : int
-        Most recent tokens that a streaming head keeps: 128 or 256 in the papers' settings.
+        128 or 256 in the papers.
     sink_tokens : int
-        First tokens that it also keeps. Its budget is the smallest one that holds both, and never
-        less than the problem's smallest.
+        A streaming head's budget is the smallest that holds both.
     importance : sequence of float or str, optional
-        One number per head, layer by layer, in place of the head's loss; a text such as
-        ``"0.5,0.2,0.3"`` on the command line.
+        Of each head, layer by layer, in place of its loss; also text, ``"0.5,0.2,0.3"``.
 
     Raises
     ------
@@ -73,7 +70,7 @@ class HeadClasses(SharingRule):
         )
 
     def refusal(self, problem: AllocationProblem) -> str:
-        """Refuse another number of weights, and a capacity that streaming heads exceed."""
+        """Refuse a wrong number of weights, and a capacity below all streaming heads."""
         if self.importance is not None and self.importance.size != problem.n_units:
             return (
                 f"head_classes got {self.importance.size} numbers as importance, expected "
@@ -88,7 +85,7 @@ class HeadClasses(SharingRule):
         return ""
 
     def rule(self, problem: AllocationProblem, deadline: float) -> tuple[Rule, int]:
-        """Return the choices by the number of retrieval heads."""
+        """Return choices by the number of retrieval heads."""
         streaming, last = self._streaming(problem), problem.last_options
         extra = self._extra_bytes(problem)
         left = problem.spendable_bytes - problem.cost(streaming)
@@ -106,7 +103,7 @@ class HeadClasses(SharingRule):
         return classes, len(order)
 
     def describe(self, problem: AllocationProblem, choice: IntArray) -> str:
-        """Return the number of retrieval heads, and whether the sort is the best choice."""
+        """Return the number of retrieval heads, and whether this is the best choice."""
         retrieval = int((choice > self._streaming(problem)).sum())
         extra = self._extra_bytes(problem)
         same = np.unique(extra[extra > 0]).size <= 1 and self.importance is None
@@ -120,20 +117,17 @@ class HeadClasses(SharingRule):
         return self.recent_tokens + self.sink_tokens
 
     def _extra_bytes(self, problem: AllocationProblem) -> IntArray:
-        """Return the bytes that each head takes beyond its streaming budget, ``(n_units,)``."""
         return (
             problem.costs[problem.units, problem.last_options]
             - (problem.costs[problem.units, self._streaming(problem)])
         )
 
     def _streaming(self, problem: AllocationProblem) -> IntArray:
-        """Return each head's smallest option that holds sinks and recent, ``(n_units,)``."""
         too_small = (problem.tokens < self._streaming_tokens) & problem.exists
         streaming: IntArray = np.minimum(too_small.sum(axis=1), problem.last_options)
         return streaming
 
     def _order(self, problem: AllocationProblem, streaming: IntArray, extra: IntArray) -> IntArray:
-        """Return the possible retrieval heads, most important first; ties go to the lower one."""
         loss = problem.gains(streaming, problem.last_options)
         rank = loss / np.maximum(extra, 1) if self.importance is None else self.importance
         able = np.flatnonzero((extra > 0) & (loss > 0))

@@ -1,4 +1,4 @@
-"""Convex hull and marginal greedy: LU-KV's rule, with the bound of its linear relaxation."""
+"""Convex hull and marginal greedy."""
 
 from __future__ import annotations
 
@@ -11,19 +11,16 @@ from kvalloc.solvers.lagrangian import Lagrangian
 
 
 class Hull(Lagrangian):
-    """Upper convex hull of each unit's curve, then the steepest hull segment first.
+    """Upper convex hull of each unit's curve, then the steepest full segment first.
 
-    Full segments are taken by falling gain per byte over all units, while the capacity lasts or
-    until the target is met. A segment that does not fit is left out, and later ones that fit are
-    taken; for a target, superfluous segments are given back. Taking a part of the first one left
-    out would solve the linear relaxation exactly. Its optimum equals the Lagrangian dual, and is
-    the bound. Optimal is claimed only if the bound meets the objective.
+    A part of the first segment left out would solve the linear relaxation exactly. Its optimum
+    equals the Lagrangian dual, and is the bound. See `hull_greedy`.
 
     References
     ----------
-    LU-KV: convex hull of offline utility curves and marginal greedy (the nearest prior art). Dyer:
-    An O(n) algorithm for the multiple-choice knapsack linear program (1984); Zemel (1984); Sinha,
-    Zoltners: The multiple-choice knapsack problem (1979).
+    LU-KV: convex hull of offline utility curves and marginal greedy. Dyer: An O(n) algorithm for
+    the multiple-choice knapsack linear program (1984); Zemel (1984); Sinha, Zoltners: The
+    multiple-choice knapsack problem (1979).
     """
 
     name: ClassVar[str] = "hull"
@@ -34,5 +31,5 @@ class Hull(Lagrangian):
     def pick(
         self, problem: AllocationProblem, prices: Prices, deadline: float, *known: IntArray
     ) -> IntArray | None:
-        """Return the choice of the hull greedy, or a known one if that is better."""
+        """Return the hull greedy's choice, or a better known one."""
         return best_of(problem, hull_greedy(problem), *known)

@@ -1,4 +1,4 @@
-"""The general exact solver: an integer program, shrunk by duality before its back end."""
+"""General exact solver."""
 
 from __future__ import annotations
 
@@ -18,36 +18,33 @@ from kvalloc.solvers.lagrangian import Lagrangian
 class ILP(ByParts):
     """Multiple-choice integer program, solved to proven optimality.
 
-    Each option is a 0/1 variable, each unit takes one option, and the capacity (or the target) and
-    each cap are a row. If few different budgets are allowed, each budget has one more variable.
+    Each option is a 0/1 variable, each unit takes one, and the capacity (or the target) and each
+    cap are a row. Under a limit on different budgets, each budget has one more variable.
 
-    The Lagrangian dual gives the loss of each option at the best prices, and a repaired choice
-    shows which options could be part of a better one (a core). These are few or none, so the
-    program over them is small and its optimum is the optimum of all. If few different budgets are
-    allowed, a dynamic program bounds every set of budgets, and only the sets that could be best are
-    solved. Values become whole numbers, rounded down by at most one part in 2^50 of their range,
-    and the rounding is added to the bound.
+    Losses at the best Lagrangian prices and a repaired choice show which options could be part of a
+    better one (a core). The program over these has the optimum of all. Under a limit on budgets, a
+    dynamic program bounds every set of them, and only sets that could be best are solved. Values
+    become whole numbers, rounded down by at most one part in 2^50 of their range; the bound
+    includes that.
 
     Parameters
     ----------
     gap : float
-        Stop at this relative gap; 0 proves the optimum.
+        Relative gap to stop at; 0 proves the optimum.
     workers : int
-        Threads of the back end; with 1 the answer is reproducible.
+        Threads; 1 is reproducible.
     backend : {"auto", "cp_sat", "highs"}
-        OR-Tools CP-SAT, or HiGHS through SciPy. CP-SAT counts in whole numbers; HiGHS in floating
-        point, to about 1e-11 of the range of the values. By default HiGHS under caps, since its
-        cuts are made for such rows, else CP-SAT.
+        OR-Tools CP-SAT, or HiGHS in floating point, to about 1e-11 of the range of the values. By
+        default HiGHS under caps, else CP-SAT.
 
     Raises
     ------
     InputError
-        If the gap is negative, there is no worker, or no such back end.
+        If an option is out of range.
 
     References
     ----------
-    Kellerer, Pferschy, Pisinger: Knapsack Problems (2004), chapter 11 (multiple-choice knapsack,
-    core, reduction by upper bounds). OR-Tools CP-SAT; HiGHS.
+    Kellerer, Pferschy, Pisinger: Knapsack Problems (2004), chapter 11.
     """
 
     name: ClassVar[str] = "ilp"
@@ -69,20 +66,12 @@ class ILP(ByParts):
         self.backend = backend
 
     def rough(self, problem: AllocationProblem) -> ByParts:
-        """Return `lagrangian` where it can, which needs no program."""
+        """Return `lagrangian` if it can."""
         prices = Lagrangian()
         return prices if prices.can_solve(problem) is True else self
 
     def solve_whole(self, problem: AllocationProblem, deadline: float) -> Solution:
-        """Return the optimum, or the best choice and bound when time runs out.
-
-        Raises
-        ------
-        InfeasibleError
-            If no choice satisfies all side constraints.
-        SolverError
-            If the back end fails, or time runs out before any choice is found.
-        """
+        """Return the optimum, or the best choice and bound when time runs out."""
         seconds = deadline - time.monotonic()
         backend = self.backend
         if backend == "auto":
@@ -109,10 +98,6 @@ class ILP(ByParts):
 
 
 def _infeasible(problem: AllocationProblem) -> InfeasibleError:
-    """Return the error that names the goal and the limits that cannot be met together.
-
-    `kvalloc.allocation.infeasibility` finds the limit to change.
-    """
     goal = (
         f"a capacity of {problem.capacity_bytes:,} bytes"
         if problem.target is None

@@ -1,4 +1,4 @@
-"""Lagrangian relaxation with repair: near-optimal, with a bound."""
+"""Lagrangian relaxation with repair."""
 
 from __future__ import annotations
 
@@ -12,23 +12,20 @@ from kvalloc.solvers._prices import Prices, best_known, best_prices, rule_choice
 
 
 class Lagrangian(ByParts):
-    """Multiple-choice knapsack by its Lagrangian dual, then repair.
+    """Lagrangian dual of the multiple-choice knapsack, then repair; near-optimal, with a bound.
 
-    With a price on every byte each unit chooses alone, ``argmax_k v_uk - price * c_uk``; the sum
-    bounds the optimum. The best price is found by a secant search over the breakpoints of the dual
-    function. The choice on the feasible side of it is then repaired: unspent capacity is used, or
-    bytes that the target does not need are given back. That takes the best change of one unit, then
-    the best exchange between two, until none improves. Only options that the bound leaves open are
-    tried.
+    At a price of a byte each unit chooses alone, ``argmax_k v_uk - price * c_uk``; the sum bounds
+    the optimum. A secant search over the breakpoints of the dual finds the best price. The choice
+    on its feasible side is repaired by the best change of one unit, then the best exchange between
+    two, until none improves. Options that the bound excludes are not tried.
 
-    Caps on groups of units each get their own price, from the dual of the linear relaxation.
-    Optimal is claimed only if the bound meets the objective.
+    Each cap has a price, from the dual of the linear relaxation. Optimal is claimed only if the
+    bound meets the objective.
 
     References
     ----------
     Fisher: The Lagrangian relaxation method for solving integer programming problems (1981).
-    Geoffrion: Lagrangean relaxation for integer programming (1974). Kellerer, Pferschy, Pisinger:
-    Knapsack Problems (2004), chapter 11.
+    Geoffrion: Lagrangean relaxation for integer programming (1974). Kellerer et al. 2004, ch. 11.
     """
 
     name: ClassVar[str] = "lagrangian"
@@ -38,7 +35,7 @@ class Lagrangian(ByParts):
     handles: ClassVar[frozenset[type[SideConstraint]]] = frozenset({GroupCap})
 
     def solve_whole(self, problem: AllocationProblem, deadline: float) -> Solution:
-        """Return a near-optimal choice and the dual bound; see the base class."""
+        """Return a near-optimal choice and the dual bound."""
         prices = best_prices(problem, deadline)
         choice = self.pick(problem, prices, deadline, *rule_choices(problem))
         if choice is None:
@@ -58,5 +55,5 @@ class Lagrangian(ByParts):
     def pick(
         self, problem: AllocationProblem, prices: Prices, deadline: float, *known: IntArray
     ) -> IntArray | None:
-        """Return the best choice that repair reaches, or a known one; None if there is none."""
+        """Return the best choice by repair, or a better known one, if any."""
         return best_known(problem, prices, deadline, *known)

@@ -1,4 +1,4 @@
-"""PrefixKV: one level of retention for all, the highest within the bytes."""
+"""PrefixKV: one level of retention for all."""
 
 from __future__ import annotations
 
@@ -23,23 +23,22 @@ from kvalloc.solvers._coarse import ByParts
 
 
 class MaxMin(ByParts):
-    """Every unit keeps its fewest entries that reach one common level p.
+    """Every unit's fewest entries that reach one common level p.
 
     ``n_l = min{n : R_l(n) >= p}``, with p found by bisection: the highest that fits in the
     capacity, or the lowest that meets the target. A unit that cannot reach p keeps its best option.
-    Unspent bytes go, one better option at a time, to the lowest unit that can use them (the lower
-    index among equals). Entries without value stay unspent.
+    Unspent bytes go, one better option at a time, to the lowest unit that can use them, ties to the
+    lower index.
 
-    For the worst unit this is exact: a choice with a worst unit of level p gives every unit at
-    least ``n_l``, so nothing cheaper reaches p. It stays exact with side capacities, which are
-    checked on the cheapest choice of a level. For the sum it is the published rule without a proof.
-    R is then each unit's value as a share of its best (or, if values are below zero, its place
-    between worst and best). Weights do not count.
+    For the worst unit this is exact, with caps too: a choice of level p gives every unit at least
+    ``n_l``, so nothing cheaper reaches p. For the sum it is the published rule without a proof. R
+    is then a unit's value as a share of its best (with values below zero, its place between worst
+    and best), and weights do not count.
 
     References
     ----------
     PrefixKV: Adaptive Prefix KV Cache is What Vision Instruction-Following Models Need for
-    Efficient Generation: binary search of the prefix configuration.
+    Efficient Generation.
     """
 
     name: ClassVar[str] = "max_min"
@@ -50,13 +49,7 @@ class MaxMin(ByParts):
     aggregates: ClassVar[frozenset[Aggregate]] = frozenset({Aggregate.SUM, Aggregate.WORST})
 
     def solve_whole(self, problem: AllocationProblem, deadline: float) -> Solution:
-        """Return the choice of the common level; see the class.
-
-        Raises
-        ------
-        InfeasibleError
-            If no level meets the target within the side constraints.
-        """
+        """Return the choice of the common level."""
         worst = problem.aggregate is Aggregate.WORST
         levels = problem.worth if worst else _shares(problem)
         filling = _WaterFilling(problem, levels, deadline)
@@ -81,7 +74,7 @@ class MaxMin(ByParts):
 
 
 def _shares(problem: AllocationProblem) -> FloatArray:
-    """Return each option's value as a share of its unit's best, ``(n_units, n_options)``."""
+    """Return values as shares of the unit's best, ``(n_units, n_options)``."""
     best = problem.worth.max(axis=1, keepdims=True)
     worst = np.where(problem.exists, problem.worth, np.inf).min(axis=1, keepdims=True)
     if float(worst.min()) >= 0.0:
@@ -93,14 +86,9 @@ def _shares(problem: AllocationProblem) -> FloatArray:
 
 
 class _WaterFilling:
-    """Highest common level of all units within limits, raised for single units while bytes last.
+    """Highest common level within limits, then single units raised while bytes and time last.
 
-    Parameters
-    ----------
-    levels : ndarray of float64, (n_units, n_options)
-        Level of each option; -inf in the padding.
-    deadline : float
-        ``time.monotonic()`` after which no unit rises above the common level.
+    ``levels``, (n_units, n_options), are -inf in the padding.
     """
 
     def __init__(self, problem: AllocationProblem, levels: FloatArray, deadline: float) -> None:
@@ -110,7 +98,7 @@ class _WaterFilling:
         self.top: FloatArray = self.levels[:, -1]
 
     def at(self, level: float) -> IntArray:
-        """Return each unit's first option that reaches the level, or its best, ``(n_units,)``."""
+        """Return each unit's first option that reaches the level, or its best."""
         goal, last = np.minimum(level, self.top), self.problem.last_options
 
         def reaches(options: IntArray) -> BoolArray:
@@ -119,7 +107,7 @@ class _WaterFilling:
         return first_where(reaches, np.zeros_like(last), last)
 
     def fill(self, is_enough: Callable[[IntArray], bool] = lambda picked: False) -> IntArray:
-        """Return the pick of the highest level that fits, with units raised until none can rise."""
+        """Return the pick of the highest level that fits, with units raised."""
         picked = np.zeros(self.problem.n_units, dtype=np.int64)
         active = np.ones(self.problem.n_units, dtype=np.bool_)
         while np.any(active) and not is_enough(picked):
@@ -130,18 +118,14 @@ class _WaterFilling:
         return picked
 
     def lowest_for(self, level: float) -> IntArray:
-        """Return the cheapest pick at a level, or the highest that fits if the level does not."""
+        """Return the cheapest pick at a level, or the highest that fits."""
         picked = self.at(level)
         return picked if self.problem.fits(picked) else self.fill()
 
     def _at_highest_level(
         self, start: IntArray, active: BoolArray, is_enough: Callable[[IntArray], bool]
     ) -> IntArray:
-        """Return the active units at the highest level that fits and is not enough yet.
-
-        The interval between an accepted level and the highest possible one is halved; both ends
-        move to the next level that changes a pick.
-        """
+        """Return the active units at the highest level that fits and is not enough yet."""
         low, high = float(self.levels[:, 0].min()), float(self.top.max())
         level, best = high, start.copy()
         while low < high:
@@ -164,7 +148,7 @@ class _WaterFilling:
         active: BoolArray,
         is_enough: Callable[[IntArray], bool],
     ) -> None:
-        """Raise each active unit by one better option if it fits; the others become inactive."""
+        """Raise each active unit by one better option, or make it inactive."""
         heights = self.levels[self.problem.units, picked]
         moving = np.flatnonzero(active)
         for unit in moving[np.argsort(heights[moving], kind="stable")].tolist():

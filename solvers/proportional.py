@@ -1,4 +1,4 @@
-"""Budgets in proportion to a weight of each unit: CAKE, LAVa, ZigZagKV, CompressKV, HeadKV..."""
+"""Budgets in proportion to a weight of each unit."""
 
 from __future__ import annotations
 
@@ -28,37 +28,31 @@ RULES = ("entropy", "normalized_entropy", "threshold", "given", "two_groups")
 class Proportional(SharingRule):
     r"""Each unit's share of the budget is its share of all weights.
 
-    With a mean of m entries per unit above the smallest options, unit u gets ``m * (1 - 1/beta) +
-    m/beta * w_u / mean(w)``. Here ``w_u`` is its weight to some power. Limits follow, then the one
-    rounding rule, so that the sum is the budget exactly. A published rule is a choice of the weight
-    and of the limits:
+    With a mean of m entries above the smallest options, unit u gets ``m * (1 - 1/beta) + m/beta *
+    w_u / mean(w)``; ``power`` applies to ``w_u``. Limits follow, then the one rounding rule, so
+    that the sum is exact.
 
     Parameters
     ----------
     weight : {"entropy", "normalized_entropy", "threshold", "given", "two_groups"}, optional
-        Source of the weights; ``"given"`` with ``weights``, else ``"entropy"``.
+        ``"given"`` with ``weights``, else ``"entropy"``.
 
-        ``"entropy"``: ``-sum(p log p)`` of the gains of a unit's entries. All entries of a page
-        count with the same gain. ``"normalized_entropy"``: divided by the log of their number.
-        ``"threshold"``: entries that the unit needs to retain ``threshold`` of its best value.
-        ``"given"``: ``weights`` as they are. ``"two_groups"``: ``weights`` are similarities; each
-        unit of the more similar (less important) group gets ``small_share`` of the mean budget, and
-        the others share the remaining budget evenly.
+        ``"entropy"``: ``-sum(p log p)`` of the gains of a unit's entries, equal within a page.
+        ``"normalized_entropy"``: divided by the log of their number. ``"threshold"``: entries that
+        retain ``threshold`` of the unit's best value. ``"two_groups"``: ``weights`` are
+        similarities; units of the more similar group get ``small_share`` of the mean budget each.
     weights : sequence of float or str, optional
-        One number for each unit, or for each layer (its heads get the same); a text such as
-        ``"0.5,0.2,0.3"`` on the command line.
+        One number for each unit or layer; also text, ``"0.5,0.2,0.3"``.
     power : float
-        Exponent of the weights, at least 0.
+        At least 0.
     beta : float
-        The share 1/beta of the budget is handed out by weight, and all else evenly; at least 1.
-    threshold : float
-        Retention of the entries that ``"threshold"`` counts, 0..1.
-    small_share : float
-        Share of the mean budget of the less important group of ``"two_groups"``, 0..1.
+        At least 1; the larger, the more even.
+    threshold, small_share : float
+        0..1.
     floor_tokens : int
-        Smallest budget of a unit, tokens; handed out first.
+        Smallest budget of a unit.
     max_multiple : float
-        Largest budget of a unit, in multiples of the mean budget; no limit by default.
+        Largest budget of a unit, in mean budgets.
 
     Raises
     ------
@@ -80,12 +74,10 @@ class Proportional(SharingRule):
     SqueezeAttention           ``weight="two_groups", weights=similarity, small_share=p``
     ========================== =====================================================
 
-    CAKE multiplies the entropy by a temporal variance to the power 1/tau2. That needs attention
-    rows, not curves, and is left out; pass the product as ``weights`` to have it. CAKE and LAVa sum
-    the entropy over all heads. A unit of a layer has one curve here, the sum over its heads of
-    their n best, and its entropy is used. ZigZagKV averages the counts of a layer's heads, which a
-    layer's curve does not show either. SqueezeAttention finds its groups by k-means; in one
-    dimension the best split into two is found exactly.
+    CAKE's factor, a temporal variance to the power 1/tau2, needs attention rows; pass the product
+    as ``weights``. CAKE and LAVa sum the entropy over all heads, ZigZagKV averages its counts over
+    them; here the one curve of a layer counts, the sum over its heads of their n best.
+    SqueezeAttention's k-means is here the best split, found exactly.
 
     References
     ----------
@@ -158,12 +150,11 @@ class Proportional(SharingRule):
         return ""
 
     def rule(self, problem: AllocationProblem, deadline: float) -> tuple[Rule, int]:
-        """Return the budgets by weight, by their sum in steps."""
+        """Return the budgets by their sum in steps."""
         shares = self._shares(problem, deadline)
         return partial(self._share_steps, problem, shares), problem.spendable_steps
 
     def _shares(self, problem: AllocationProblem, deadline: float) -> FloatArray:
-        """Return weights with mean 1, ``(n_units,)``."""
         if self.weight == "threshold":
             raw = _tokens_needed(problem, self.threshold)
         elif self.weights is None:
@@ -187,7 +178,7 @@ class Proportional(SharingRule):
         return raw / mean if mean > 0 else np.ones(problem.n_units)
 
     def _share_steps(self, problem: AllocationProblem, shares: FloatArray, steps: int) -> IntArray:
-        """Share ``steps`` steps out among the units; impossible limits are left out."""
+        """Share steps out among the units; leave out impossible limits."""
         size = tokens_per_step(problem)
         first, last = problem.tokens[:, 0], problem.last_options
         low = np.clip(-(-(self.floor_tokens - first) // size), 0, last)
@@ -206,7 +197,7 @@ class Proportional(SharingRule):
 
 
 def _entropy(problem: AllocationProblem, unit: int, *, normalized: bool) -> float:
-    """Return the entropy of the gains of a unit's entries, nats, or as a share of its maximum."""
+    """Return the entropy of a unit's gains, nats or normalized."""
     count = int(problem.option_counts[unit])
     share = np.diff(problem.values[unit, :count])
     np.maximum(share, 0.0, out=share)
@@ -224,10 +215,7 @@ def _entropy(problem: AllocationProblem, unit: int, *, normalized: bool) -> floa
 
 
 def _tokens_needed(problem: AllocationProblem, threshold: float) -> FloatArray:
-    """Return the entries that a unit needs for a share of its best value, ``(n_units,)``.
-
-    They are counted above its smallest option, and are at least one, so that no weight is zero.
-    """
+    """Return the entries above its first option that a unit needs for the threshold, at least 1."""
     needed = np.ones(problem.n_units)
     for unit, count in enumerate(problem.option_counts.tolist()):
         row = problem.values[unit, :count]
@@ -239,10 +227,9 @@ def _tokens_needed(problem: AllocationProblem, threshold: float) -> FloatArray:
 
 
 def _two_groups(similarity: FloatArray, small_share: float) -> FloatArray:
-    """Return weights of two groups of units: ``small_share`` for the more similar ones.
+    """Return ``small_share`` for the more similar units, and a larger weight for the others.
 
-    The split has the smallest squared distance to the group means (k-means with k = 2, which in one
-    dimension is a cut of the sorted numbers).
+    The split is k-means with k = 2, a cut of the sorted numbers.
     """
     ordered = np.sort(similarity)
     if ordered[0] == ordered[-1]:

@@ -1,4 +1,4 @@
-"""PyramidKV: budgets that fall linearly from the first layer to the last."""
+"""PyramidKV: budgets that fall from layer to layer."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ from kvalloc.solvers._rules import Rule, SharingRule, mean_budget_tokens, tokens
 
 
 class Pyramid(SharingRule):
-    """Lower layers keep more, in an arithmetic series, for any scores.
+    """An arithmetic series that falls from the first layer to the last, for any scores.
 
     With a mean budget B and w protected tokens (sinks and window; the window in the paper), ``c = B
-    - w`` entries are shared out. The last layer gets ``c / beta``, the first ``2c - c / beta``, the
-    others lie on the line between, and w is added to each. The one rounding rule keeps the sum at
-    the budget; the reference code overspends, at B 128, w 8 and 32 layers by 4.6% of the shared
-    entries.
+    - w`` entries are shared out. The last layer gets ``c / beta``, the first ``2c - c / beta``,
+    each with w added; if the first would exceed the context, the line is flatter. The sum is exact;
+    the reference code overspends, at B 128, w 8 and 32 layers by 4.6% of the shared entries.
 
     Parameters
     ----------
     beta : float
-        Steepness, more than 1; 20 in the reference code.
+        20 in the reference code.
 
     Raises
     ------
@@ -47,7 +46,7 @@ class Pyramid(SharingRule):
         self.beta = beta
 
     def rule(self, problem: AllocationProblem, deadline: float) -> tuple[Rule, int]:
-        """Return the pyramids by their sums in steps."""
+        """Return pyramids by their sums in steps."""
         _, unit_layer = np.unique(problem.layers, return_inverse=True)
 
         def pyramid(steps: int) -> IntArray:
@@ -72,25 +71,16 @@ def pyramid_line(
     protected_tokens: int,
     beta: float = 20.0,
 ) -> FloatArray:
-    """Return PyramidKV's budgets before any rounding.
+    """Return PyramidKV's budgets before rounding, ``(n_layers,)``.
 
     Parameters
     ----------
     budget_tokens : float
-        Mean budget B, protected tokens included.
+        B, the mean, protected tokens included.
     n_layers : int
-        L.
     context_tokens : int
-        q, the largest budget of a layer.
     protected_tokens : int
-        w, part of every budget.
     beta : float
-        Steepness.
-
-    Returns
-    -------
-    ndarray of float64, (n_layers,)
-        Falling, with mean B.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Equal budgets everywhere, as in SnapKV, H2O and StreamingLLM."""
+"""Equal budgets, as in SnapKV, H2O and StreamingLLM."""
 
 from __future__ import annotations
 
@@ -13,15 +13,7 @@ from kvalloc.solvers._rules import Rule, SharingRule
 
 
 class Uniform(SharingRule):
-    """Every unit keeps the same number of entries.
-
-    It is the largest that fits, within caps too, or the smallest that meets the target. Entries
-    that do not divide evenly stay unspent.
-
-    References
-    ----------
-    SnapKV, H2O and StreamingLLM give every layer and head the same budget.
-    """
+    """Equal entries for every unit: the most that fit, also in caps, or the fewest for a target."""
 
     name: ClassVar[str] = "uniform"
     summary: ClassVar[str] = "the same budget for every unit"
@@ -31,7 +23,7 @@ class Uniform(SharingRule):
     aggregates: ClassVar[frozenset[Aggregate]] = frozenset(Aggregate)
 
     def rule(self, problem: AllocationProblem, deadline: float) -> tuple[Rule, int]:
-        """Return the common budgets by their tokens."""
+        """Return common budgets by their tokens."""
 
         def same(tokens: int) -> IntArray:
             return problem.options_within(np.full(problem.n_units, tokens))
