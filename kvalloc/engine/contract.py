@@ -1,8 +1,6 @@
-"""Interface of an engine, which runs a job's model: facts of the model, and results for items.
+"""Interface of an engine, which runs a model's work on items.
 
-A job is a function that takes the model and one item. Items have numbers; results come back by
-number, in any order, and the caller sorts them. So the result does not depend on the worker or the
-time of each item.
+Results come in any order, by number; the caller sorts them.
 """
 
 from __future__ import annotations
@@ -40,14 +38,7 @@ may store state for several items."""
 
 @dataclass(frozen=True, kw_only=True)
 class Failed:
-    """Result of a failed item.
-
-    Attributes
-    ----------
-    error : Exception
-        A `SampleError`, or any other error of its work that is no `KVAllocError`; those end the
-        job.
-    """
+    """Result of a failed item: a `SampleError`, or no `KVAllocError`; others end the job."""
 
     error: Exception
 
@@ -59,7 +50,7 @@ class Failed:
         return one_line(f"{kind}{one_line(self.error)}")
 
     def of_every_sample(self, model_id: str) -> KVAllocError:
-        """Return the error of a job in which all samples failed, this one first."""
+        """Return the error of a job if all samples fail."""
         if isinstance(self.error, KVAllocError):
             return self.error
         error = InputError(
@@ -71,7 +62,7 @@ class Failed:
 
     @classmethod
     def of(cls, error: Exception) -> Failed:
-        """Return the failure of an item; raise again an error of job, model or device."""
+        """Return an item's failure; raise again an error of job, model or device."""
         of_job = isinstance(error, KVAllocError) and not isinstance(error, SampleError)
         if of_job or _BROKEN_DEVICE in str(error):
             raise error
@@ -80,16 +71,9 @@ class Failed:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """Facts that decide the numbers of any job: the model, and its device.
+    """Facts that decide a job's numbers: the model, and its device.
 
-    Attributes
-    ----------
-    weights : str
-        Digest of all weights in their own types.
-    dtype, device, attention : str
-        Type of the weights; their device; the attention implementation.
-    versions : dict of str to str
-        Versions of kvalloc and `MEASURED_WITH`.
+    `weights` is a digest, `versions` are kvalloc's and `MEASURED_WITH`'s.
     """
 
     shape: ModelShape
@@ -101,12 +85,12 @@ class ModelFacts:
 
     @classmethod
     def of(cls, model: Any, model_id: str | None = None) -> ModelFacts:
-        """Return the facts of a loaded model.
+        """Return a loaded model's facts.
 
         Raises
         ------
         UnsupportedModelError
-            If kvalloc cannot see its attention, or this process has only a part of each layer.
+            If its attention is unknown, or this process has only a part of each layer.
         """
         if (n_parts := getattr(model, "tp_size", None) or 1) > 1:
             raise UnsupportedModelError(
@@ -129,7 +113,7 @@ class ModelFacts:
         )
 
     def record(self) -> dict[str, Any]:
-        """Return the facts as plain values, for the manifest of a checkpoint."""
+        """Return plain values, for a checkpoint's manifest."""
         # the digests are apart from the sizes, so that a message can say which of the two differ
         sizes = replace(self.shape, weights_digests=None)
         fields = {name: value for name, value in vars(self).items() if name != "shape"}
@@ -137,50 +121,43 @@ class ModelFacts:
 
 
 class Engine(Protocol):
-    """A loaded model, in this process or elsewhere."""
+    """A loaded model, here or elsewhere."""
 
     def facts(self, model_id: str | None = None) -> ModelFacts:
-        """Return the facts of the model.
-
-        Parameters
-        ----------
-        model_id : str, optional
-            Replaces the name in its config.
-        """
+        """Return the model's facts; `model_id` replaces the name in its config."""
 
     def run(
         self, work: Work, items: Mapping[int, Any], advance: Advance
     ) -> Iterator[tuple[int, Any]]:
-        """Do some work for each item.
+        """Do some work for each item, by number.
 
         Parameters
         ----------
         items : mapping of int to object
-            By number.
         advance : callable
-            Called with the number of steps that the work has finished.
+            See `Advance`.
 
         Yields
         ------
-        result : object
-            Result of the work, or a `Failed`, in the order of finishing.
+        result : tuple of int and object
+            Number and result or `Failed`, in order of finishing.
         """
 
 
 class LocalEngine:
-    """A model in this process; items are done in order."""
+    """A model in this process."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
 
     def facts(self, model_id: str | None = None) -> ModelFacts:
-        """Return the facts of the model."""
+        """See `Engine.facts`."""
         return ModelFacts.of(self._model, model_id)
 
     def run(
         self, work: Work, items: Mapping[int, Any], advance: Advance
     ) -> Iterator[tuple[int, Any]]:
-        """Do some work for each item, in their order."""
+        """See `Engine.run`."""
         for number, item in items.items():
             result: Any
             try:
@@ -191,19 +168,13 @@ class LocalEngine:
 
 
 def engine_of(model: Any) -> Engine:
-    """Return an engine unchanged, or an engine in this process for a model."""
+    """Return an engine unchanged, or a model's `LocalEngine`."""
     engine: Engine = model if callable(getattr(model, "run", None)) else LocalEngine(model)
     return engine
 
 
 def result_of(engine: Engine, work: Work) -> Any:
-    """Return the result of work that takes no item.
-
-    Raises
-    ------
-    Exception
-        The error of the work, if it failed.
-    """
+    """Return the result of work without an item, or raise its error."""
     ((_, result),) = engine.run(work, {0: None}, lambda steps: None)
     if isinstance(result, Failed):
         raise result.error

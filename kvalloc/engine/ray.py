@@ -1,4 +1,4 @@
-"""Workers of a Ray cluster that each have the model loaded once."""
+"""Workers of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -52,16 +52,9 @@ _HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"
 
 
 class Host:
-    """The part of a worker process: holds the model and the work of one job.
+    """A worker process's model, and the work of one job.
 
-    Parameters
-    ----------
-    source : dict
-        Fields of a `ModelSource`.
-    threads : int
-        Threads of torch.
-    flags : bool
-        Whether messages name options as flags.
+    `flags`: messages name options as flags.
     """
 
     def __init__(self, source: dict[str, Any], threads: int, *, flags: bool) -> None:
@@ -76,8 +69,7 @@ class Host:
     def do(self, number: int, references: list[Any], pickled: bytes) -> bytes:
         """Return an item's result and its steps, pickled.
 
-        The result may be a `Failed`, or the error that ends the job. Everything is sent as bytes:
-        arrays in Ray's shared memory cannot be written to.
+        The result may be a `Failed`, or the error that ends the job.
         """
         import ray
         import torch
@@ -110,14 +102,14 @@ def _as_result(error: Exception) -> Failed | KVAllocError:
 
 
 def _actor_class() -> type:
-    """Return the class that Ray runs, sent by value: a machine may have another kvalloc."""
+    """Return the class that Ray runs, sent by value: machines may have another kvalloc."""
 
     class Worker:
         def __init__(self) -> None:
             self.host: Host | None = None
 
         def begin(self, versions: dict[str, str], *arguments: Any, flags: bool) -> Any:
-            """Return the model's facts, the installed versions if they differ, or an error."""
+            """Return the model's facts, differing versions, or an error."""
             from importlib.metadata import PackageNotFoundError, version
 
             installed = {}
@@ -149,21 +141,7 @@ def _actor_class() -> type:
 
 @dataclass(kw_only=True)
 class _Worker:
-    """A worker in the driver's view.
-
-    Attributes
-    ----------
-    slot : int
-        Its number, which a successor inherits.
-    waiting : ray.ObjectRef or None
-        Its current work: loading its model, or an item.
-    item : int or None
-        Number of the item.
-    ready : bool
-        Whether it has its model.
-    lost : int
-        Number of predecessors that died while they loaded their model.
-    """
+    """A worker in the driver's view; a successor inherits its slot."""
 
     slot: int
     actor: Any
@@ -177,23 +155,21 @@ class _Worker:
 class RayEngine:
     """A model in the workers of a Ray cluster, used in a ``with``.
 
-    Results are bit-identical to this process's if threads, device and versions are the same: one
-    worker does an item from beginning to end.
+    Results are bit-identical to this process's if threads, device and versions are the same.
 
     Attributes
     ----------
     source : ModelSource
-        Model that each worker loads. A path has to exist on each of the cluster's machines.
+        A path has to exist on each machine.
     address : str, optional
-        Address of a cluster, HOST:PORT, or ``auto``; by default ``RAY_ADDRESS``, else a cluster on
-        this machine is started, and shut down again. A connected process uses its cluster.
+        HOST:PORT or ``auto``; by default ``RAY_ADDRESS``, else a cluster on this machine is
+        started, and shut down again. A connected process uses its cluster.
     workers : int, optional
-        By default one for each GPU of the cluster, else as its CPUs allow.
+        By default one for each GPU, else as CPUs allow.
     threads : int, optional
-        CPU threads of each; by default torch's number in this process, or the share that `workers`
-        leaves.
+        CPU threads of each; by default torch's number here, or the share that `workers` leaves.
     log : bool
-        Let Ray and the workers write to stderr.
+        Let Ray and workers write to stderr.
     """
 
     source: ModelSource
@@ -211,15 +187,15 @@ class RayEngine:
     _polled_at: float = field(default=0.0, init=False)
 
     def __enter__(self) -> RayEngine:
-        """Connect, and let every worker load the model; return once one of them has it.
+        """Connect, and return once a worker has loaded the model.
 
         Raises
         ------
         MissingDependencyError
             If Ray is not installed.
         InputError
-            If the cluster cannot be reached or is too small, its machines have other versions or
-            another model, or the model cannot be loaded there.
+            If the cluster is unreachable or too small, its machines differ in versions or model, or
+            none can load it.
         """
         require("spreading work over workers", "ray", extra="ray")
         import ray
@@ -249,7 +225,7 @@ class RayEngine:
             self._ray.shutdown()
 
     def facts(self, model_id: str | None = None) -> ModelFacts:
-        """Return the facts of the workers' model."""
+        """See `Engine.facts`."""
         assert self._facts is not None  # since it was entered
         if model_id is None:
             return self._facts
@@ -258,11 +234,7 @@ class RayEngine:
     def run(
         self, work: Work, items: Mapping[int, Any], advance: Advance
     ) -> Iterator[tuple[int, Any]]:
-        """Do some work for each item; see `kvalloc.engine.contract.Engine`.
-
-        A worker that dies is replaced, and its item goes to another one. An item with which
-        `DEATHS` workers have died has failed.
-        """
+        """See `Engine.run`. An item of a dead worker goes to another, until `DEATHS` have died."""
         if self._work is None or self._work[0] is not work:
             self._works += 1
             self._work = (work, self._ray.put(self._ray.cloudpickle.dumps(work)))
@@ -291,7 +263,7 @@ class RayEngine:
                 self._replace(worker)  # nobody waits for its result
 
     def _connected(self) -> bool:
-        """Connect to the cluster; return whether it was started here."""
+        """Connect; return whether the cluster was started here."""
         ray = self._ray
         if ray.is_initialized():
             return False
@@ -315,7 +287,6 @@ class RayEngine:
         return True
 
     def _count(self) -> None:
-        """Set the number of workers and their resources; refuse more than fit."""
         import torch
 
         resources = self._ray.cluster_resources()
@@ -341,7 +312,6 @@ class RayEngine:
             )
 
     def _begun(self, slot: int, lost: int = 0) -> _Worker:
-        """Return a new worker, which loads its model."""
         actor = self._ray.remote(_actor_class()).options(
             num_cpus=self.threads,
             num_gpus=self._gpus,
@@ -358,7 +328,6 @@ class RayEngine:
         self._workers[worker.slot] = self._begun(worker.slot, lost)
 
     def _hand_out(self, left: deque[int], items: Mapping[int, Any]) -> None:
-        """Give every idle worker the first waiting item."""
         assert self._work is not None  # only `run` comes here
         for worker in [one for one in self._workers if one.ready and one.waiting is None]:
             if left:
@@ -369,7 +338,7 @@ class RayEngine:
                 )
 
     def _next(self) -> _Worker | None:
-        """Return a worker that has finished its item; None after a while, or after a load."""
+        """Return a worker with a finished item; None after a while, or after a load."""
         known = {one.waiting: one for one in self._workers if one.waiting is not None}
         ready, _ = self._ray.wait([*known], timeout=POLL_SECONDS)
         if not ready:
@@ -383,7 +352,6 @@ class RayEngine:
         return worker
 
     def _loaded(self, worker: _Worker) -> None:
-        """Check the facts of a new worker."""
         exceptions = self._ray.exceptions
         try:
             result = self._ray.get(worker.waiting)
@@ -419,7 +387,7 @@ class RayEngine:
         _LOG.info("worker %d of %s has its model", worker.slot + 1, self.workers)
 
     def _taken(self, worker: _Worker, counted: Counter[int], advance: Advance) -> tuple[int, Any]:
-        """Return a worker's item and its result; `_DIED` if the worker died, which is replaced."""
+        """Return a worker's item and result, `_DIED` from a dead one."""
         assert worker.item is not None  # checked by the caller
         number, exceptions = worker.item, self._ray.exceptions
         try:
@@ -434,7 +402,7 @@ class RayEngine:
         return number, result
 
     def _count_steps(self, counted: Counter[int], advance: Advance) -> None:
-        """Report the steps that workers have finished; repeated ones count once."""
+        """Report finished steps; repeated ones count once."""
         if time.monotonic() - self._polled_at < POLL_SECONDS:
             return
         busy = {one.actor.steps.remote(): one for one in self._workers if one.item is not None}
@@ -449,7 +417,6 @@ class RayEngine:
         self._polled_at = time.monotonic()
 
     def _check_room(self) -> None:
-        """Raise if no machine has room for a worker."""
         assert self.threads is not None  # counted on entering
         resources = self._ray.cluster_resources()
         if resources.get("CPU", 0) < self.threads or resources.get("GPU", 0) < self._gpus:
@@ -465,12 +432,7 @@ def _versions() -> dict[str, str]:
 
 
 def _check_reachable(address: str) -> None:
-    """Refuse an address where no cluster's head answers: Ray itself takes minutes to do so.
-
-    Raises
-    ------
-    InputError
-    """
+    """Refuse an address without a cluster's head: Ray itself takes minutes."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit() or "//" in address:
         raise InputError(

@@ -1,1 +1,1 @@
-"""Extensions of a cache; the runtime imports none of them."""
+"""Extensions of a cache."""

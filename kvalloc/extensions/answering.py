@@ -1,4 +1,4 @@
-"""Questions to a text that was read once: answers that leave the cache unchanged."""
+"""Answers about a text that was read once."""
 
 from __future__ import annotations
 
@@ -40,48 +40,41 @@ def answer(
 ) -> Generator[int, None, None]:
     """Answer a question about a cached text, token by token.
 
-    The answer is written on a copy of the cache, so the next question finds the text unchanged,
-    even if an answer is broken off. A repetition penalty of the generation config counts the tokens
-    of question and answer.
+    It is written on a copy, so the cache keeps the text. The generation config's repetition penalty
+    counts the tokens of question and answer.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel
         The cache's model, with its head.
     cache : transformers.Cache
-        Holds a text, one row.
+        A text, one row.
     question : Tensor of int64, (n_tokens,) or (1, n_tokens), or sequence of int
-        Tokens after the text.
     max_new_tokens : int
-        Longest answer.
     ends : collection of int, optional
         Tokens that end an answer; by default the generation config's.
     keep : bool
-        Leave question and answer in the cache, for a conversation. It does not hold the last token
-        of an answer, unless that ends the answer: put it before the next question.
+        Leave both in the cache, except a last token that does not end the answer: put it before the
+        next question.
     temperature : float, optional
-        Draw each token at this temperature; by default the most likely one is taken.
+        Draws tokens; by default the most likely are taken.
     seed : int
-        Seed of drawn tokens.
 
     Yields
     ------
     int
-        Token ids as they come, with the one that ends the answer.
+        Token ids, the ending one included.
 
     Raises
     ------
     InputError
-        If the question or the answer has no tokens, or text, question and answer exceed the model's
-        limit. If the cache holds several rows, or the temperature is invalid.
+        For no tokens, tokens beyond the model's limit, several rows, or an invalid temperature.
     ModelMismatchError
-        If the cache belongs to another model.
+        If the cache is another model's.
 
     Examples
     --------
-    >>> cache = kvalloc.load_cache("doc.kv", model)  # doctest: +SKIP
-    >>> for text in questions:  # doctest: +SKIP
-    ...     ids = tokenizer(text, return_tensors="pt").input_ids
+    >>> for ids in questions:  # doctest: +SKIP
     ...     print(tokenizer.decode(list(answer(model, cache, ids))))
     """
     ids = torch.as_tensor(question, dtype=torch.long, device=input_device(model))
@@ -118,7 +111,7 @@ def answer(
 def _written(
     tokens: Generator[Tensor, None, None], longest: int, ends: Collection[int], cache: Any
 ) -> Generator[int, None, None]:
-    """Yield tokens up to one that ends the answer; then end the turn of a reduced cache."""
+    """Yield an answer's tokens, then end a reduced cache's turn."""
     try:
         with closing(tokens):
             for token in islice(tokens, longest):
@@ -134,7 +127,7 @@ def _written(
 def _tokens(
     model: Any, cache: Cache, ids: Tensor, sampling: Sampling
 ) -> Generator[Tensor, None, None]:
-    """Yield one token after the other, (1, 1), without end."""
+    """Yield tokens, (1, 1), without end."""
     while True:
         new = ids[:, int(cache.get_seq_length()) :]
         logits = model(input_ids=new, logits_to_keep=1, **cache_keyword(model, cache)).logits[:, -1]

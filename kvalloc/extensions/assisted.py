@@ -1,4 +1,4 @@
-"""Assisted generation: forwards with drafts after known tokens, some of them rejected.
+"""Assisted generation: forwards with drafts after known tokens.
 
 Entries are evicted and rounded as if the accepted tokens had come one at a time.
 """
@@ -23,7 +23,7 @@ from kvalloc.runtime.rows import Row
 
 
 def check_assisted(model: nn.Module, arguments: Mapping[str, Any]) -> None:
-    """Refuse a ``generate()`` call with drafts of the model's own.
+    """Refuse a model's own drafts.
 
     Raises
     ------
@@ -37,14 +37,14 @@ def check_assisted(model: nn.Module, arguments: Mapping[str, Any]) -> None:
 
 
 def is_assisted(model: nn.Module, arguments: Mapping[str, Any]) -> bool:
-    """Return whether a ``generate()`` call tries drafts."""
+    """Return whether a call tries drafts."""
     names = ("prompt_lookup_num_tokens", "assistant_early_exit")
     among = [arguments.get("assistant_model"), *(setting(model, arguments, n) for n in names)]
     return any(one is not None for one in among)
 
 
 def check_takes_back(layers: Iterable[Any]) -> None:
-    """Refuse layers of a cache that cannot remove drafts.
+    """Refuse layers that cannot remove drafts.
 
     Raises
     ------
@@ -64,12 +64,9 @@ def check_takes_back(layers: Iterable[Any]) -> None:
 
 
 class Drafts(Extension):
-    """Start of drafts, and snapshots of the cache before evictions among them.
+    """Start of drafts, and snapshots before evictions among them.
 
-    Attributes
-    ----------
-    -
-        Columns after which drafts may begin; None without any.
+    After `given` columns drafts may begin; None without any.
     """
 
     def __init__(self) -> None:
@@ -79,19 +76,19 @@ class Drafts(Extension):
 
     @classmethod
     def of(cls, cache: BudgetCache) -> Drafts:
-        """Return the drafts of a cache, added if it has none."""
+        """Return a cache's drafts, added if missing."""
         drafts = next((one for one in cache.extensions if isinstance(one, cls)), None)
         if drafts is None:
             cache.extensions.append(drafts := cls())
         return drafts
 
     def record(self, cache: Any, start: int | None) -> bool:
-        """Let each later forward end in drafts; see `BudgetCache.activate_past_recording`.
+        """Let later forwards end in drafts; see `BudgetCache.activate_past_recording`.
 
         Raises
         ------
         UnsupportedRequestError
-            If the cache is empty and no prompt was announced, or layers cannot remove tokens.
+            If no prompt was read or announced, or layers cannot remove tokens.
         """
         columns = start or max(self.given or 0, cache.door.announced or 0, cache.get_seq_length())
         if not columns:
@@ -105,7 +102,7 @@ class Drafts(Extension):
         return True
 
     def begin(self, cache: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Leave out tokens that the cache holds; earlier tokens can no longer be rejected."""
+        """Leave out stored tokens; earlier ones can no longer be rejected."""
         if self.given is None or self._open:
             return arguments
         arguments = _unread(arguments, cache.get_seq_length())
@@ -113,7 +110,6 @@ class Drafts(Extension):
         return arguments
 
     def _take(self, cache: Any) -> None:
-        """Free the snapshots kept for rejected drafts."""
         self._before = []
         turns.catch_up(cache)
         for layer in cache.layers:
@@ -123,7 +119,7 @@ class Drafts(Extension):
             record_past(cache.layers)
 
     def cuts(self, cache: Any, end: int) -> Iterator[int]:
-        """Yield the column at which drafts begin, and those at which a row evicts."""
+        """Yield the columns where drafts begin and rows evict."""
         if self.given is None or self._open:
             return
         seen, columns = cache.get_seq_length(), {self.given}
@@ -144,7 +140,7 @@ class Drafts(Extension):
         yield from (one for one in columns if max(seen + 1, self.given) <= one < end)
 
     def read(self, cache: Any) -> None:
-        """Take a snapshot of the cache before drafts make an eviction due."""
+        """Take a snapshot before drafts make an eviction due."""
         if self.given is not None and cache.prompt_complete:
             record_past(cache.layers)
         if self.given is not None and not self._open and cache.get_seq_length() > self.given:
@@ -153,7 +149,7 @@ class Drafts(Extension):
 
     @property
     def holds(self) -> bool:
-        """Whether evictions after a forward wait."""
+        """See `Extension.holds`."""
         return self.given is not None
 
     def crop(self, cache: Any, end: int) -> None:
@@ -163,17 +159,17 @@ class Drafts(Extension):
             self._before = []
 
     def cropped(self, cache: Any) -> None:
-        """Free the snapshots kept for rejected drafts."""
+        """Free snapshots."""
         if self.given is not None:
             self._take(cache)
 
     def reset(self) -> None:
-        """Expect no drafts."""
+        """Expect none."""
         self.given, self._before, self._open = None, [], False
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Treat all tokens inside as drafts: no entry is evicted before a `crop`."""
+        """Treat all tokens inside as drafts, with no eviction before a `crop`."""
         self._open = True
         try:
             yield
@@ -181,7 +177,7 @@ class Drafts(Extension):
             self._open = False
 
     def room(self, cache: Any, longest: int) -> int:
-        """Return the number of drafts, at least 1, before the next eviction."""
+        """Return the drafts, at least 1, before the next eviction."""
         for row in cache.rows:
             if row.method.goes_on:
                 due = row.evicted_at + turns.interval(cache, row)
@@ -190,11 +186,7 @@ class Drafts(Extension):
 
 
 def _unread(arguments: Mapping[str, Any], seen: int) -> Mapping[str, Any]:
-    """Return the arguments without tokens that the cache holds.
-
-    transformers (5.23) starts assisted generation with a filled cache by passing all tokens again,
-    at positions from 0 on.
-    """
+    """Return arguments without stored tokens, which transformers (5.23) passes again."""
     positions = arguments.get("position_ids")
     if (
         not isinstance(positions, Tensor)

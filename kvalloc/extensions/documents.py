@@ -1,12 +1,9 @@
 """Documents read separately and joined before a question.
 
-Its keys are rotated to their new positions; keys and values of some tokens are recomputed.
-
 References
 ----------
-CacheBlend (Yao et al., 2024): the tokens with the largest changes of keys and values are
-recomputed, the same share in all layers. ProphetKV: the tokens that the question attends to. Here
-the rank of a token is the product of both; fewer tokens in deeper layers are no better
+CacheBlend (Yao et al., 2024) recomputes the tokens with the largest changes of keys and values,
+ProphetKV the tokens that the question attends to. `blend` ranks by both
 (benchmarks/studies/documents.md).
 """
 
@@ -73,50 +70,48 @@ def blend(
     ids: Sequence[Tokens] | None = None,
     allow_other_model: bool = False,
 ) -> BudgetCache:
-    """Join caches of documents before a question.
+    """Join caches of documents before a question, without a second read.
 
-    They are not read again: keys are rotated to their new positions (RoPE). Keys and values of some
-    tokens are recomputed, since no document depends on earlier ones. They have the largest product
-    of the question's attention and the change of their values.
+    Keys are rotated to their new positions (RoPE). No document depends on earlier ones, so some
+    tokens are recomputed, by the largest product of the question's attention and the values'
+    change.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel
         On sdpa or eager attention, with full attention in all layers, and RoPE or no positions.
     documents : sequence of str, Path or BudgetCache
-        Caches of one row, each of a text that was read alone. Their entries are copied.
+        One row each, read alone; copied.
     question : Tensor of int64, (n_question,), or sequence of int, optional
-        Next question, not read into the cache. Required for `recompute`.
+        Not read into the cache; required for `recompute`.
     before : Tensor of int64, (n_before,), or sequence of int
-        Tokens before the first document, such as the beginning of a chat; they are read.
+        Read before the documents, such as a chat's beginning.
     recompute : float or str, optional
-        Tokens to recompute, ``0.15`` or ``"15%"``; by default 15% with a question, else none. All
-        tokens also go through the first layer, and the question through all layers.
+        Share of tokens, with a question ``"15%"`` by default. All tokens also go through the first
+        layer, and the question through all.
     ids : sequence of (n_tokens,), optional
-        Tokens of each document, if its file does not have them.
+        Tokens of each document, if its file has none.
     allow_other_model : bool
         As for `kvalloc.load_cache`.
 
     Returns
     -------
     BudgetCache
-        One row: `before` and all documents. It has the budgets of the first document, scaled to all
-        tokens.
+        One row: `before` and all documents, with the first one's budgets, scaled.
 
     Raises
     ------
     InputError
-        If a document is held, unfinished, of several rows, of a chat, or at other widths than the
-        first. If its tokens are required and unknown, or all exceed the model's context.
+        If a document is unfinished, of several rows, of a chat, or at other widths than the first.
+        If required tokens are unknown, or exceed the model's context.
     ModelMismatchError, ProfileFileError
         As `kvalloc.load_cache`.
     UnsupportedModelError
-        If the model has sliding layers, or its keys cannot be rotated.
+        For other models.
 
     Examples
     --------
-    >>> cache = kvalloc.blend(model, ["a.kv", "b.kv"], question=ids)  # doctest: +SKIP
-    >>> list(answer(model, cache, ids))  # doctest: +SKIP
+    >>> kvalloc.blend(model, ["a.kv", "b.kv"], question=ids)  # doctest: +SKIP
     """
     rotations = _rotations(model)
     if not documents:
@@ -147,14 +142,12 @@ def blend(
 
 
 def _chosen(documents: Documents, share: float) -> Tensor:
-    """Return the rising positions of the recomputed tokens."""
     weights = documents.question_attention() * documents.value_change().sqrt()
     ranked = weights[documents.before :].argsort(descending=True, stable=True)
     return (ranked[: math.ceil(share * len(ranked))] + documents.before).sort().values
 
 
 def _cache_of(documents: Documents, like: BudgetCache, allow_other_model: bool) -> BudgetCache:
-    """Return a cache that has read all tokens, with the budgets of one document's."""
     profile, n_tokens = like.row_profiles[0], documents.n_tokens
     options = CacheOptions(
         allow_other_model=allow_other_model,
@@ -176,7 +169,6 @@ def _cache_of(documents: Documents, like: BudgetCache, allow_other_model: bool) 
 def _check_joinable(
     model: Any, named: Sequence[tuple[str, BudgetCache]], n_other_tokens: int
 ) -> None:
-    """Refuse documents that cannot be joined, with this number of other tokens."""
     first, widths = named[0][0], named[0][1].row_profiles[0].widths
     for name, cache in named:
         if not np.array_equal(cache.row_profiles[0].widths, widths):
@@ -194,7 +186,6 @@ def _check_joinable(
 
 
 def _share(recompute: float | str | None, question: object) -> float:
-    """Return the share of recomputed tokens."""
     if recompute is None:
         return 0.0 if question is None else DEFAULT_SHARE
     share = 0.0 if recompute in (0, "0", "0%") else parse_share(recompute)
@@ -207,7 +198,7 @@ def _share(recompute: float | str | None, question: object) -> float:
 
 
 def _rotations(model: Any) -> list[Rotation]:
-    """Return the rotation of each layer, if it can rotate keys to other positions."""
+    """Return each layer's rotation, if keys can be moved."""
     shape, by_layer = shape_of(model), probe_of(model).rotations
     rotations = [by_layer[layer] for layer in sorted(by_layer)]
     reasons = [one.fixed for one in rotations if one.fixed is not None]
@@ -233,7 +224,6 @@ def _rotations(model: Any) -> list[Rotation]:
 def _loaded(
     model: Any, document: str | Path | BudgetCache, allow_other_model: bool
 ) -> tuple[str, BudgetCache]:
-    """Return a document's name and cache, checked to be one whole text of this model."""
     if isinstance(document, BudgetCache):
         name, cache = repr(document), document
         check_owner(model, cache)
@@ -264,7 +254,6 @@ def _loaded(
 
 
 def _ids_of(name: str, cache: BudgetCache, stated: Tokens | None, *, needed: bool) -> Tensor:
-    """Return the tokens of a document; -1 for each if they are unknown and not required."""
     n_tokens = cache.get_seq_length()
     if stated is None and cache.read_ids is not None:
         stated = cache.read_ids[0, :n_tokens]
@@ -290,21 +279,15 @@ def _ids(tokens: Tokens) -> Tensor:
 
 
 class _Enough(Exception):
-    """Ends a forward early, once its result is known."""
+    """Ends a forward early."""
 
 
 @dataclass(kw_only=True)
 class DenseLayer:
-    """Keys and values of one layer by position, also of entries that no head keeps.
+    """One layer's keys and values, (1, n_kv_heads, n_tokens, head_dim), by position.
 
-    Attributes
-    ----------
-    keys, values : Tensor, (1, n_kv_heads, n_tokens, head_dim)
-        Of the model's type; 0 for entries that are not kept.
-    present : Tensor of bool, (1, n_kv_heads, n_tokens), or None
-        True at kept entries; None if no document was reduced.
-    rounded : bool
-        Whether kept entries are stored at other bits than the model computes in.
+    `present`, (1, n_kv_heads, n_tokens), is True at kept entries (others are 0), and None if no
+    document was reduced. `rounded`: kept entries have fewer bits.
     """
 
     keys: Tensor
@@ -316,14 +299,9 @@ class DenseLayer:
     def joined(
         cls, stores: Sequence[Store], n_before: int, n_after: int, rotation: Rotation
     ) -> DenseLayer:
-        """Copy one layer of joined documents, with keys rotated to their positions.
+        """Copy one layer of documents, one row each, with rotated keys.
 
-        Parameters
-        ----------
-        stores : sequence of Store
-            One row each.
-        n_before, n_after : int
-            Numbers of tokens before and after them, with keys and values of 0.
+        Keys and values of `n_before` and `n_after` tokens are 0.
         """
         n_tokens = n_before + sum(store.seen for store in stores) + n_after
         keys, values = (
@@ -353,7 +331,7 @@ class DenseLayer:
         )
 
     def mask(self, places: Tensor, n_query_heads: int) -> Tensor:
-        """Return the additive causal mask of tokens, (1, 1 or n_query_heads, n, n_tokens)."""
+        """Return tokens' additive causal mask, (1, 1 or n_query_heads, n, n_tokens)."""
         seen = torch.arange(int(self.keys.shape[2]), device=places.device) <= places[:, None]
         seen, lowest = seen[None, None], torch.finfo(self.keys.dtype).min
         if self.present is not None:
@@ -362,7 +340,7 @@ class DenseLayer:
         return self.keys.new_zeros(1).masked_fill(~seen, lowest)
 
     def fill(self, layer: Store, seen: int, bits: Any) -> None:
-        """Put the first ``seen`` tokens into an empty layer, at these bits, (n_kv_heads,)."""
+        """Fill an empty layer with the first ``seen`` tokens, at bits, (n_kv_heads,)."""
         first = 0 if self.present is None else seen
         layer.lazy_initialization(self.keys, self.values)
         layer.keys, layer.values = (
@@ -387,16 +365,10 @@ class DenseLayer:
 
 @dataclass(kw_only=True)
 class Documents:
-    """Documents, the tokens before them, and the question after them.
+    """Documents between earlier tokens and a question.
 
-    Attributes
-    ----------
-    ids : Tensor of int64, (n_tokens + n_question,)
-        All tokens, on the host.
-    before : int
-        Tokens before the first document.
-    n_tokens : int
-        Tokens before the question.
+    `ids`, (n_tokens + n_question,), are on the host; `before` and `n_tokens` count tokens before
+    the documents and the question.
     """
 
     model: Any
@@ -406,14 +378,9 @@ class Documents:
     layers: list[DenseLayer]
 
     def recompute(self, places: Tensor, see: See | None = None) -> None:
-        """Recompute keys and values of some tokens, in all layers.
+        """Recompute keys and values of tokens at rising places, (n_computed,), in all layers.
 
-        Parameters
-        ----------
-        places : Tensor of int64, (n_computed,)
-            Their rising positions. They attend to kept entries, and to each other as recomputed.
-        see : callable, optional
-            ``see(states, mask)`` of each layer, once its keys and values are computed.
+        They attend to kept entries and each other. Each layer calls ``see(states, mask)``.
         """
         if not len(places):
             return
@@ -436,18 +403,13 @@ class Documents:
         self._run(places, attend)
 
     def question_attention(self) -> Tensor:
-        """Return the question's attention in the deeper half of the layers, the mean of heads.
+        """Return the question's mean attention to tokens, float32, (n_tokens,).
 
         The tokens before the documents are read too.
 
-        Returns
-        -------
-        Tensor of float32, (n_tokens,)
-
         References
         ----------
-        ProphetKV: the question's attention, fused over the layers, ranks the tokens. The first
-        layers attend to neighbours and are left out.
+        ProphetKV, in the deeper half of the layers: the first attend to neighbours.
         """
         end, first = len(self.ids), len(self.layers) // 2
         totals = torch.zeros(self.n_tokens, device="cpu")
@@ -464,12 +426,7 @@ class Documents:
         return totals / (len(self.layers) - first)
 
     def value_change(self) -> Tensor:
-        """Return the change of each token's values by recomputing, at the check layer.
-
-        Returns
-        -------
-        Tensor of float32, (n_tokens,)
-            Squared distance over all KV heads.
+        """Return the squared change of recomputed values, float32, (n_tokens,).
 
         References
         ----------
@@ -492,7 +449,6 @@ class Documents:
         return changes
 
     def _run(self, places: Tensor, attend: Handler) -> None:
-        """Let the model compute the tokens at these positions, until `attend` has enough."""
         device = input_device(self.model)
         ids, positions = self.ids[places].to(device), places.to(device)
         # a mask that is ready is taken as it is, and none is made

@@ -41,16 +41,9 @@ Process = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Choice of a token from the logits.
+    """Choice of a token from processed logits, in 32 bits.
 
-    Attributes
-    ----------
-    process : callable
-        Processes the logits, in 32 bits.
-    draws : bool
-        Draw each token; otherwise take the most likely one.
-    generator : torch.Generator or None
-        Generator of draws; None for the default one.
+    It is drawn, or the most likely one.
     """
 
     process: Process
@@ -58,19 +51,19 @@ class Sampling:
     generator: torch.Generator | None = None
 
     def shares(self, scores: Tensor) -> Tensor:
-        """Return the distribution of the next token, (rows, vocabulary); greedy: all on one."""
+        """Return the next token's distribution, (rows, vocabulary); greedy: all on one."""
         if self.draws:
             return scores.softmax(dim=-1)
         return nn.functional.one_hot(scores.argmax(dim=-1), scores.shape[-1]).to(scores.dtype)
 
     def draw(self, shares: Tensor) -> Tensor:
-        """Return a token for each row, (rows, 1)."""
+        """Return each row's token, (rows, 1)."""
         if not self.draws:
             return shares.argmax(dim=-1, keepdim=True)
         return torch.multinomial(shares, 1, generator=self.generator)
 
     def accepts(self, odds: Tensor) -> Tensor:
-        """Return whether a drafted token of these odds is accepted; greedy: if they are not 0."""
+        """Return whether drafts are accepted; greedy: odds above 0."""
         if not self.draws:
             return odds > 0
         return torch.rand(odds.shape, generator=self.generator, device=odds.device) < odds
@@ -78,24 +71,24 @@ class Sampling:
 
 @dataclass(kw_only=True, eq=False)
 class Verifier(Extension):
-    """The full cache beside a reduced one, and figures of the verification.
+    """The full cache beside a reduced one, and counts.
 
     Attributes
     ----------
     full : transformers.Cache
-        All tokens that the reduced one has seen, exact; on the host if the model is on a GPU.
+        All tokens seen, exact; on the host if the model is on a GPU.
     tokens : int
-        Answered tokens of each row.
+        Answered, of each row.
     rounds : int
         Forwards that verified; each read the full cache once.
     tried, accepted : int
-        Drafted tokens that were compared, and accepted.
+        Drafted tokens.
     ties : int
-        Tokens of greedy answers with a runner-up within rounding.
+        Greedy tokens with a runner-up within rounding.
     bytes_read : int
-        Bytes of the full cache read by verification.
+        By verification.
     listens : bool
-        Whether the full cache stores the entries of the reduced one.
+        Whether `full` stores the reduced one's entries.
     """
 
     full: Any = field(repr=False)
@@ -108,37 +101,36 @@ class Verifier(Extension):
     listens: bool = False
 
     def appended(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Let the full cache store the entries of the reduced one."""
+        """Let the full cache store entries, if it listens."""
         if self.listens:
             self.full.update(keys, values, layer)
 
     @property
     def acceptance(self) -> float | None:
-        """Return the share of accepted drafts; None before any was tried."""
+        """Return the share of accepted drafts; None before any."""
         return self.accepted / self.tried if self.tried else None
 
     @property
     def tokens_per_round(self) -> float | None:
-        """Return the answered tokens for each read of the full cache; None before any."""
+        """Return the answered tokens a round; None before any."""
         return self.tokens / self.rounds if self.rounds else None
 
     @property
     def full_bytes(self) -> int:
-        """Return the bytes of K and V that the full cache holds."""
+        """Return the full cache's bytes."""
         return sum(tensor.nbytes for layer in self.full.layers for tensor in layer_tensors(layer))
 
     @property
     def facts(self) -> dict[str, int]:
-        """Return all counts, as plain values."""
+        """Return all counts."""
         names = ("tokens", "rounds", "tried", "accepted", "ties", "bytes_read")
         return {"full_bytes": self.full_bytes, **{name: getattr(self, name) for name in names}}
 
     @property
     def draft_tokens(self) -> int:
-        """Return the length of the next draft, by the acceptance so far.
+        """Return the next draft's length.
 
-        If a share a of single drafts is accepted, all of k are with a^k. A round then gives (1 -
-        a^(k + 1)) / (1 - a) tokens (Leviathan et al. 2023).
+        If a share a of drafts is accepted, all of k are with a^k (Leviathan et al. 2023).
         """
         share = (BEFORE[0] + self.accepted) / (BEFORE[1] + self.tried)
         longest = math.log(EVEN_ODDS) / math.log(min(share, 1 - 1e-6)) if share > 0 else 1
@@ -146,12 +138,12 @@ class Verifier(Extension):
 
 
 def verify_with(cache: BudgetCache, model: Any) -> None:
-    """Keep the full cache beside an empty reduced one, so that answers equal the full one's.
+    """Keep the full cache beside an empty reduced one.
 
     Raises
     ------
     UnsupportedRequestError
-        If the cache has seen tokens, or leaves entries unread at each decoded token.
+        If it has seen tokens, or leaves entries unread while decoding.
     """
     _check_same(cache.get_seq_length(), 0)
     cache.tell("refuse_taking_back", cache)
@@ -172,12 +164,12 @@ def _check_same(seen: int, in_full: int) -> None:
 
 
 def check_lossless(model: nn.Module, arguments: Mapping[str, Any]) -> None:
-    """Refuse a ``generate()`` call with an answer that cannot be verified.
+    """Refuse a ``generate()`` call that cannot be verified.
 
     Raises
     ------
     UnsupportedRequestError
-        For beams, drafts or custom decoding; for a prompt in chunks, of embeddings, or with images.
+        For beams, drafts, custom decoding, chunks, embeddings or images.
     """
     setting_of = partial(setting, model, arguments)
     among = {
@@ -208,20 +200,10 @@ def check_lossless(model: nn.Module, arguments: Mapping[str, Any]) -> None:
 
 @dataclass(kw_only=True)
 class LosslessAnswer:
-    """One answer, drafted and verified round by round.
+    """One answer, round by round.
 
-    Attributes
-    ----------
-    cache : BudgetCache
-        See `verify_with`.
-    ends : callable
-        Returns whether the answer, or a row's answer, ends with the last token.
-    longest : int
-        Longest answer.
-    mask : Tensor of int64, (rows, n_tokens), or None
-        Mask of real tokens in the input; None without padding. Later tokens are real.
-    scores : list of Tensor, each (rows, vocabulary)
-        Processed logits of the tokens so far.
+    `ends` returns whether any row's answer ends. `mask`, (rows, n_tokens), is the input's, None
+    without padding; `scores` are processed logits, each (rows, vocabulary).
     """
 
     model: Any
@@ -234,23 +216,15 @@ class LosslessAnswer:
 
     @torch.no_grad()
     def tokens(self, ids: Tensor) -> Generator[Tensor, None, None]:
-        """Answer as the full cache does, in fewer reads of it.
+        """Yield each row's next token, (rows, 1), as from the full cache.
 
-        Parameters
-        ----------
-        ids : Tensor of int64, (rows, n_tokens)
-            All tokens, seen ones included.
-
-        Yields
-        ------
-        Tensor of int64, (rows, 1)
-            The next token of each row. If it is broken off, both caches have seen all tokens but
-            the last.
+        If broken off, both caches have seen all but the last. `ids`, (rows, n_tokens), include seen
+        tokens.
 
         Raises
         ------
         UnsupportedRequestError
-            If the full cache has not seen the reduced one's tokens.
+            If the full cache lacks the reduced one's tokens.
         """
         cache = self.cache
         if not (seen := cache.get_seq_length()):
@@ -280,7 +254,7 @@ class LosslessAnswer:
         return Drafts.of(self.cache)
 
     def _logits(self, ids: Tensor, cache: Any, keep: int) -> Tensor:
-        """Read all tokens that a cache has not seen; return the last logits, in 32 bits."""
+        """Read all unseen tokens; return the last logits, in 32 bits."""
         seen, end = int(cache.get_seq_length()), int(ids.shape[1])
         more: dict[str, Any] = {}
         if self.mask is not None:
@@ -297,11 +271,7 @@ class LosslessAnswer:
         return logits
 
     def _read(self, ids: Tensor) -> Tensor:
-        """Let both caches read a prompt or a turn; return the last logits.
-
-        A prompt is read once: a layer evicts no entry while it is read, so both caches get equal
-        entries.
-        """
+        """Let both caches read, a prompt once: evictions come later. Return the last logits."""
         cache, full = self.cache, self.cache.verifier.full
         self._drafts.given = None
         if not full.get_seq_length():
@@ -319,7 +289,6 @@ class LosslessAnswer:
         return logits[:, -1]
 
     def _draft(self, ids: Tensor, length: int) -> tuple[Tensor, list[Tensor]]:
-        """Draft tokens with the reduced cache; return all tokens and their distributions."""
         drawn_from = []
         with self._drafts.open():
             for _ in range(length):
@@ -329,22 +298,11 @@ class LosslessAnswer:
         return ids, drawn_from
 
     def _round(self, ids: Tensor, longest: int) -> Tensor:
-        """Draft and verify; return all tokens, accepted ones included.
+        """Draft and verify; return all tokens, (rows, n_tokens + n_new).
 
-        Rows advance together: the first token that any row refuses is the last of all. Each token
-        is distributed as with the full cache (Leviathan et al. 2023, algorithm 1). A draft is
-        accepted with min(1, p / q), else drawn from the excess of p over q.
-
-        Parameters
-        ----------
-        ids : Tensor of int64, (rows, n_tokens)
-            All tokens; the full cache has seen all but the last.
-        longest : int
-            Tokens left in the answer, at most.
-
-        Returns
-        -------
-        Tensor of int64, (rows, n_tokens + n_new)
+        The full cache has seen all but the last. Rows advance together, up to any row's refusal. A
+        draft is accepted with min(1, p / q), else drawn from p's excess over q (Leviathan et al.
+        2023, algorithm 1).
         """
         verifier, sampling, n_tokens = self.cache.verifier, self.sampling, int(ids.shape[1])
         room = self._drafts.room(self.cache, LONGEST_DRAFT)
@@ -370,7 +328,7 @@ class LosslessAnswer:
         return torch.cat([ids, sampling.draw(self._verified(ids, logits[:, length]))], dim=1)
 
     def _verified(self, ids: Tensor, logits: Tensor) -> Tensor:
-        """Return the distribution of a verified token; note its scores, and whether it is a tie."""
+        """Return a verified token's distribution; note scores and ties."""
         self.cache.verifier.tokens += 1
         scores = self.sampling.process(ids, logits)
         self.scores.append(scores)
@@ -382,11 +340,7 @@ class LosslessAnswer:
         return self.sampling.shares(scores)
 
     def _take_back(self, begin: int, end: int) -> None:
-        """Crop both caches to end before a column.
-
-        Entries of drafts in the reduced cache are replaced by the full one's, from another column
-        on.
-        """
+        """Crop both caches; replace drafts' entries from `begin` on by exact ones."""
         cache, full = self.cache, self.cache.verifier.full
         taken = int(full.get_seq_length()) - end
         if taken or any(full.is_sliding):  # which also drop entries that have slid out
@@ -399,7 +353,7 @@ class LosslessAnswer:
         cache.crop(end - seen)
 
     def _level(self, ids: Tensor) -> None:
-        """Let the reduced cache read accepted drafts that it has not seen."""
+        """Let the reduced cache read accepted drafts."""
         self._drafts.given = None
         if self.cache.get_seq_length() < ids.shape[1]:
             self._logits(ids, self.cache, 1)
@@ -414,7 +368,7 @@ def generate_lossless(
     streamer: Any = None,
     **arguments: Any,
 ) -> Any:
-    """Decode for ``generate(custom_generate=...)``: see `LosslessAnswer`."""
+    """Decode for ``generate(custom_generate=...)``; see `LosslessAnswer`."""
     cache, mask = names.cache_among(arguments), arguments.get("attention_mask")
     ids = input_ids
     padding, ends = generation_config.pad_token_id, generation_config.eos_token_id

@@ -1,4 +1,4 @@
-"""Construction of a reduced cache with its extensions."""
+"""Construction of a reduced cache."""
 
 from __future__ import annotations
 
@@ -32,34 +32,31 @@ def make_cache(
     Parameters
     ----------
     model : transformers.PreTrainedModel
-        The model that will use the cache, on sdpa, eager, flash or flex attention.
+        On sdpa, eager, flash or flex attention.
     profile : BudgetProfile
-        Budgets at layer or head level. They are scaled to the length of each row of the prompt.
-    allow_other_model : bool
-        Accept a model of another name with the same sizes, such as a fine-tune.
+        Of layer or head level; scaled to each row's length.
     prompt_tokens : int, optional
-        Length, padding included, of a prompt that arrives in several forwards: its budgets hold
-        from the first one on. By default the first forward is the whole prompt, since a second
-        chunk looks like a follow-up question.
-    policy, decode_every : optional
-        Options of the cache, see `kvalloc.runtime.options.CacheOptions`.
+        Length, padding included, of a prompt in several forwards; by default the first is the whole
+        prompt.
+    allow_other_model, policy, decode_every : optional
+        See `kvalloc.runtime.options.CacheOptions`.
 
     Returns
     -------
     BudgetCache
-        Pass it to ``generate()`` as ``cache``, before transformers 5.24 as ``past_key_values``.
+        For ``generate()``'s ``cache``, before transformers 5.24 ``past_key_values``.
 
     Raises
     ------
     ModelMismatchError
-        If the profile was made for another model.
+        If the profile is another model's.
     UnsupportedModelError
-        If the model's attention or cache is of a kind that cannot be reduced.
+        If the model's attention or cache cannot be reduced.
     UnsupportedRequestError
-        If a single layer of the model is compiled, it prefills in chunks of unannounced length, or
-        the policy cannot keep the budget while decoding.
+        If a single layer is compiled, the model prefills in unannounced chunks, or the policy
+        cannot keep the budget while decoding.
     InputError
-        If the budgets or the scorer do not fit sinks and window, or there is no such policy.
+        If budgets or scorer do not fit sinks and window, or the policy is unknown.
     """
     if not isinstance(profile, BudgetProfile):
         raise InputError(

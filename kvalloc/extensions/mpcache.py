@@ -1,4 +1,4 @@
-"""MPCache: evict once, then let each decoded token read a few clusters."""
+"""MPCache: read few clusters for each token."""
 
 from __future__ import annotations
 
@@ -26,23 +26,22 @@ _FIRST_PAIR = 2
 
 @dataclass(frozen=True, kw_only=True)
 class MPCache(VotedPolicy):
-    """Static: the best by the attention of the prompt's last rows. Dynamic: see `ClusterReader`.
+    """Static: the best by the prompt's last rows. Dynamic: see `ClusterReader`.
 
     Parameters
     ----------
     scorer : Scorer
         Not used.
     rows_share : float
-        Share of the prompt's rows, at its end, for the static choice: their attention is summed.
+        Share of the prompt's rows, at its end; their attention is summed.
     alpha : float
         Weight of a cluster's largest key against its smallest.
     coarse_tokens, fine_tokens : int
-        Entries of a cluster at the two levels; the first a multiple of the second.
+        Entries of a cluster; the first a multiple of the second.
     coarse_share, fine_share : float
-        Share of the clusters that stays at each level.
+        Of clusters that stay.
     share_layers : bool
-        Let the second of two adjacent layers read the first one's clusters, but for the first two
-        layers.
+        Let each second layer, from the fourth on, read the previous one's clusters.
 
     Raises
     ------
@@ -52,8 +51,7 @@ class MPCache(VotedPolicy):
     References
     ----------
     MPCache: MPC-Friendly KV Cache Eviction for Efficient Private LLM Inference, Sections 4.2 to
-    4.4, Algorithm 3. Last 20% of the rows, alpha 0.6, clusters of 32 (keep 0.7) then 16 (keep
-    0.28), pairs of layers but for the first two.
+    4.4, Algorithm 3; defaults are its values.
     """
 
     name = "mpcache"
@@ -70,7 +68,6 @@ class MPCache(VotedPolicy):
     share_layers: bool = True
 
     def __post_init__(self) -> None:
-        """Check; see `Parameterized`."""
         super().__post_init__()
         if self.coarse_tokens % self.fine_tokens:
             raise InputError(
@@ -79,35 +76,24 @@ class MPCache(VotedPolicy):
             )
 
     def query_rows(self, n_tokens: int) -> int:
-        """Return the number of summed rows; see `VotedPolicy.query_rows`."""
+        """Return the number of summed rows."""
         return math.ceil(n_tokens * self.rows_share)
 
     def keep(self, states: AttentionStates, budgets: Tensor, **limits: Unpack[Limits]) -> Tensor:
-        """Choose the best by the rows' attention; see `EvictionPolicy.keep`."""
+        """See `EvictionPolicy.keep`."""
         return keep_best(self.votes(states), budgets, **limits)
 
     def extension(self, *, sinks: int, window: int) -> ClusterReader:
-        """Return the dynamic half; see `EvictionPolicy.extension`."""
+        """Return the dynamic half."""
         return ClusterReader(self, sinks=sinks, window=window)
 
 
 class ClusterReader(Extension):
-    """Reads sinks, window, decoded tokens, and the nearest clusters of other prompt entries.
+    """Reads sinks, window, decoded tokens, and the prompt's nearest clusters.
 
-    The nearness of a cluster is ``q . (alpha * r_max + (1 - alpha) * r_min)``, with the elementwise
-    largest and smallest of its keys and the mean query of the KV head's query heads. Coarse
-    clusters are ranked first, then the fine ones within the best. Entries that fill no coarse
-    cluster are always read. Ties go to the earlier cluster.
-
-    The second of two adjacent layers does not compare: it reads the fine clusters with most of the
-    first one's positions.
-
-    Parameters
-    ----------
-    settings : MPCache
-        Sizes, shares and alpha.
-    sinks, window : int
-        First and last entries of the prompt that are always read.
+    Nearness is ``q . (alpha * r_max + (1 - alpha) * r_min)``, by the elementwise largest and
+    smallest keys and a KV head's mean query. Coarse clusters are ranked, then fine ones within the
+    best. Entries that fill no coarse cluster are read. Ties go to the earlier cluster.
     """
 
     def __init__(self, settings: MPCache, *, sinks: int, window: int) -> None:
@@ -117,7 +103,7 @@ class ClusterReader(Extension):
         self._led: tuple[int, Tensor, Tensor] | None = None
 
     def planned(self, targets: Mapping[int, IntArray]) -> None:
-        """Refuse budgets that differ between the rows or heads of a layer."""
+        """Refuse budgets that differ between a layer's rows or heads."""
         if any((counts != counts[0, 0]).any() for counts in targets.values()):
             raise UnsupportedRequestError(
                 "the policy mpcache needs equally many entries in all rows and heads of a layer; "
@@ -125,14 +111,14 @@ class ClusterReader(Extension):
             )
 
     def refuse_taking_back(self, cache: Any) -> None:
-        """Refuse drafts, which come several at a time."""
+        """Refuse drafts."""
         raise UnsupportedRequestError(
             "the policy mpcache leaves entries unread for one token at a time, and drafts come "
             "several at once; call generate() without assistance, or choose another policy"
         )
 
     def answer(self, cache: Any, store: Any, states: AttentionStates, compute: Compute) -> Any:
-        """Let a new token attend to sinks, window, later tokens, and the nearest clusters."""
+        """Attend to the `chosen` entries; see `Extension.answer`."""
         if store.tail.starts is not None or (store.kept.lengths != store.kept.lengths[0, 0]).any():
             return None
         *kept, positions = store.kept.padded(np.arange(store.rows))
@@ -148,13 +134,7 @@ class ClusterReader(Extension):
     def chosen(
         self, states: AttentionStates, positions: Tensor, *, place: int, kept: Kept
     ) -> Tensor | None:
-        """Return the entries that the new token attends to; None for all.
-
-        Returns
-        -------
-        Tensor of int64, (batch, n_kv_heads, n_read), or None
-            Increasing.
-        """
+        """Return the entries to read, rising, (batch, n_kv_heads, n_read), int64; None for all."""
         settings = self._settings
         n_coarse = (int(positions.shape[-1]) - self._window - self._sinks) // settings.coarse_tokens
         if n_coarse < 2:
@@ -177,14 +157,13 @@ class ClusterReader(Extension):
         return kept_places(read, counts).view(*counts.shape, -1)
 
     def _counts(self, n_coarse: int) -> tuple[int, int]:
-        """Return the numbers of coarse and of fine clusters that are read."""
         settings = self._settings
         coarse = math.ceil(settings.coarse_share * n_coarse)
         parts = settings.coarse_tokens // settings.fine_tokens
         return coarse, math.ceil(settings.fine_share * coarse * parts)
 
     def _compare(self, states: AttentionStates, kept: Kept, entries: slice) -> Tensor:
-        """Return which fine clusters are nearest to the query, (batch, n_kv_heads, n_fine)."""
+        """Return the nearest fine clusters, (batch, n_kv_heads, n_fine)."""
         settings = self._settings
         clusters = self._clusters.get(kept)
         if clusters is None:
@@ -203,10 +182,7 @@ class ClusterReader(Extension):
         return _best(fine, n_fine, open_coarse.repeat_interleave(parts, dim=-1))
 
     def _follow(self, place: int, where: Tensor, n_coarse: int) -> Tensor | None:
-        """Return the fine clusters with most of the positions that the previous layer reads.
-
-        None if that layer read everything.
-        """
+        """Return the fine clusters with most of the previous layer's positions, if any."""
         if self._led is None or self._led[0] != place - 1:
             return None
         led, inside = (tensor.to(where.device) for tensor in self._led[1:])
@@ -217,7 +193,6 @@ class ClusterReader(Extension):
 
 
 def _summary(keys: Tensor, size: int, alpha: float) -> Tensor:
-    """Return ``alpha * max + (1 - alpha) * min`` over each cluster's keys."""
     clusters = keys.reshape(*keys.shape[:2], -1, size, keys.shape[-1])
     return alpha * clusters.amax(dim=3) + (1 - alpha) * clusters.amin(dim=3)
 

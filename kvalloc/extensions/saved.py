@@ -1,4 +1,4 @@
-"""A reduced cache in a file, for later questions about a text."""
+"""Caches in files."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ def save_cache(
     ----------
     cache : BudgetCache
     path : str or Path
-        Usually ``*.safetensors``: keys, values and positions as stored, and a JSON header. The
-        header has the budget profile, the digests, the counts of seen tokens, and token ids if
-        known.
+        Usually ``*.safetensors``: entries as stored; profile, digests, counts and, if known, ids in
+        a JSON header.
     notes : mapping, optional
-        Plain values of the caller, such as the origin of the text.
+        Plain values, such as the text's origin.
 
     Raises
     ------
     UnsupportedRequestError
-        If no complete prompt is stored, or rows are kept in different ways.
+        If no complete prompt is stored, rows are kept in different ways, layers have a state, or
+        positions several axes.
     InputError
-        If the folder does not exist or is read-only.
+        If the folder is missing or read-only.
     """
     from safetensors.torch import save_file
 
@@ -119,7 +119,6 @@ def save_cache(
 
 
 def _tensors_of(cache: BudgetCache) -> dict[str, Tensor]:
-    """Return everything that is stored, by layer and name."""
     tensors: dict[str, Tensor] = {}
     for index, layer in enumerate(cache.layers):
         stored_tensors: dict[str, Tensor | None] = {"keys": layer.keys, "values": layer.values}
@@ -141,7 +140,7 @@ def _tensors_of(cache: BudgetCache) -> dict[str, Tensor]:
 
 
 def _by_width(kept: Kept) -> list[Part]:
-    """Return one part for each width: parts with other scales are rounded again to agree."""
+    """Return one part for each width, rounded again if scales differ."""
     result = []
     for bits in dict.fromkeys(part.bits for part in kept.parts):
         same = [part for part in kept.parts if part.bits == bits]
@@ -164,28 +163,24 @@ def stored(tensor: Tensor) -> StoredTensor:
 def load_cache(
     path: str | Path, model: nn.Module, *, allow_other_model: bool = False
 ) -> BudgetCache:
-    """Load a saved cache, for the same model.
+    """Load a saved cache onto the devices of its model.
 
     Parameters
     ----------
     path : str or Path
-        File of `save_cache`.
     model : transformers.PreTrainedModel
-        The model that filled it: the same weights in the same type.
+        The same weights in the same type.
     allow_other_model : bool
-        Accept other weights of the same sizes, such as a fine-tune's. Its answers then come from
-        another model's entries.
+        Accept other weights of the same sizes, such as a fine-tune's, for another model's entries.
 
     Returns
     -------
     BudgetCache
-        Pass it to the model as its cache. Each layer is on the device of the model's layer.
 
     Raises
     ------
     ProfileFileError
-        If the file is missing, truncated, of another schema version, or otherwise invalid: all of
-        it is checked before use (`SavedCacheHeader.read`).
+        If the file is missing or invalid; all is checked before use (`SavedCacheHeader.read`).
     ModelMismatchError
         If another model filled the cache.
     """
@@ -199,7 +194,7 @@ def filled_cache(
     model: nn.Module,
     allow_other_model: bool,
 ) -> BudgetCache:
-    """Load a cache from a file that was already read and checked; see `load_cache`."""
+    """Load a cache from a checked file; see `load_cache`."""
     _check_model(path, header, model, allow_other_model=allow_other_model)
     decided = header.row_profiles
     options = CacheOptions(
@@ -248,7 +243,7 @@ def fill_rows(
     visible: Tensor | None,
     ranked: tuple[int, ...],
 ) -> None:
-    """Let a cache with filled layers continue after a prompt within its budget."""
+    """Let a filled cache continue after a prompt within its budget."""
     cache.door.resume(visible, prompt_columns)
     methods = cache.methods if len(cache.methods) == len(ranked) else cache.methods * len(ranked)
     cache.rows = []
@@ -259,7 +254,6 @@ def fill_rows(
 
 
 def _tensor(stored: StoredTensor) -> Tensor:
-    """Return a stored tensor as one of torch, in the same memory."""
     dtype: torch.dtype = getattr(torch, stored.dtype)
     if not stored.data.size:
         return torch.empty(stored.shape, dtype=dtype, device="cpu")
@@ -267,7 +261,6 @@ def _tensor(stored: StoredTensor) -> Tensor:
 
 
 def _fill(layer: Store, tensors: dict[str, Tensor], header: SavedCacheHeader) -> None:
-    """Restore a layer's saved state."""
     layer.seen, heads = header.seen_tokens, int(tensors["keys"].shape[1])
     if "latest" not in tensors:
         return
@@ -290,7 +283,6 @@ def _fill(layer: Store, tensors: dict[str, Tensor], header: SavedCacheHeader) ->
 
 
 def _devices(model: nn.Module, n_layers: int) -> list[torch.device]:
-    """Return the device on which each layer of the model computes."""
     modules = decoder_layers(model)
     if modules is None or len(modules) < n_layers:
         return [computing_device(model)] * n_layers

@@ -1,14 +1,8 @@
 """Attention of a few new tokens over kept entries on CUDA, in two launches.
 
-Kept entries and later tokens are cut into tiles (segment, start, end) of equal length, so that long
-heads are shared by as many programs as they need. Each program writes the partial softmax of its
-tile, and a second launch adds the parts of each segment and writes the answer. The map from kept
-tiles to pieces of segments is on the device, made once for each eviction. The number of programs is
-the largest that this number of entries can need. Lengths and numbers of tiles are arguments at run
-time, so a longer answer compiles nothing anew, and the host never waits.
-
-The kernels are in `kvalloc.extensions.triton_kernels`, imported only with Triton, which torch for
-CUDA on Linux installs.
+Tiles of equal length let several programs share long heads. Each writes a partial softmax, and the
+second launch adds them. Lengths are arguments at run time, so longer answers compile nothing, and
+the host never waits.
 """
 
 from __future__ import annotations
@@ -41,18 +35,18 @@ _WARP_NUMBERS = 512
 
 
 class TritonBackend(Backend):
-    """Entries on CUDA, read by kernels in Triton."""
+    """Entries on CUDA, read by Triton kernels."""
 
     name = "CUDA kernel"
 
     def unavailable(self) -> str | None:
-        """Return a sentence if Triton or a CUDA device is missing."""
+        """Return a sentence if Triton or CUDA is missing."""
         if not torch.cuda.is_available():
             return "there is no CUDA device"
         return None if _installed() else "Triton is not installed"
 
     def refusal(self, call: AttentionCall, kept: Kept) -> str | None:
-        """Refuse entries on other devices, unsupported types, gradients, codes of an odd width."""
+        """Refuse other devices and types, gradients, and codes of odd width."""
         if not call.queries.is_cuda:
             return "the entries are not on CUDA"
         if not _installed():
@@ -77,7 +71,6 @@ def _installed() -> bool:
 
 @cache
 def _wanted_programs(device: torch.device) -> int:
-    """Return two programs for each multiprocessor."""
     return 2 * int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
@@ -136,17 +129,14 @@ def triton_attention(call: AttentionCall, kept: Kept, *, programs: int) -> Tenso
 
 
 def _stored(kept: Part) -> tuple[Any, ...]:
-    """Return keys, values and, at fewer bits, key scales and the values viewed as their type."""
+    """Return keys, values and, for codes, key scales and values viewed as their type."""
     scales = kept.key_scales
     both = None if scales is None else (scales, kept.values.view(scales.dtype))
     return kept.keys, kept.values, both
 
 
 def _tile_length(n_entries: int, programs: int) -> int:
-    """Return the entries of a tile, so that about ``programs`` programs share all.
-
-    Entries that a program reads at once share a key scale, so a tile is part of a block or blocks.
-    """
+    """Return a tile's entries, parts or multiples of a block, which shares a key scale."""
     each = max(-(-n_entries // programs), SHORTEST_TILE)
     if each > KEY_BLOCK_TOKENS:
         return -(-each // KEY_BLOCK_TOKENS) * KEY_BLOCK_TOKENS
@@ -162,7 +152,6 @@ def _sizes(
     columns: int,
     dtype: torch.dtype,
 ) -> Any:
-    """Return the sizes that are compiled into a kernel."""
     from kvalloc.extensions.triton_kernels import Codes, Sizes
 
     value_block = max(_power_of_two(value_dim), 16)
@@ -191,12 +180,11 @@ def _sizes(
 
 
 def _power_of_two(number: int) -> int:
-    """Return the smallest power of two that is not smaller than a number."""
+    """Return a number rounded up to a power of two."""
     return 1 << (number - 1).bit_length()
 
 
 def _launch(kernel: str, grid: tuple[int, int], *arguments: Any, **constants: Any) -> None:
-    """Launch a kernel; nothing else launches one beside torch's operations."""
     from kvalloc.extensions import triton_kernels
 
     getattr(triton_kernels, kernel)[grid](*arguments, **constants)

@@ -1,12 +1,10 @@
-"""Kernels of `kvalloc.extensions.triton`, imported only where Triton is installed.
+"""Kernels of `kvalloc.extensions.triton`.
 
-A softmax over the entries so far has three parts for each query row: the largest logit ``largest``,
-the sum ``total`` of ``exp(logit - largest)``, and the values weighted by these, ``summed``. Entries
-are added a block of columns at a time, and read from memory once: as numbers, or as codes of fewer
-bits, which are unpacked in registers. Related arguments come as a tuple; None stands for an absent
-tensor, and nothing is compiled for it.
+A softmax has three parts for each query row: the largest logit ``largest``, the sum ``total`` of
+``exp(logit - largest)``, and ``summed``, the values weighted by these. Related arguments come as a
+tuple; nothing is compiled for None.
 
-Query row r of a KV head is new token ``r % n_new`` of the head's query head ``r // n_new``.
+Query row r of a KV head is new token ``r % n_new`` of its query head ``r // n_new``.
 """
 
 from __future__ import annotations
@@ -23,16 +21,9 @@ _LENGTHS = ("n_tiles", "following_tiles", "length", "tile", "n_following", "all_
 
 
 class Codes(NamedTuple):
-    """Storage of one part of the kept entries.
+    """Storage of a part of the entries: bits of a number, bytes of an entry.
 
-    Attributes
-    ----------
-    key_bits, value_bits : int
-        Bits of each number.
-    key_bytes, value_bytes : int
-        Bytes of the numbers of an entry.
-    turned : bool
-        Whether values are times Hadamard's matrix.
+    `turned`: values are times Hadamard's matrix.
     """
 
     key_bits: int
@@ -43,26 +34,11 @@ class Codes(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Constants compiled into a kernel: sizes of a model's heads, none of them a length.
+    """Constants compiled into a kernel, none of them a length.
 
-    Attributes
-    ----------
-    head_dim, value_dim : int
-        Numbers of a key and of a value.
-    head_block, value_block : int
-        The same, rounded up to a power of two.
-    rows : int
-        Query rows of a program.
-    columns, key_block : int
-        Entries that are read at once, and that share a key scale.
-    channels : int
-        Channels of a value that share a scale.
-    codes : tuple of Codes
-        One for each part of the kept entries.
-    turned : bool
-        Whether values of any part are turned.
-    precision : str
-        Precision of products, in Triton's words.
+    Blocks are dims up to a power of two, except `key_block`: entries that share a key scale. `rows`
+    are a program's query rows, `columns` entries read at once. `channels` of a value share a scale.
+    `turned`: any part's values are. `precision` of products is Triton's.
     """
 
     head_dim: int
@@ -94,13 +70,13 @@ def read_tile(  # type: ignore[no-untyped-def]
     factors,
     SIZES: tl.constexpr,
 ):
-    """Write the softmax of one block of query rows over one tile of kept or later entries.
+    """Write the softmax of one block of query rows over one tile of entries.
 
-    Parts of ``partial`` are (n_rows, value_dim + 2): summed, largest, total. First come parts of at
-    most ``n_tiles`` tiles of ``length`` kept entries, then ``following_tiles`` of each segment,
-    ``tile`` entries each of ``n_following``. ``kept`` holds the pieces of segments as in
-    `kvalloc.runtime.kept.Work` and, of each part, keys, values and scales. ``queries_in`` and
-    ``followed`` are tensors with the steps between their rows, heads and tokens.
+    ``partial`` is (n_parts, n_rows, value_dim + 2): summed, largest, total. Up to ``n_tiles`` tiles
+    of ``length`` kept entries come first, then ``following_tiles`` of each segment, with ``tile``
+    of ``n_following`` entries. ``kept`` has `kvalloc.runtime.kept.Work`'s pieces and each part's
+    keys, values and scales. ``queries_in`` and ``followed`` have steps between rows, heads and
+    tokens.
     """
     queries, query_row, query_head, query_token = queries_in
     pieces = kept[0]
@@ -161,7 +137,6 @@ def read_tile(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _piece_of(tile, pieces, all_pieces):  # type: ignore[no-untyped-def]
-    """Return the piece of a tile of kept entries: the number of pieces that end before it."""
     count = tl.zeros([], dtype=tl.int64)
     for first in range(0, all_pieces, 64):
         place = first + tl.arange(0, 64)
@@ -173,7 +148,6 @@ def _piece_of(tile, pieces, all_pieces):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _first_tile(piece, length):  # type: ignore[no-untyped-def]
-    """Return the first tile of a piece."""
     return tl.load(piece + 4) - tl.cdiv(tl.load(piece + 1) - tl.load(piece), length)
 
 
@@ -191,10 +165,10 @@ def add_tiles(  # type: ignore[no-untyped-def]
     counts,
     SIZES: tl.constexpr,
 ):
-    """Write one segment's answer from the softmaxes of its tiles, in the model's layout.
+    """Write a segment's answer from its tiles' softmaxes.
 
-    Tiles of turned values come first; only their sum is turned. ``output`` is (batch, n_new,
-    n_kv_heads * group, value_dim); ``sinks`` are the logits and the step between two of them.
+    Turned values come first; only their sum is turned. ``output`` is (batch, n_new, n_kv_heads *
+    group, value_dim); ``sinks`` are the logits and their step.
     """
     n_rows, n_new, n_kv_heads, group, n_pieces = counts
     segment = tl.program_id(0).to(tl.int64)
@@ -240,7 +214,6 @@ def add_tiles(  # type: ignore[no-untyped-def]
 def _add_parts(  # type: ignore[no-untyped-def]
     partial, first, last, n_rows, row, softmax, SIZES: tl.constexpr
 ):
-    """Add partial softmaxes, from the first to before the last, to one of these rows."""
     largest, total, summed = softmax
     value_dims, inside = tl.arange(0, SIZES.value_block), row < n_rows
     for part in range(first, last):
@@ -261,10 +234,7 @@ def _add_parts(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _turned(vectors, SIZE: tl.constexpr, DIM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return vectors times Hadamard's matrix over the root of its size, (SIZE / DIM, DIM).
-
-    Each step adds and subtracts neighbours; after one for each binary digit of DIM, all are mixed.
-    """
+    """Return vectors times Hadamard's matrix over the root of its size, (SIZE / DIM, DIM)."""
     LEFT: tl.constexpr = SIZE // DIM
     STEPS: tl.constexpr = DIM.bit_length() - 1
     for _ in tl.static_range(STEPS):
@@ -277,11 +247,10 @@ def _turned(vectors, SIZE: tl.constexpr, DIM: tl.constexpr):  # type: ignore[no-
 def _add_entries(  # type: ignore[no-untyped-def]
     queries, entries, span, asking, softmax, factors, SIZES: tl.constexpr, CODES: tl.constexpr
 ):
-    """Add the entries of a span (start, end, first key scale) to a softmax.
+    """Add a span (start, end, first key scale) of entries to a softmax.
 
-    ``entries`` are keys and values, each with the step between tokens, and at fewer bits scales. A
-    new token sees no later one (``asking``: batch row, places) and none before the row's first (its
-    last: starts).
+    ``entries`` are keys and values, each with the step between tokens, and scales. ``asking``
+    (batch row, places, starts) hides later tokens, and any before the row's start.
     """
     start, end, first_scale = span
     largest, total, summed = softmax
@@ -318,10 +287,7 @@ def _add_entries(  # type: ignore[no-untyped-def]
 def _keys(  # type: ignore[no-untyped-def]
     entries, column, inside, block, SIZES: tl.constexpr, CODES: tl.constexpr
 ):
-    """Return keys in columns, (head_block, columns), which share the scales of a block.
-
-    Numbers of fewer bits are float32, as in `kvalloc.runtime.quantization.from_codes`.
-    """
+    """Return keys in columns, (head_block, columns), which share a block's scales."""
     keys, key_token, _, _, scales = entries
     dims = tl.arange(0, SIZES.head_block)
     if scales is None:
@@ -347,8 +313,8 @@ def _keys(  # type: ignore[no-untyped-def]
 def _values(entries, column, inside, SIZES: tl.constexpr, CODES: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return values in rows, (columns, value_block).
 
-    At fewer bits a row's scales, one for `channels` numbers, follow its codes. A minimum follows
-    each unless values are turned; ``scales[1]`` are the same rows viewed in their type.
+    After a row's codes come scales, one for `channels` numbers, each with a minimum unless turned;
+    ``scales[1]`` views rows in their type.
     """
     _, _, values, value_token, scales = entries
     dims = tl.arange(0, SIZES.value_block)
@@ -386,7 +352,7 @@ def _codes(  # type: ignore[no-untyped-def]
     rows, column, inside, ROW_BYTES: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
     BITS: tl.constexpr,
 ):  # fmt: skip
-    """Return the codes of some rows, float32, (COLUMNS, BLOCK), of 5 and 3 bits from two planes."""
+    """Return codes, float32, (COLUMNS, BLOCK); 5 and 3 bits have two planes."""
     LOW: tl.constexpr = BITS - (BITS == 5 or BITS == 3)
     codes = _plane(rows, column, inside, ROW_BYTES, DIM, BLOCK, LOW)
     if LOW < BITS:
@@ -400,7 +366,7 @@ def _plane(  # type: ignore[no-untyped-def]
     rows, column, inside, ROW_BYTES: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
     BITS: tl.constexpr,
 ):  # fmt: skip
-    """Return the numbers of BITS bits of some rows, uint8, the first of a byte the lowest."""
+    """Return numbers of BITS bits, uint8, a byte's lowest first."""
     byte = tl.arange(0, BLOCK * BITS // 8)
     codes = tl.load(
         rows + column[:, None] * ROW_BYTES + byte[None, :],
@@ -418,7 +384,7 @@ def _plane(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _raised(largest, other):  # type: ignore[no-untyped-def]
-    """Return the larger of two largest logits, the subtrahend, and the factor on older sums."""
+    """Return the larger logit, the subtrahend, and older sums' factor."""
     highest = tl.maximum(largest, other)
     # a row that has seen nothing yet: -inf minus -inf is not a number
     finite = tl.where(highest == float("-inf"), 0.0, highest)

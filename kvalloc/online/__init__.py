@@ -1,1 +1,1 @@
-"""Budgets decided from the prompt itself, while a model runs."""
+"""Budgets decided while a model runs."""

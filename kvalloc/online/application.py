@@ -1,4 +1,4 @@
-"""`kvalloc.apply`: new caches of a model are reduced ones, until it ends."""
+"""`kvalloc.apply`: a model's new caches are reduced."""
 
 from __future__ import annotations
 
@@ -75,62 +75,50 @@ def apply(
 ) -> Applied:
     """Reduce the prompt of each ``model.generate()`` and each ``model()`` from now on.
 
-    To a share of the bytes by the best unmeasured method, to a stored profile's budgets, or to
-    budgets decided from each prompt::
+    To a share of the bytes, a profile, or a target of each prompt::
 
         with kvalloc.apply(model, budget="20%"):         # any model, nothing measured
         with kvalloc.apply(model, profile):              # a stored decision
         with kvalloc.apply(model, target_retention=0.9): # decided for each prompt (XKV)
             model.generate(**inputs)
 
-    It ends with the ``with``; without one, with ``remove()`` of the returned object. Every call
-    gets a fresh cache, unless it brings one. A forward that makes a cache, ``model(**inputs)``,
-    counts as a whole prompt, and its cache continues from there.
+    It ends with the ``with``, or with the result's ``remove()``. A forward that makes a cache,
+    ``model(**inputs)``, counts as a whole prompt, which its cache continues. The first call runs
+    two tokens through the layers.
 
-    The first call for a model runs two tokens through its layers (`kvalloc.models.probe`). A budget
-    is a share of the bytes of a cache at 16 bits a number. Alone it is kept by default
-    (`kvalloc.online.default`), with ``memory`` by a method that fits at its peak. ``memory`` alone
-    gives the largest budget that fits at its peak. The method is logged
-    (``kvalloc.online.default``, level INFO) and stated in ``last_cache.profile.detail``. An option
-    on deciding budgets or picking entries, such as ``scorer="snapkv", solver="uniform"``, decides
-    budgets for each prompt.
+    A budget, alone or with ``memory``, is kept by the best unmeasured method; ``memory`` alone
+    gives the largest budget with a peak within it. The method is logged
+    (``kvalloc.online.default``, INFO) and is in ``last_cache.profile.detail``. Options on deciding
+    or picking, such as ``scorer="snapkv"``, decide budgets for each prompt.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel
-        A model that can generate.
     profile : BudgetProfile, str or Path, optional
-        Budgets for this model, their file, or the name of shipped ones. Without a profile, exactly
-        one target is required.
+        Budgets, their file, or the name of shipped ones. Without it, exactly one target is
+        required.
     allow_other_model : bool
-        With a profile or a fitted file: accept a model of another name with the same sizes.
+        Accept a profile or fitted file of another name with the same sizes.
     policy, decode_every : optional
         As for `kvalloc.make_cache`.
     fitted : str or Path, optional
-        With a budget, a memory or a target loss alone: the file that ``kvalloc fit`` wrote for this
-        model, so that one read of a prompt is enough. By default the file of `kvalloc.fit` in the
-        cache folder for these weights, or a shipped one.
+        File of `kvalloc.fit`, for a budget, memory or target loss alone. By default these weights'
+        file in the cache folder, or a shipped one.
     across : {"rows"}, optional
-        With a budget alone: the prompts of a batch share the bytes of all by their predicted
-        losses, so short ones get a larger share. Later tokens are kept at their row's share. By
-        default each row has the budget alone.
+        With a budget alone: rows share all bytes by predicted losses, so short prompts get a larger
+        share, also for later tokens.
     lossless : bool
-        Answer as the full cache does, token by token. Tokens are drafted with the reduced cache and
-        verified, several at once, with the full one, which a GPU leaves in the host's memory. The
-        counts are in ``last_cache.verifier``.
+        Answer as the full cache does. The reduced one drafts, and the full one verifies, from the
+        host's memory if there is a GPU. Counts are in ``last_cache.verifier``.
     **keywords
-        The target of each prompt, and how it is measured and decided; see
-        `kvalloc.online.per_prompt.PromptOptions`. None of them goes with a profile.
-
-    Returns
-    -------
-    Applied
-        Its ``last_cache`` holds the latest call's cache.
+        The target and how it is decided, without a profile; see
+        `kvalloc.online.per_prompt.PromptOptions`.
 
     Raises
     ------
     KVAllocError
-        As `kvalloc.make_cache`, and for a profile and a target at once, or neither.
+        As `kvalloc.make_cache`; if the model cannot generate; for a profile and a target at once,
+        or neither.
     """
     options = CacheOptions(
         policy=policy,
@@ -153,17 +141,12 @@ def decision_of(
     options: CacheOptions,
     **keywords: Unpack[PromptOptions],
 ) -> Decision:
-    """Return the decision on all prompts; refuse impossible ones before a model is needed.
-
-    Parameters
-    ----------
-    profile, options, **keywords
-        As for `apply`; a profile and a target do not exclude each other here.
+    """Return the decision of `apply`'s keywords; a profile beside a target is not refused.
 
     Raises
     ------
     KVAllocError
-        If the profile cannot be read, or the target is invalid.
+        For an invalid profile or target.
     """
     if (memory := keywords.get("memory")) is not None:
         options = replace(options, memory=parse_bytes(memory))
@@ -182,34 +165,17 @@ def decision_of(
 
 
 class Applied:
-    """Reduced caches in effect until `remove`, or until the ``with`` is left.
+    """Reduced caches of `kvalloc.apply`, until `remove` or the end of the ``with``.
 
-    Every ``generate()`` gets a fresh cache, and so does every forward that would make one. If that
-    cannot be reduced, a warning says why each time, or an error if a memory is required. The same
-    holds for a call that brings a cache of another kind, which keeps it. Prompts may be prefilled
-    in chunks (``prefill_chunk_size``). Nesting works: the latest one counts, in any order of
-    ending.
-
-    Parameters
-    ----------
-    model : transformers.PreTrainedModel
-        A model that can generate.
-    decision : Decision
-        Makes the cache of each prompt.
-    lossless : bool
-        Whether answers are verified with the full cache. A forward then makes a plain cache.
+    Every ``generate()``, and every forward that would make a cache, gets a fresh one. If it cannot
+    be reduced, or a call brings another kind, a warning says why; with a memory it is an error.
+    With `lossless` a forward makes a plain cache. Prompts may come in chunks
+    (``prefill_chunk_size``). The latest one counts, in any order of ending.
 
     Attributes
     ----------
     last_cache : BudgetCache or None
-        The cache of the latest ``generate()`` or forward; None before the first.
-
-    Raises
-    ------
-    UnsupportedModelError
-        If the model cannot generate.
-    KVAllocError
-        As `Decision.cache`, which is called once.
+        Of the latest ``generate()`` or forward.
     """
 
     def __init__(self, model: Any, decision: Decision, *, lossless: bool = False) -> None:
@@ -248,7 +214,7 @@ class Applied:
         return self._held is not None
 
     def remove(self) -> None:
-        """Let the model generate as before; does nothing the second time."""
+        """Let the model generate as before; the second time does nothing."""
         if self._held is None:
             return
         hooks.end_serving(self._decoder, self._read)
@@ -262,7 +228,6 @@ class Applied:
             _take_methods_back(vars(self._model))
 
     def _new_cache(self, size: PromptSize) -> BudgetCache:
-        """Make the cache of a prompt."""
         cache = extended(self._decision.cache(self._model, size))
         cache.token_kinds = token_kinds(self._model)
         if self._lossless:
@@ -272,7 +237,7 @@ class Applied:
     def _read(
         self, arguments: Mapping[str, Any], begin: Callable[[BudgetCache], dict[str, Any]]
     ) -> dict[str, Any] | None:
-        """Begin a forward that would make a cache with a reduced one; None leaves it unchanged."""
+        """Begin a forward with a reduced cache; None leaves it unchanged."""
         ids, other = _prompt(arguments), names.cache_among(arguments)
         uses = arguments.get("use_cache")
         if uses is None:
@@ -302,7 +267,6 @@ class Applied:
     def _generate(
         self, generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run a call of the model's ``generate()`` with a reduced cache."""
         model = self._model
         # a wrapper such as PEFT's has no name for the first argument
         named = {"inputs": args[0]} if args else {}
@@ -349,11 +313,7 @@ class Applied:
     def _size(
         self, arguments: Mapping[str, Any], ids: Tensor | None, *, generates: bool = False
     ) -> PromptSize:
-        """Return the size of a prompt for its cache, with its ids if known.
-
-        Without a mask, a forward has no padding; ``generate()`` finds it by its token, and repeats
-        the rows for each beam or answer.
-        """
+        """Return a prompt's size; ``generate()`` finds padding by its token, and repeats rows."""
         setting_of = partial(setting, self._model, arguments if generates else {})
         chunked = setting_of("prefill_chunk_size") is not None
         if ids is None:
@@ -385,7 +345,6 @@ class Applied:
         )
 
     def _say_plain(self, other: Any, *, repeated: bool = False) -> None:
-        """Warn that another cache is used, once for each; refuse it if the memory is limited."""
         if isinstance(other, tuple | list) or (other in self._said and not repeated):
             return  # models refuse the first themselves
         why = OWN_MAKES_NONE.format(type(other).__name__)
@@ -426,7 +385,7 @@ _PAGED = "init_continuous_batching"
 
 
 def _lend_methods(model: Any) -> None:
-    """Let methods of a model ask the latest `Applied`, until `_take_methods_back`."""
+    """Let a model's methods ask the latest `Applied`."""
     attributes = vars(model)
     in_effect: list[Applied] = attributes.setdefault(_IN_EFFECT, [])
 
@@ -451,7 +410,7 @@ def _lend_methods(model: Any) -> None:
 
 
 def _take_methods_back(attributes: dict[str, Any]) -> None:
-    """Restore the methods that a model, or a copy with these attributes, had before."""
+    """Undo `_lend_methods`, also in a copy's attributes."""
     attributes.pop(_IN_EFFECT, None)
     for name in ("generate", _PAGED):
         method = attributes.get(name)
@@ -462,13 +421,7 @@ def _take_methods_back(attributes: dict[str, Any]) -> None:
 
 
 def _check_turn(cache: BudgetCache, ids: Tensor) -> None:
-    """Refuse a turn that does not begin with the tokens of the cache.
-
-    Parameters
-    ----------
-    ids : Tensor
-        The whole text so far, (rows, tokens), or its embeddings, which are not compared.
-    """
+    """Refuse ids that do not begin with the cache's tokens; ignore embeddings."""
     seen, tokens = cache.get_seq_length(), int(ids.shape[1])
     cache.check_intact()
     if not seen or ids.ndim > 2:
@@ -487,7 +440,6 @@ def _check_turn(cache: BudgetCache, ids: Tensor) -> None:
 
 
 def _prompt(arguments: Mapping[str, Any]) -> Tensor | None:
-    """Return the prompt of ``generate()``, or None if the arguments do not show it."""
     for name in ("inputs_embeds", "inputs", "input_ids"):
         tensor = arguments.get(name)
         if isinstance(tensor, Tensor) and tensor.ndim >= 2:

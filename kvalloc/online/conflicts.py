@@ -1,4 +1,4 @@
-"""Conflicts of options: one table for `kvalloc.apply` and the commands."""
+"""Conflicts of options."""
 
 from __future__ import annotations
 
@@ -12,18 +12,10 @@ from kvalloc.errors import InputError, OptionNames, option
 
 
 class Conflict(NamedTuple):
-    """Options that exclude others, or need one of them.
+    """Options that exclude others, or need one.
 
-    Attributes
-    ----------
-    options : tuple of str
-        Options; each is refused.
-    message : str
-        Message with ``{0}`` for the set option, and ``{1}`` for the other.
-    excluded : tuple of str
-        Options refused beside each of these.
-    without : tuple of str
-        The options are refused unless one of these is set.
+    Each of `options` is refused beside one of `excluded`, or unless one of `without` is set. In
+    `message`, ``{0}`` is the set option and ``{1}`` the other.
     """
 
     options: tuple[str, ...]
@@ -33,7 +25,7 @@ class Conflict(NamedTuple):
 
 
 def _conflicts() -> Iterator[Conflict]:
-    """Read the table in ``conflicts.toml``."""
+    """Read ``conflicts.toml``."""
     table = tomllib.loads((resources.files(__package__) / "conflicts.toml").read_text("utf-8"))
     groups = {f"@{name}": names for name, names in table["groups"].items()} | {"@target": TARGETS}
 
@@ -50,22 +42,16 @@ CONFLICTS = tuple(_conflicts())
 
 
 def given_names(options: Mapping[str, object]) -> set[str]:
-    """Return the names of set options: neither None nor False."""
+    """Return the names of options that are neither None nor False."""
     return {name for name, value in options.items() if value is not None and value is not False}
 
 
 def check_conflicts(set_options: Collection[str]) -> None:
-    """Refuse options that exclude each other.
-
-    Parameters
-    ----------
-    set_options : collection of str
-        Names of set options, as keywords or as in flags.
+    """Refuse the first conflict of set options.
 
     Raises
     ------
     InputError
-        For the first conflict of the table.
     """
     for conflict in CONFLICTS:
         first = next((name for name in conflict.options if name in set_options), None)

@@ -1,4 +1,4 @@
-"""Decisions on how the rows of a prompt are kept, and their caches."""
+"""Decisions on how prompts are kept."""
 
 from __future__ import annotations
 
@@ -19,21 +19,11 @@ from kvalloc.shape import ModelShape
 
 @dataclass(frozen=True, kw_only=True)
 class PromptSize:
-    """Size of a prompt that has not been read yet, for its cache.
+    """Size of an unread prompt; with `chunked` it comes in several forwards.
 
-    Attributes
-    ----------
-    tokens : int or None
-        Length, padding included; None if unknown.
-    lengths : tuple of int
-        Tokens of each row, without padding; empty for a single row without any.
-    chunked : bool
-        Whether it comes in several forwards.
-    rows : tuple of ndarray of int64, (n_tokens,)
-        Token ids of each row, without padding; empty if unknown.
-    scattered : tuple of bool
-        Whether positions of a row differ from token numbers; empty if none do. See
-        `kvalloc.runtime.rows.scattered_rows`.
+    `tokens` include padding, None if unknown. `lengths` do not, empty for one row without any.
+    `rows` are token ids, (n_tokens,) each, empty if unknown. For `scattered`, empty if none, see
+    `kvalloc.runtime.rows.scattered_rows`.
     """
 
     tokens: int | None = None
@@ -44,12 +34,12 @@ class PromptSize:
 
     @property
     def columns(self) -> int:
-        """Return the length, padding included; 0 if unknown."""
+        """Return `tokens`, or 0."""
         return self.tokens or 0
 
     @property
     def longest(self) -> int:
-        """Return the tokens of the longest row."""
+        """Return the longest row's tokens."""
         return max(self.lengths or (self.columns,))
 
     @property
@@ -58,7 +48,7 @@ class PromptSize:
         return len(self.lengths) or 1
 
     def of_rows(self, indices: Sequence[int]) -> PromptSize:
-        """Return the size of some rows, at least 1 token each, without their ids and positions."""
+        """Return the lengths of some rows, at least 1 token each."""
         lengths = self.lengths or (self.columns,)
         return replace(
             self, lengths=tuple(max(lengths[row], 1) for row in indices), rows=(), scattered=()
@@ -71,27 +61,21 @@ UNKNOWN = PromptSize()
 
 @dataclass(frozen=True, kw_only=True)
 class Decision(ABC):
-    """Decides how each prompt is kept.
-
-    Attributes
-    ----------
-    options : CacheOptions
-        Options of the caches.
-    """
+    """Decides how each prompt is kept."""
 
     options: CacheOptions = CacheOptions()
 
     @abstractmethod
     def ways(self, model: Any, shape: ModelShape, size: PromptSize) -> Sequence[Way]:
-        """Return how each row of a prompt is kept, or one way for all of them."""
+        """Return each row's way, or one way for all."""
 
     def cache(self, model: Any, size: PromptSize = UNKNOWN) -> BudgetCache:
-        """Make a cache for one prompt.
+        """Make a prompt's cache.
 
         Raises
         ------
         KVAllocError
-            If the prompt cannot be kept, or as `kvalloc.make_cache`.
+            As `ways` and `kvalloc.make_cache`.
         """
         shape, begun = shape_of(model), time.perf_counter()
         ways = self.ways(model, shape, size)
@@ -105,10 +89,10 @@ class Decision(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class StoredProfile(Decision):
-    """The budgets of a profile, for every prompt."""
+    """A profile's budgets, for every prompt."""
 
     profile: BudgetProfile
 
     def ways(self, model: Any, shape: ModelShape, size: PromptSize) -> Sequence[Way]:
-        """Return one way for all rows."""
+        """See `Decision.ways`."""
         return [Way(profile=self.profile, options=self.options)]

@@ -1,4 +1,4 @@
-"""The unmeasured default for any model: the best known method within a share of the bytes."""
+"""The unmeasured default for any model."""
 
 from __future__ import annotations
 
@@ -40,20 +40,17 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Default(Decision):
-    """Request for every prompt: a share of the bytes, within the memory of the options.
+    """Request for every prompt: a share of the bytes, within a memory.
 
     Parameters
     ----------
     share : float, optional
-        Share of the bytes of a cache at 16 bits a number, for any type of the model; above 0 and up
-        to 1. Without it, and without a loss, it is the largest one that fits in the memory at its
-        peak; it falls as a conversation grows.
+        Of the bytes at 16 bits, for any type of the model; above 0 and up to 1. By default the
+        largest with a peak within the memory, which falls as a conversation grows.
     target_loss : float, optional
-        Replaces the share by the smallest one with at most this predicted loss, nats per token.
+        Takes the smallest share with at most this predicted loss, nats per token.
     options : CacheOptions
-        Options of the cache, and the memory at its peak; without one the full cache fits. The
-        fitted file is by default the one in the cache folder, or a shipped one; a policy is not
-        used.
+        Without a memory the full cache fits; a policy is not used.
     """
 
     share: float | None = None
@@ -61,7 +58,7 @@ class Default(Decision):
 
     @staticmethod
     def applies(**options: object) -> bool:
-        """Return whether a budget, a loss or a memory is set, and no other option but a file."""
+        """Return whether a budget or loss, or a memory, is set, and otherwise only a file."""
         names = given_names(options)
         one = bool(names & _TARGETS) and not {"budget", "target_loss"} <= names
         return one and names <= _TARGETS | {"fitted"}
@@ -74,12 +71,11 @@ class Default(Decision):
         target_loss: float | None = None,
         **more: Any,
     ) -> Default:
-        """Read the share or loss that the user wrote; ``more`` are unset, or in the options.
+        """Read the share or loss; ``more`` are unset, or in the options.
 
         Raises
         ------
         InputError
-            If it is no share, or no loss.
         """
         if target_loss is not None:
             target_loss = float(Request.parse(target_loss=target_loss).target.value)
@@ -88,18 +84,15 @@ class Default(Decision):
 
     @property
     def _memory_only(self) -> bool:
-        """Return whether only the memory determines the share."""
         return self.share is None and self.target_loss is None
 
     def ways(self, model: Any, shape: ModelShape, size: PromptSize) -> list[Way]:
-        """Return how each row is kept, by its own length.
-
-        A prompt of unknown length gets no full cache.
+        """Return each row's way by its length; an unknown length gets no full cache.
 
         Raises
         ------
         InputError
-            If no method fits the memory, or a loss or shared bytes need a missing fitted file.
+            If no method fits the memory, or a needed fitted file is missing.
         """
         probe, setting = probe_of(model), self.setting(shape)
         setting = replace(setting, rotates=probe.moves_queries, fits=probe.knows_rotations)
@@ -134,7 +127,6 @@ class Default(Decision):
         return [ways[method] for method in methods]
 
     def _way(self, method: Method, indices: Sequence[int], size: PromptSize) -> Way:
-        """Return the way of the rows of one method, and log it."""
         rows = size.of_rows(indices)
         profile = method.profile(rows.longest)
         detail, rest = _text(method, profile, rows, self.options.memory)
@@ -145,14 +137,12 @@ class Default(Decision):
         memory = self.options.memory
 
         def stated(profile: BudgetProfile) -> BudgetProfile:
-            """Return a profile with its line of detail, and the memory if it is the target."""
             requested = profile.requested
             if self._memory_only:
                 requested = {**requested, "memory": memory}
             return profile.replace(requested=requested, detail=one_line(detail, DETAIL))
 
         def within(share: float, tokens: int) -> BudgetProfile:
-            """Return the budgets of a conversation of a length at a share."""
             setting = replace(method.setting, share=share)
             later = method_for(setting, tokens)
             if not isinstance(later, Solved | Whole):
@@ -169,7 +159,6 @@ class Default(Decision):
         )
 
     def _largest_share(self, setting: Setting, size: PromptSize) -> float:
-        """Return the largest share of a prompt that fits in the memory at its peak."""
         shape, memory = setting.shape, self.options.memory or 0
         columns, rows, longest = size.columns, size.n_rows, size.longest
         # solved budgets fill their share, and values are fitted in float32
@@ -195,19 +184,18 @@ class Default(Decision):
         return (part + 1) / _PARTS  # the smallest share, refused with its bytes
 
     def _smallest_share(self, setting: Setting, loss: float, size: PromptSize) -> float:
-        """Return the smallest share with a small enough predicted loss at a prompt's length."""
         use = f"{option('target_loss', f'{loss:g}')} is solved from"
         file = setting.require_file(use, f"give {option('budget', '20%')}")
         tokens = max(size.lengths or (size.tokens or load_fitted(file).context_tokens,))
         return share_for_loss(file, loss, grid_length(tokens))
 
     def setting(self, shape: ModelShape) -> Setting:
-        """Return the setting of all methods of a model.
+        """Return a model's setting.
 
         Raises
         ------
         ModelMismatchError
-            If the named one is of another model.
+            If the named fitted file is another model's.
         """
         if self.options.fitted is None:
             file = find_fitted(shape)
@@ -222,7 +210,7 @@ class Default(Decision):
         return Setting(shape=shape, share=self.share or 1.0, file=file)
 
     def _that_fit(self, methods: list[Method], size: PromptSize) -> list[Method]:
-        """Return the method of each row; all are immediate if the memory requires it."""
+        """Return each row's method, all immediate if the memory requires it."""
         if (memory := self.options.memory) is None:
             return methods
         immediate: list[Method] = [
@@ -246,7 +234,6 @@ class Default(Decision):
 
 
 def _grouped(methods: Sequence[Method]) -> dict[Method, tuple[int, ...]]:
-    """Return the rows of each method."""
     return {
         method: tuple(row for row, other in enumerate(methods) if other == method)
         for method in dict.fromkeys(methods)
@@ -254,7 +241,6 @@ def _grouped(methods: Sequence[Method]) -> dict[Method, tuple[int, ...]]:
 
 
 def _settings_of_rows(setting: Setting, lengths: Sequence[int]) -> list[Setting]:
-    """Return the setting of each row; rows within the curves share their bytes."""
     covered = [row for row, tokens in enumerate(lengths) if setting.solved_tokens(tokens)]
     shared = shares_of_rows(str(setting.file), setting.share, tuple(lengths[r] for r in covered))
     shares = dict(zip(covered, shared, strict=True))
@@ -262,7 +248,6 @@ def _settings_of_rows(setting: Setting, lengths: Sequence[int]) -> list[Setting]
 
 
 def _warn_of_other_weights(setting: Setting, methods: Sequence[Method]) -> None:
-    """Log that a file of other weights is used, or could be, unless no row needs a file."""
     similar = setting.file or fitted_of_same_sizes(setting.shape)
     if similar is None or all(isinstance(one, Whole) for one in methods):
         return
@@ -275,7 +260,7 @@ def _warn_of_other_weights(setting: Setting, methods: Sequence[Method]) -> None:
 def _text(
     method: Method, profile: BudgetProfile, size: PromptSize, memory: int | None
 ) -> tuple[str, str]:
-    """Return the line of detail of rows, and its end for the log: method, peak and cost."""
+    """Return the line of detail, and the log's end."""
     shape, share, lengths = profile.shape, method.setting.share, size.lengths
     peak = method.peak_bytes(size)
     if layers_together(sum(lengths), profile, memory) > 1:

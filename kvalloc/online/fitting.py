@@ -1,8 +1,4 @@
-"""``kvalloc.fit``: measure once what the default needs of a model.
-
-It stands in this room because it solves: how far the sum of single losses is from what whole
-caches lose is measured with budgets that were decided by it.
-"""
+"""``kvalloc.fit``: measure a model once."""
 
 from __future__ import annotations
 
@@ -75,51 +71,40 @@ def fit(
 ) -> FittedModel:
     """Measure once what the default needs of a model, so that each prompt is read once.
 
-    The file goes into kvalloc's cache folder under the digest of the weights.
-    ``kvalloc.apply(model, budget=...)``, ``generate``, ``chat`` and ``eval`` take it from there,
-    and solve for each share that they are given. Three things are measured:
+    ``kvalloc.apply(model, budget=...)`` and the commands find the file by the weights' digest, and
+    solve for each share. It holds:
 
-    1. a surrogate: what a second read of a prompt would look up;
-    2. loss curves of every head over entries and widths, one head reduced at a time, with the
-       entries that the surrogate ranks highest;
-    3. what whole caches lose that were decided by these curves, at three shares, on other prompts.
+    1. a surrogate of a prompt's second read;
+    2. each head's loss curves over entries and widths, other heads unreduced, with the surrogate's
+       best entries;
+    3. whole caches' losses by these curves, at three shares, on other prompts.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel or Engine
-        A causal language model, the same afterwards; or workers, as for `kvalloc.profile`.
     tokenizer : transformers.PreTrainedTokenizerBase
-        Its tokenizer.
     texts : iterable of str, Document or Prompt, optional
-        As `kvalloc.profile` takes them. By default prompts that kvalloc makes: prose, lists, code,
-        facts and the model's own answers.
+        As for `kvalloc.profile`; by default made prompts: prose, lists, code, facts and the model's
+        own answers.
     output : str or Path, optional
-        The file to write, atomically, instead of the one in the cache folder. Finished measurements
-        are kept in ``OUTPUT.partial`` until then.
-    resume : bool
-        Go on with what an earlier, killed call left there.
+        By default in the cache folder. ``OUTPUT.partial`` has finished measurements meanwhile.
+    resume, model_id : optional
+        As for `kvalloc.profile`.
     progress : callable, optional
         Called with (prompts done, prompts in all).
     notify : callable, optional
-        Called once with a line that says how long it takes, as measured on the first prompt.
-    model_id : str, optional
-        Instead of what the model's config says.
+        Called once, unless resumed, with a line on the time it takes.
     **options
         See `kvalloc.measure.scorer_fitting.FitOptions`.
-
-    Returns
-    -------
-    FittedModel
 
     Raises
     ------
     KVAllocError
-        As `kvalloc.profile`; or if there is too little text.
+        As `kvalloc.profile`, or for too little text.
 
     Examples
     --------
-    >>> demo = kvalloc.load_model("demo")  # doctest: +SKIP
-    >>> kvalloc.fit(demo.model, demo.tokenizer)  # doctest: +SKIP
+    >>> kvalloc.fit(model, tokenizer)  # doctest: +SKIP
     """
     require_run_packages()
     engine = engine_of(model)
@@ -145,8 +130,6 @@ def fit(
     unsaid = [] if resume or notify is None else [notify]  # a resumed job takes less
 
     def stage(number: int) -> Callable[[int, int], None]:
-        """Return the progress of one stage as the job's."""
-
         def count(done: int, total: int) -> None:
             measured = prompts[number] * done // max(total, 1)
             if measured and unsaid:
@@ -188,10 +171,7 @@ def fit(
 
 
 def _check_rotation(layers: Sequence[int], model: Any, item: None, advance: Advance) -> bool:
-    """Refuse a model with layers that cannot be fitted or found, before prompts are made.
-
-    Returns whether its queries can be put elsewhere.
-    """
+    """Return whether queries can be moved; refuse layers that cannot be fitted."""
     probe = probe_of(model)
     for layer in layers:
         surrogate_rotation(probe.rotations.get(layer, UNKNOWN))
@@ -206,10 +186,7 @@ def _samples(
     count: int | None,
     seed: int,
 ) -> tuple[SampleSet, SampleSet, SampleSet]:
-    """Return what the surrogate is fitted on, what losses and what whole caches are measured on.
-
-    Of given texts whole caches are measured on samples that no loss was measured on, if any.
-    """
+    """Return samples for surrogate, losses and whole caches; given texts' last two are disjoint."""
     short = min(context, LOSS_CONTEXT)
     choose = partial(choose_samples, tokenizer=tokenizer, least_tokens=SINKS + WINDOW + 1)
     if inputs is None:
@@ -238,7 +215,6 @@ def _samples(
 
 
 def _output_in_cache(shape: ModelShape) -> Path:
-    """Return the model's file in the cache folder, which is made."""
     file = fitted_file(shape)
     try:
         make_folder(file.parent)
@@ -257,7 +233,6 @@ def _errors(
     kept: Checkpoint,
     progress: Callable[[int, int], None] | None,
 ) -> tuple[ShareError, ...]:
-    """Return what whole caches of some shares lose beside what the file's curves predict."""
     tokens = max((one.token_ids.size for one in samples.samples), default=0)
     decided = {one: solve_share(file, one, tokens, rotates) for one in ERROR_SHARES if tokens}
     profiles = {share: one for share, one in decided.items() if one is not None}
@@ -293,7 +268,6 @@ def _whole_losses(
     index: int,
     advance: Advance,
 ) -> dict[str, FloatArray]:
-    """Return the loss of one prompt's whole cache by each profile."""
     measured = CacheLosses(model, samples)
     losses = np.array([measured.loss(index, profile) for profile in profiles])
     advance(1)

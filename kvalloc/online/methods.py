@@ -1,12 +1,8 @@
-"""Methods by which the default serves a prompt: entries, peak and cost of each.
+"""Methods by which the default serves a prompt.
 
-At equal bytes it pays to round first and evict then, and to evict entries that a second read does
-not attend to. A fitted file's curves give entries and bits of each head, and its surrogate of a
-second read ranks the entries. Below the shares of the curves, and without a file, all heads keep
-the same number of entries. They have 5 bits (8 for a large share, 4 for a small one). The values
-of kept entries are fitted to the output of all, and the model reads the prompt twice, from a full
-cache. The prompt's length may be unknown, or the memory too small for that. Then the heads of each
-layer share its budget as it is read, by the surrogate or the attention of the prompt's last tokens.
+`Solved` follows a fitted file's curves. Below their shares, and without a file, `SecondRead` keeps
+equal numbers of entries in all heads. `Immediate` serves unknown lengths, and full caches beyond
+the memory.
 """
 
 from __future__ import annotations
@@ -62,19 +58,10 @@ FAR = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Share, model and fitted file, for all methods.
+    """Share, of the bytes at 16 bits, model and fitted file, for all methods.
 
-    Attributes
-    ----------
-    share : float
-        Share of the bytes of a cache at 16 bits a number.
-    file : str or None
-        The model's fitted file.
-    rotates : bool
-        Whether the model's queries can be rotated to positions after the prompt, to which values
-        are fitted.
-    fits : bool
-        Whether keys can be rotated back, or have no rotation, which a fitted file requires.
+    For `rotates` see `kvalloc.online.solved.fits_values`. `fits`: keys can be rotated back, or have
+    no rotation, as a fitted file requires.
     """
 
     shape: ModelShape
@@ -89,14 +76,14 @@ class Setting:
         Parameters
         ----------
         use : str
-            The purpose, in words that end before "what 'kvalloc fit' measures".
+            Words before "what 'kvalloc fit' measures".
         instead : str
-            The way out beside a fit.
+            Another way out.
 
         Raises
         ------
         InputError
-            If the model was not measured.
+            If there is none.
         """
         if self.file is not None:
             return self.file
@@ -117,18 +104,18 @@ class Setting:
         return 5 if bits_fault(bits, self.shape.dims[1]) else bits
 
     def entries(self, tokens: int, bits: int | None = None) -> int:
-        """Return the number of entries that each head keeps of a row, at `bits` by default."""
+        """Return each head's kept entries of a row, at `bits` by default."""
         bits = bits or self.bits
         return entries_in_share(self.share, tokens, bits, self.shape, minimum=SINKS + WINDOW)
 
     def solved(self, tokens: int) -> BudgetProfile | None:
-        """Return the fitted file's budgets at a length; see `solve_share`."""
+        """Return `solve_share`'s budgets."""
         return solve_share(str(self.file), self.share, tokens, self.rotates)
 
     def solved_tokens(self, tokens: int) -> int | None:
-        """Return the length at which the curves of the fitted file are solved for a prompt.
+        """Return the length at which curves are solved for a prompt.
 
-        None if there is no file, its curves do not cover the share, or everything stays.
+        None without a file, if its curves do not cover the share, or if everything stays.
         """
         if self.file is None or self.share == 1:
             return None
@@ -142,20 +129,11 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """Method of serving a row; equal objects serve rows in one group.
+    """Method of serving a row; equal objects serve one group.
 
-    Attributes
-    ----------
-    cost : float
-        Time of a prompt of 2,048 tokens over a plain prefill's (SmolLM2-135M, two threads).
-    text, action : str
-        Description for a log, in which ``{}`` is the fitted file, and for a line of detail.
-    chunked_text : str
-        The text for a prompt in several forwards, if it differs.
-    by_layer : bool
-        Option of `CacheOptions` for its caches.
-    by_prompt : bool
-        Whether heads share their entries by the scores of each prompt.
+    `cost` is the time of 2,048 tokens over a plain prefill's (SmolLM2-135M, two threads). `text` is
+    for a log, with ``{}`` for the fitted file; `chunked_text`, if set, for several forwards;
+    `action` for a line of detail. See `CacheOptions.by_layer` and `BudgetProfile.by_prompt`.
     """
 
     cost: ClassVar[float]
@@ -169,23 +147,23 @@ class Method:
 
     @property
     def bits(self) -> int:
-        """Return the width at which entries are stored."""
+        """Return the width of stored entries."""
         return self.setting.bits
 
     @property
     def scorer(self) -> Scorer:
-        """Return the scorer: the surrogate, or the attention of the last tokens."""
+        """Return the surrogate, or the last tokens' attention."""
         if (file := self.setting.file) is not None:
             return get_scorer("surrogate", file=file, window=WINDOW)
         return latest_votes(window=WINDOW, rotates=self.setting.rotates)
 
     @property
     def policy(self) -> Policy:
-        """Return the policy: the scorer alone."""
+        """Return its policy."""
         return self.scorer.policy(SINKS)
 
     def profile(self, tokens: int | None) -> BudgetProfile:
-        """Return the budget profile; its budgets hold for all lengths."""
+        """Return the profile; its budgets hold for all lengths."""
         setting, shape = self.setting, self.setting.shape
         context = tokens or min(shape.max_context_tokens or 4096, 4096)
         budgets, full = constant_entries(shape, context), list(shape.full_layers)
@@ -206,11 +184,11 @@ class Method:
         )
 
     def longer_profile(self) -> BudgetProfile | None:
-        """Return the budgets of a longer conversation, if they differ."""
+        """Return a longer conversation's budgets, if they differ."""
         return None
 
     def peak_bytes(self, size: PromptSize) -> int:
-        """Return the bytes of K, V and stored queries while rows of a prompt are read."""
+        """Return the bytes of K, V and stored queries while rows are read."""
         columns, longest = size.columns, size.longest
         if self.setting.share == 1:  # stored as the model makes it
             return plain_bytes(self.setting.shape, columns, size.n_rows)
@@ -219,18 +197,18 @@ class Method:
 
     @property
     def brief(self) -> str:
-        """Return the action with the predicted loss, for a line of detail."""
+        """Return the action and predicted loss, for a line of detail."""
         known = "nothing measured" if self.setting.file is None else "no loss predicted"
         if not self.setting.fits:
             known = "no fit"
         return f"{known}: {self.action}" if self.action else known
 
     def advice(self, tokens: int) -> str:
-        """Return the end of the log's line: facts about the prediction, or how to get one."""
+        """Return the log's end, on the prediction."""
         return ""
 
     def _holding_bytes(self, size: PromptSize) -> int:
-        """Return the bytes of the full cache, and of queries that rank and that values fit."""
+        """Return the bytes of the full cache and stored queries."""
         shape, matched = self.setting.shape, matching_options(self.setting.share)["rows"]
         queries = min(max(matched, self.scorer.query_rows(size.longest)), size.longest)
         each = len(shape.full_layers) * shape.n_query_heads * shape.head_dim * shape.dtype_bytes
@@ -239,7 +217,7 @@ class Method:
 
 @dataclass(frozen=True, kw_only=True)
 class Whole(Method):
-    """All entries stay, rounded if that takes less, scales included."""
+    """All entries stay, rounded if smaller, scales included."""
 
     cost = 1.0
     text = "evicts nothing"
@@ -249,13 +227,13 @@ class Whole(Method):
 
     @property
     def bits(self) -> int:
-        """Return the width of all entries; a mix is only for kept ones of an eviction."""
+        """Return the width of all entries."""
         return self.width
 
 
 @dataclass(frozen=True, kw_only=True)
 class Immediate(Method):
-    """The heads of each layer share its budget as it is read."""
+    """A layer's heads share its budget as it is read."""
 
     cost = 1.2
     text = action = "evicts while the prompt is read"
@@ -264,13 +242,7 @@ class Immediate(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class Solved(Method):
-    """The surrogate ranks, within entries and bits of each head that are solved from losses.
-
-    Attributes
-    ----------
-    solved_tokens : int
-        Length at which the fitted file is solved.
-    """
+    """The surrogate ranks, within entries and bits solved from losses at `solved_tokens`."""
 
     cost = 1.2
     text = "evicts while the prompt is read, as solved from {}"
@@ -279,33 +251,33 @@ class Solved(Method):
     solved_tokens: int
 
     def profile(self, tokens: int | None) -> BudgetProfile:
-        """Return the budgets that are solved; see `Method.profile`."""
+        """See `Method.profile`."""
         solved = self.setting.solved(self.solved_tokens)
         assert solved is not None  # else `method_for` takes another method
         return solved
 
     def longer_profile(self) -> BudgetProfile | None:
-        """Return the budgets of a text of `LONGER_TOKENS`, if the prompt is far shorter."""
+        """Return budgets for `LONGER_TOKENS`, if the prompt is far shorter."""
         if 2 * self.solved_tokens > LONGER_TOKENS:
             return None
         return self.setting.solved(LONGER_TOKENS)
 
     def peak_bytes(self, size: PromptSize) -> int:
-        """Return the peak; in chunks, values are fitted to the last queries."""
+        """Return the peak; a chunked prompt is held in full."""
         return self._holding_bytes(size) if size.chunked else super().peak_bytes(size)
 
     @property
     def predicted_loss(self) -> float:
-        """Return the sum of single losses, times the model error."""
+        """Return the summed single losses, times the model error."""
         return self.profile(None).expected_loss or 0.0
 
     @property
     def brief(self) -> str:
-        """Return the predicted loss; see `Method.brief`."""
+        """See `Method.brief`."""
         return f"predicted loss {self.predicted_loss:.2g} nats a token"
 
     def advice(self, tokens: int) -> str:
-        """Return the predicted loss, and how well it is predicted; see `Method.advice`."""
+        """See `Method.advice`."""
         solved = self.profile(tokens)
         measured = load_fitted(str(self.setting.file)).scores.context_tokens
         advice = f"; {self.brief}, a sum of single losses within {gap_text(solved.gap)} of the "
@@ -319,7 +291,7 @@ class Solved(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class SecondRead(Method):
-    """A second read of the prompt ranks, and values are fitted."""
+    """A second read ranks, and values are fitted."""
 
     cost = 2.5
     text = "reads the prompt twice and holds the full cache meanwhile"
@@ -327,17 +299,17 @@ class SecondRead(Method):
 
     @property
     def scorer(self) -> Scorer:
-        """Return the scorer that observes the second read."""
+        """Return its scorer."""
         return get_scorer("reconstruction", chunk=PIECE, nearby=NEARBY, window=WINDOW)
 
     @property
     def policy(self) -> Policy:
-        """Return the policy; it fits values if the model's queries can be moved."""
+        """Return `fitting_policy`'s policy."""
         setting = self.setting
         return fitting_policy(self.scorer, setting.share, setting.shape, rotates=setting.rotates)
 
     def peak_bytes(self, size: PromptSize) -> int:
-        """Return the peak, with the pieces of the second read and one layer of the prompt."""
+        """Return the peak, with second-read pieces and one layer."""
         shape, tokens = self.setting.shape, size.longest
         shown = min(SHOWN_FIRST + PIECE, tokens)
         second_read = plain_bytes(shape, min(CARRIED_TOKENS + PIECE, tokens), size.n_rows)
@@ -345,14 +317,14 @@ class SecondRead(Method):
         return self._holding_bytes(size) + one_layer * shown // size.columns + second_read
 
     def advice(self, tokens: int) -> str:
-        """Return how to do without the second read; see `Method.advice`."""
+        """See `Method.advice`."""
         if self.setting.file is not None or not self.setting.fits:  # then there is none
             return ""
         return f"; 'kvalloc fit' once, and one read does, {Solved.cost} times a plain prefill"
 
 
 def method_for(setting: Setting, tokens: int, *, limit: int | None = None) -> Method:
-    """Return the method for a row, if the memory takes its full cache."""
+    """Return a row's method, if the memory takes its full cache."""
     if (solved := setting.solved_tokens(tokens)) is not None:
         return Solved(setting=setting, solved_tokens=solved)
     if setting.entries(tokens) == tokens:

@@ -1,8 +1,4 @@
-"""Budgets decided from each prompt itself.
-
-XKV's per-task mode (Section IV): a mini-prefill measures the prompt's retention curves, a solver
-decides, and the prompt is prefilled with eviction.
-"""
+"""Budgets decided from each prompt."""
 
 from __future__ import annotations
 
@@ -58,24 +54,14 @@ class PromptOptions(RequestOptions, total=False):
 class PromptTarget(Decision):
     """Budgets decided from each prompt, within its first forward.
 
-    A mini-prefill over the prompt comes first, then the solver, then the prefill with eviction.
-    That takes about as long as another prefill; no cache exists meanwhile, so peak memory is no
-    more than a reduced prefill's. The decision is the cache's ``profile``, or ``row_profiles`` by
-    row; ``decision_seconds`` is its time.
-
-    Attributes
-    ----------
-    request : Request
-        The target.
-    scorer : Scorer
-        Its scores are measured.
-    sinks : int
-        First tokens, never evicted.
+    A mini-prefill measures retention curves, the solver decides, and the prompt is prefilled with
+    eviction. That takes about as long as another prefill, at a reduced one's peak memory. The
+    cache's ``profile`` or ``row_profiles`` is the decision, and ``decision_seconds`` its time.
 
     Raises
     ------
     InputError
-        If a value is out of range, there is no such solver or scorer, or not exactly one target.
+        For an unknown solver or negative `sinks`.
     UnsupportedRequestError
         If the scorer needs a second read.
 
@@ -99,7 +85,7 @@ class PromptTarget(Decision):
     def parse(
         cls, *, options: CacheOptions | None = None, **keywords: Unpack[PromptOptions]
     ) -> Self:
-        """Return the target that keywords make; see `PromptOptions`."""
+        """Read `PromptOptions`; refuse other options of a request."""
         options_set: dict[str, Any] = {
             name: value for name, value in keywords.items() if value is not None
         }
@@ -117,12 +103,12 @@ class PromptTarget(Decision):
         )
 
     def ways(self, model: Any, shape: ModelShape, size: PromptSize) -> list[Way]:
-        """Return how each row is kept, by its own budgets; equal rows, such as beams, share them.
+        """Return each row's own budgets; equal rows, such as beams, share them.
 
         Raises
         ------
         UnsupportedRequestError
-            If the token ids of a prompt are unknown.
+            If token ids are unknown.
         InfeasibleError
             If the target cannot be reached.
         """
@@ -145,10 +131,7 @@ class PromptTarget(Decision):
         return [ways[row.tobytes()] for row in size.rows]
 
     def _whole(self, shape: ModelShape) -> BudgetProfile:
-        """Return the profile of a prompt that is too short for its budgets.
-
-        Evictions begin once later tokens exceed the requested size.
-        """
+        """Return a too short prompt's profile; it evicts beyond the requested size."""
         target, context = self.request.target, self.sinks + self.scorer.window
         steering = target.steering()
         if target.kind == "budget":
@@ -174,7 +157,6 @@ class PromptTarget(Decision):
         row: IntArray,
         columns: int,
     ) -> BudgetProfile:
-        """Return the budgets of one row, in a batch of ``columns`` columns."""
         shape, target = whole.shape, request.target
         if row.size <= whole.context_tokens:
             everything = full_bytes(shape, row.size, request.batch)

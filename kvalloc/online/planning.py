@@ -1,4 +1,4 @@
-"""Planning: the number of rows and the share with the most tokens a second within one memory."""
+"""Planning: rows and share with the most tokens a second."""
 
 from __future__ import annotations
 
@@ -36,19 +36,17 @@ MEASURED_TOKENS = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedBatch:
-    """A number of rows at a share, and predictions for them.
+    """Rows at a share, and predictions for them.
 
     Attributes
     ----------
     share : float
-        Share of the bytes of a cache at 16 bits, as in ``kvalloc.apply(budget=...)``; 1 for a plain
-        cache.
+        As in ``kvalloc.apply(budget=...)``; 1 for a plain cache.
     predicted_loss : float
-        Nats per token: the sum of single losses, times the model error.
+        Nats per token: summed single losses, times the model error.
     peak_bytes : int
-        Bytes of the cache at its peak.
     tokens_per_second : float
-        Tokens of all rows, while they answer.
+        Of all rows, while they answer.
     """
 
     rows: int
@@ -65,13 +63,11 @@ class BatchPlan:
     Attributes
     ----------
     best : tuple of PlannedBatch
-        The most tokens a second first.
+        Fastest first.
     plain : PlannedBatch or None
-        As many rows of a plain cache as fit; None if no row fits.
+        The most rows of a plain cache; None if none fits.
     fitted : str
-        The fitted file of the losses.
     times : StepTimes
-        Times of the steps.
     """
 
     best: tuple[PlannedBatch, ...]
@@ -98,31 +94,28 @@ def plan_batch(
     Parameters
     ----------
     model : transformers.PreTrainedModel
-        Must have a fitted file. Its steps are measured on its device, which takes seconds.
+        Has a fitted file.
     memory : str or int
         Bytes of the cache at its peak.
     prompt, answer : int
-        Length of each row's prompt and of its answer, tokens.
+        Tokens of each row.
     target_loss : float
         Largest predicted loss, nats per token.
     times : StepTimes or str, optional
-        Times of an earlier plan; or ``"a100"``, ``"h100"`` or ``"h200"``, by its published figures.
-        Measured by default.
+        Of an earlier plan; or by published figures, ``"a100"``, ``"h100"`` or ``"h200"``. Measured
+        by default, in seconds.
     fitted, allow_other_model : optional
-        As `kvalloc.apply`.
+        As for `kvalloc.apply`.
 
     Raises
     ------
     InputError
-        If the model has no fitted file, no share has so small a predicted loss, the tokens exceed
-        the model's limit, or no row fits.
+        If the model has no fitted file, no share meets the loss, no row fits, or tokens exceed the
+        model's limit.
 
     Examples
     --------
-    >>> demo = kvalloc.load_model("demo")  # doctest: +SKIP
-    >>> size = {"prompt": 1000, "answer": 200}
-    >>> plan = kvalloc.plan_batch(demo.model, memory="64MiB", **size)  # doctest: +SKIP
-    >>> plan.best[0].rows, plan.best[0].share  # doctest: +SKIP
+    >>> plan_batch(model, memory="1GiB", prompt=1000, answer=200).best[0].rows  # doctest: +SKIP
     """
     shape, room = shape_of(model), parse_bytes(memory)
     _check(model, prompt, answer, times)
@@ -183,7 +176,6 @@ def _check(model: Any, prompt: int, answer: int, times: StepTimes | str | None) 
 
 
 def _methods(setting: Setting, min_share: float, prompt: int) -> Iterator[Solved]:
-    """Yield the methods of a prompt at rising shares."""
     share = min_share
     while share < 1:
         one = replace(setting, share=share)
@@ -195,7 +187,7 @@ def _methods(setting: Setting, min_share: float, prompt: int) -> Iterator[Solved
 def _measured(
     setting: Setting, min_share: float, prompt: int
 ) -> tuple[BudgetProfile, BudgetProfile]:
-    """Return budgets at two shares for prompts of two lengths, both read in seconds."""
+    """Return budgets at two shares, for lengths read in seconds."""
     tokens = min(prompt, MEASURED_TOKENS)
     long = [one.profile(tokens) for one in _methods(setting, min_share, tokens)]
     short = [one.profile(tokens) for one in _methods(setting, min_share, tokens // 2)] or long
@@ -204,16 +196,9 @@ def _measured(
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """Bytes and seconds of a row of a batch while it is read and answered.
+    """One row's bytes and seconds while it is read and answered.
 
-    Attributes
-    ----------
-    share, predicted_loss : float
-        As in `PlannedBatch`.
-    peak_bytes : int
-        Peak of one row.
-    seconds : callable
-        Time of a row's cache over all steps of the answer, by the times of a machine.
+    `seconds` gives its cache's time over all steps.
     """
 
     share: float
@@ -224,7 +209,7 @@ class Load:
 
     @classmethod
     def of(cls, method: Solved, shape: ModelShape, prompt: int, answer: int) -> Load:
-        """Return the load of a prompt and its answer, as the default keeps them."""
+        """Return a solved cache's load."""
         profile = method.profile(prompt)
         token = len(shape.full_layers) * reading_bytes(shape, 1)
         peak, parts = method.peak_bytes(PromptSize(tokens=prompt)), []
@@ -255,7 +240,7 @@ class Load:
 
     @classmethod
     def of_plain(cls, shape: ModelShape, prompt: int, answer: int) -> Load:
-        """Return the load of a plain cache, which is largest at its end."""
+        """Return a plain cache's load."""
         mean_bytes = plain_bytes(shape, prompt + answer // 2)
         return cls(
             share=1.0,
@@ -266,7 +251,7 @@ class Load:
         )
 
     def planned(self, memory: int, times: StepTimes) -> PlannedBatch:
-        """Return the rows with the most tokens a second within a memory."""
+        """Return the fastest number of rows within a memory."""
         max_rows = memory // self.peak_bytes
         # between two rows that were measured the time is a line, so the best is at its ends
         choices = [*(rows for rows in times.rows if rows < max_rows), max_rows]
@@ -280,6 +265,6 @@ class Load:
         )
 
     def tokens_per_second(self, rows: int, times: StepTimes) -> float:
-        """Return the tokens of all rows over the seconds of their answers."""
+        """Return all rows' tokens a second."""
         seconds = self.answer * times.of_model(rows) + rows * self.seconds(times)
         return rows * self.answer / seconds

@@ -1,4 +1,4 @@
-"""Budgets solved for a share on request, from the loss curves of a fitted file."""
+"""Budgets solved for a share, from a fitted file."""
 
 from __future__ import annotations
 
@@ -40,26 +40,26 @@ _STEPS = 8
 
 
 def matching_options(share: float) -> dict[str, int]:
-    """Return the parameters of `attention_matching` at a share."""
+    """Return `attention_matching`'s parameters at a share."""
     if share < FEW_BELOW:
         return {"rows": MATCHED_BY_FEW, "interval": 1}
     return {"rows": MATCHED, "interval": STEP}
 
 
 def fits_values(shape: ModelShape, rotates: bool) -> bool:
-    """Return whether values are fitted: the model's queries must be movable (`rotates`)."""
+    """Return whether values are fitted; `rotates`: queries can be moved to later positions."""
     return rotates and "latent" not in shape.layer_types  # a latent is a key, too
 
 
 def fitting_policy(scorer: Scorer, share: float, shape: ModelShape, *, rotates: bool) -> Policy:
-    """Return the policy that keeps a scorer's best entries, and fits values if it can."""
+    """Return a scorer's policy, which fits values if it can."""
     if not fits_values(shape, rotates):
         return scorer.policy(SINKS)
     return scorer.policy(SINKS, name="attention_matching", parameters=matching_options(share))
 
 
 def grid_length(tokens: int) -> int:
-    """Return the grid length at which a prompt is solved: at most its own.
+    """Return the length at which a prompt is solved.
 
     Examples
     --------
@@ -72,24 +72,10 @@ def grid_length(tokens: int) -> int:
 
 @while_unchanged(maxsize=256)
 def solve_share(file: str, share: float, tokens: int, rotates: bool = True) -> BudgetProfile | None:
-    """Return the budgets and widths of each head with the smallest sum of losses within a share.
+    """Return each head's budgets and widths with the smallest sum of losses; cached.
 
-    The result is cached.
-
-    Parameters
-    ----------
-    file : str
-        A fitted file.
-    share : float
-        Share of the bytes of a cache at 16 bits.
-    rotates : bool
-        Whether the model's queries can be rotated to positions after the prompt, to which values
-        are fitted.
-
-    Returns
-    -------
-    BudgetProfile or None
-        None if the share, or the prompt, is below the curves.
+    The share is of the bytes at 16 bits; for `rotates` see `fits_values`. None if the share, or the
+    prompt, is below the fitted file's curves.
     """
     fitted = load_fitted(file)
     if tokens <= fitted.scores.protected_tokens:
@@ -112,22 +98,9 @@ def solve_share(file: str, share: float, tokens: int, rotates: bool = True) -> B
 
 @while_unchanged(maxsize=256)
 def share_for_loss(file: str, loss: float, tokens: int) -> float:
-    """Return the smallest share of a whole cache with at most this predicted loss.
+    """Return the smallest share with at most this predicted loss, nats per token; cached.
 
-    The prediction is the sum of single losses, times the model error at such a share. The result is
-    cached.
-
-    Parameters
-    ----------
-    file : str
-        A fitted file.
-    loss : float
-        Nats per token, above 0.
-
-    Returns
-    -------
-    float
-        To a thousandth; 1 if no smaller share is enough.
+    It is exact to a thousandth. The prediction is `BudgetProfile.expected_loss`.
     """
 
     def meets(part: int) -> bool:
@@ -141,23 +114,10 @@ def share_for_loss(file: str, loss: float, tokens: int) -> float:
 
 @while_unchanged(maxsize=256)
 def shares_of_rows(file: str, share: float, lengths: tuple[int, ...]) -> tuple[float, ...]:
-    """Return the share of each row with the smallest sum of predicted losses in the bytes of all.
+    """Return each row's share with the smallest sum of predicted losses; cached.
 
-    The result is cached.
-
-    Parameters
-    ----------
-    file : str
-        A fitted file.
-    share : float
-        Share of the bytes of all rows, at 16 bits.
-    lengths : tuple of int
-        Tokens of each row's prompt, none below the curves.
-
-    Returns
-    -------
-    tuple of float
-        Equal for rows of one length.
+    The given share is of all rows' bytes at 16 bits. No prompt is below the curves, and equal
+    lengths get equal shares.
     """
     if len(set(lengths)) < 2:
         return (share,) * len(lengths)

@@ -1,4 +1,4 @@
-"""``kvalloc.solve_measured``: decide, measure the loss of the whole cache, and decide again."""
+"""``kvalloc.solve_measured``: decide, measure, and decide again."""
 
 from __future__ import annotations
 
@@ -49,59 +49,51 @@ def solve_measured(
     how: Mapping[str, Any] | None = None,
     **keywords: Unpack[RequestOptions],
 ) -> BudgetProfile:
-    """Decide budgets, and measure the loss of the whole reduced cache on other prompts.
+    """Decide budgets, and measure the whole reduced cache's loss on other prompts.
 
-    Losses of single units do not add up if budgets are small. So a target loss is met if the
-    measured loss of the whole cache is within it; until then, a smaller loss is solved for. The
-    measured prompts choose among the tries; `kvalloc eval` judges on others.
+    Losses of single units do not add up if budgets are small. So smaller losses are solved for
+    until the measured one is within the target. The prompts choose among the tries; `kvalloc eval`
+    judges on others.
 
     Parameters
     ----------
     scores : ScoreProfile, str or Path
-        Measured curves, or their file.
     model : transformers.PreTrainedModel
-        The model that they were measured on.
+        The measured model.
     tokenizer : transformers.PreTrainedTokenizerBase
     prompts : iterable of str, Document or Prompt, optional
-        Texts to measure on: every prompt, and 16 pieces of running text. By default 16 other
-        prompts of the kinds of ``kvalloc profile --loss``.
+        Every prompt, and 16 pieces of running text. By default 16 other prompts of ``kvalloc
+        profile --loss``'s kinds.
     output : str or Path, optional
-        The budget profile to write. Finished measurements are stored in ``OUTPUT.partial`` until
-        then.
-    resume : bool
-        Continue from the measurements of a killed call.
+        The budget profile to write. ``OUTPUT.partial`` has finished measurements meanwhile.
+    resume, model_id : optional
+        As for `kvalloc.profile`.
     progress : callable, optional
         Called with (prompts measured, prompts to measure so far).
-    model_id : str, optional
-        Replaces the id in the model's config.
     how : mapping, optional
-        Other arguments of `kvalloc.solve`: solver, time_limit, average, notify; and a parsed
-        request.
+        Arguments of `kvalloc.solve`: solver, time_limit, average, notify; and a parsed request.
     **keywords
         See `kvalloc.allocation.request.RequestOptions`.
 
     Returns
     -------
     BudgetProfile
-        Its `measured_loss` states the loss, its interval, the prompts and every try; its
-        `requested` target is the last solved one.
+        With `measured_loss`; `requested` has the last solved target.
 
     Raises
     ------
     InputError
-        If prompts cannot be made or used, or were used for the curves.
+        If prompts cannot be used, or were used for the curves.
     ModelMismatchError
-        If the score profile is of another model.
+        If the scores are another model's.
     InfeasibleError
-        If no try met the target loss; states the smallest loss.
+        If no try met the target; states the smallest loss.
     SolverError
         As `kvalloc.solve`.
 
     Examples
     --------
-    >>> demo = kvalloc.load_model("demo")  # doctest: +SKIP
-    >>> solve_measured("s.safetensors", demo.model, demo.tokenizer,
-    ...                target_loss=0.02, level="head")  # doctest: +SKIP
+    >>> solve_measured("s.safetensors", model, tokenizer, target_loss=0.02)  # doctest: +SKIP
     """
     scores, facts = load_scores(scores), ModelFacts.of(model, model_id)
     how = dict(how or {})
@@ -131,12 +123,7 @@ def _meet(
     decide: Callable[[Request], BudgetProfile],
     measure: Callable[[BudgetProfile], dict[str, Any]],
 ) -> BudgetProfile:
-    """Return the smallest decision with a measured loss within the target.
-
-    Until there is one, a smaller loss is solved for. Then the interval between the last target that
-    missed and the first that met is halved, in logarithms, until the loss is near the target. For a
-    target other than a loss it is the first decision.
-    """
+    """Return the smallest decision within the target loss; the first one without such a target."""
     target, tries, missed = request.target.max_loss, list[MeasuredTry](), 0.0
     best: tuple[BudgetProfile, dict[str, Any]] | None = None
     for _ in range(TRIES):
@@ -180,7 +167,6 @@ def _meet(
 def _samples(
     prompts: Iterable[str | Document | Prompt] | None, tokenizer: Any, scores: ScoreProfile
 ) -> SampleSet:
-    """Return the prompts to measure, as samples."""
     way_out = f"give others with {option('measure_prompts', keyword='prompts')}"
     if prompts is None:
         try:
@@ -202,13 +188,7 @@ def _samples(
 
 
 def loss_summary(samples: SampleSet, losses: Mapping[int, float]) -> dict[str, Any]:
-    """Return the mean over tasks of the means over their prompts, for a file.
-
-    Parameters
-    ----------
-    losses : mapping of int to float
-        Loss of each measured sample, by its number.
-    """
+    """Return the mean over tasks of means over prompts, from losses by sample number."""
     by_task: dict[str, list[float]] = {}
     for index, loss in losses.items():
         by_task.setdefault(samples.samples[index].task, []).append(loss)
