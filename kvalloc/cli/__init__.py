@@ -1,1 +1,1 @@
-"""The command line: one thin module a command."""
+"""The command line, a module a command."""

@@ -1,4 +1,4 @@
-"""``kvalloc advise``: settings of each engine within a memory, and their losses."""
+"""``kvalloc advise``."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class AdviseOptions(LoadOptions):
 
 
 class Row(NamedTuple):
-    """An engine, its predicted mean loss, its table cells, and the command or a reason."""
+    """An engine's row; its line is a command or a refusal."""
 
     name: str
     mean: float
@@ -118,12 +118,10 @@ def advise(
 
 
 def _is_file(source: str) -> bool:
-    """Return whether a name is a file of kvalloc, or a shipped one; else it is a model."""
     return kind_of(source) not in ("", "model") or source in shipped_formats()
 
 
 def _losses(options: AdviseOptions) -> FormatLosses:
-    """Return the format profile of a file, or of a model, measured if there is none."""
     if _is_file(options.model):
         losses: FormatLosses = load_file(options.model, [FormatLosses])
         return losses
@@ -156,7 +154,6 @@ def _losses(options: AdviseOptions) -> FormatLosses:
 def _kvalloc_row(
     options: AdviseOptions, shape: ModelShape, goal: Target, full: int, size: tuple[int, int]
 ) -> Iterator[Row]:
-    """Yield the row of kvalloc's own cache, if the model has a fitted file that covers it."""
     if (file := find_fitted(shape)) is None:
         return
     tokens, share = grid_length(size[0]), goal.value / (full if goal.kind == "memory" else 1)
@@ -175,7 +172,6 @@ def _kvalloc_row(
 
 
 def _lines(heading: str, rows: list[Row]) -> Iterator[str]:
-    """Yield a table with two lines a row: the cells, and the command to type."""
     table = table_text(["engine", *HEADINGS], [[row.name, *row.cells] for row in rows])
     first, *lines = table.splitlines()
     yield from (heading, "", first)

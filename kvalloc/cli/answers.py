@@ -1,4 +1,4 @@
-"""Prompts and answers on the command line, shared by generate and chat."""
+"""Prompts and answers of generate and chat."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OF_A_PROMPT: dict[type, Collection[str]] = {RequestOptions: (*TARGETS, "level")}
 
 @dataclass(frozen=True, kw_only=True)
 class PromptOptions(FittedOptions, LoadOptions, ModelArgument):
-    """A prompt, options of its cache beside its target, and options of its answer."""
+    """A prompt, its cache and its answer."""
 
     profile: Annotated[str | None, Option("P.json", BUDGETS)] = None
     """A budget profile, or a shipped one's name."""
@@ -80,7 +80,7 @@ class PromptOptions(FittedOptions, LoadOptions, ModelArgument):
     """Save the cache with prompt and answer, for 'chat --cache'."""
 
     def check(self, target: Mapping[str, Any]) -> None:
-        """Refuse options that exclude each other, or do not say how a prompt is reduced."""
+        """Refuse conflicting options, or none that reduce a prompt."""
         check_temperature(self.temperature)
         if self.save_cache is not None:
             check_writable(self.save_cache)
@@ -93,18 +93,7 @@ class PromptOptions(FittedOptions, LoadOptions, ModelArgument):
             )
 
     def read(self) -> tuple[str, str]:
-        """Read the prompt.
-
-        Returns
-        -------
-        tuple of str
-            The text, and its source: the command line, a file or stdin.
-
-        Raises
-        ------
-        InputError
-            If there is none, or it is empty, unreadable or not text.
-        """
+        """Return the prompt and its source; refuse an empty or unreadable one."""
         if self.prompt is not None:
             text, where = check_text(self.prompt, "--prompt"), "--prompt"
         elif self.prompt_file is not None:
@@ -119,7 +108,7 @@ class PromptOptions(FittedOptions, LoadOptions, ModelArgument):
 
 
 def check_text(text: str, where: str) -> str:
-    """Return a text of the command line; refuse one that was not typed in UTF-8."""
+    """Return a text of the command line; refuse one that is not UTF-8."""
     return decoded(text.encode(errors="surrogateescape"), where)
 
 
@@ -127,16 +116,8 @@ def check_text(text: str, where: str) -> str:
 class Answer:
     """An answer, and how long it took.
 
-    Attributes
-    ----------
-    new_tokens : int
-        Number of its tokens.
-    cut : bool
-        Whether the limit of tokens ended it.
-    first_seconds : float
-        Time of the first token, in which the prompt is read.
-    decode_tokens_per_second : float or None
-        Speed of the other tokens; None if there is one token.
+    ``cut`` tells whether the limit ended it. ``first_seconds`` include reading the prompt; the
+    speed is of the other tokens.
     """
 
     text: str
@@ -147,19 +128,19 @@ class Answer:
 
     @property
     def count_text(self) -> str:
-        """Return the number of tokens, and whether the limit ended them."""
+        """Return the number of tokens, and whether they were cut."""
         text = f"{self.new_tokens:,} new token{'s' if self.new_tokens > 1 else ''}"
         limit = f", cut at the limit of {option('max_new_tokens', self.new_tokens)}"
         return text + limit if self.cut else text
 
     @property
     def speed_text(self) -> str:
-        """Return the speed, after the time of the first token; empty if there is one token."""
+        """Return the speed after the first token."""
         speed = self.decode_tokens_per_second
         return "" if speed is None else f", then {speed:.1f} tokens/s"
 
     def facts(self) -> dict[str, Any]:
-        """Return plain values, for ``--json``, without the time of the first token."""
+        """Return plain values without the time of the first token."""
         names = ("new_tokens", "cut", "decode_tokens_per_second")
         return {"answer": self.text, **{name: getattr(self, name) for name in names}}
 
@@ -168,22 +149,10 @@ class Answer:
 class Conversation:
     """A model, its cache, and the state between two turns.
 
-    Attributes
-    ----------
-    make_cache : callable
-        Makes an empty cache for a prompt of these tokens, and names the default's method for them.
-    cache : transformers.Cache or None
-        All tokens that were read; None before the first turn.
-    answered : bool
-        Whether the cache ends with an answer.
-    document : str
-        Name of the text that was read first.
-    read_seconds, load_seconds : float or None
-        Time to read the document, now or before it was saved, and to load it; None without a read
-        or a load.
-    has_documents : bool
-        Whether `make_cache` puts saved documents before a question's tokens: it is then called for
-        each separate question.
+    ``make_cache`` makes an empty cache for a prompt of these tokens; with ``has_documents`` it puts
+    saved documents before them, for each separate question. ``answered`` tells whether the cache
+    ends with an answer, ``document`` names the first text. ``read_seconds`` are known of saved
+    documents, too.
     """
 
     options: PromptOptions
@@ -200,14 +169,7 @@ class Conversation:
 
     @classmethod
     def begin(cls, options: PromptOptions, target: Mapping[str, Any]) -> Self:
-        """Load the model, for a conversation without any turn.
-
-        Raises
-        ------
-        KVAllocError
-            If the model cannot be loaded, model and budgets do not fit, or the policy cannot be
-            made. All checks without the model come before it is loaded.
-        """
+        """Load the model for a conversation; all checks without it come first."""
         from kvalloc.extensions.lossless import verify_with
         from kvalloc.online.application import decision_of
         from kvalloc.online.decision import PromptSize
@@ -234,21 +196,21 @@ class Conversation:
 
     @property
     def in_chat(self) -> bool:
-        """Return whether turns are put into the model's chat form."""
+        """Return whether turns are in chat form."""
         return wants_chat(self.loaded.tokenizer, self.options.chat)
 
     @cached_property
     def form(self) -> DocumentForm:
-        """Return the texts around a document, questions and answers."""
+        """Return the texts around documents, questions and answers."""
         return DocumentForm.of(self.loaded.tokenizer, self.options.chat)
 
     @property
     def seen_tokens(self) -> int:
-        """Return the number of tokens that have been read."""
+        """Return the number of read tokens."""
         return 0 if self.cache is None else int(self.cache.get_seq_length())
 
     def turn_ids(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of the next turn, with the start of its answer."""
+        """Return the next turn's tokens, with the start of its answer."""
         tokenizer = self.loaded.tokenizer
         if self.cache is not None or self.has_documents:
             return (*self._unread, *self.form.question_ids(tokenizer, text, turn=self.answered))
@@ -277,7 +239,7 @@ class Conversation:
             )
 
     def read(self, ids: Sequence[int]) -> None:
-        """Let the model read tokens into the cache."""
+        """Read tokens into the cache."""
         import torch
 
         from kvalloc.models.pretrained import quiet_transformers
@@ -299,19 +261,8 @@ class Conversation:
     ) -> Answer:
         """Answer a turn, streamed to stdout unless JSON is requested.
 
-        Parameters
-        ----------
-        text : str
-            The turn.
-        keep : bool
-            Leave turn and answer in the cache; otherwise it does not change.
-        stopped : callable
-            Returns whether the answer ends with the current token.
-
-        Raises
-        ------
-        InputError
-            If there is no room for it.
+        ``stopped`` returns whether to end with the current token. Without ``keep`` the cache does
+        not change. InputError is raised without room.
         """
         import torch
         from transformers import TextStreamer
@@ -365,16 +316,10 @@ class Conversation:
         )
 
     def facts(self) -> dict[str, Any]:
-        """Return the cache's figures and its target, for ``--json``.
+        """Return the cache's figures for ``--json``.
 
-        Returns
-        -------
-        dict
-            ``policy`` and ``scorer`` of the kept entries. For budgets decided from this prompt:
-            ``requested``, the target; ``retention``, its reached value; ``decision_seconds``.
-            ``granted_bytes``: bytes that the budgets, or the memory, allow. ``share``: stored share
-            of a 16-bit cache. ``retained_bytes`` and ``full_bytes``: bytes stored now, and in a
-            full cache. ``lossless``: counts of the verification, or None.
+        Budgets decided from this prompt have ``requested``, ``retention`` and ``decision_seconds``.
+        ``granted_bytes`` are allowed by budgets or memory; ``share`` is of a 16-bit cache.
         """
         cache = self.cache
         profile: BudgetProfile = cache.profile
@@ -395,7 +340,7 @@ class Conversation:
         }
 
     def save(self) -> None:
-        """Save the cache if a file was named, and say so."""
+        """Save the cache if a file was named."""
         from kvalloc.extensions.saved import save_cache
 
         if (path := self.options.save_cache) is None:

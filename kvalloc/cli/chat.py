@@ -1,4 +1,4 @@
-"""``kvalloc chat``: a conversation, or questions about a document that was read once."""
+"""``kvalloc chat``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DOCUMENT = "Questions about a document"
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions(PromptOptions):
-    """Questions about a document, and its source instead of a prompt."""
+    """Questions, and the source of their document."""
 
     question: Annotated[Sequence[str] | None, Option("TEXT", DOCUMENT)] = None
     """A question about the document alone."""
@@ -99,7 +99,6 @@ def chat(options: ChatOptions, **target: Unpack[RequestOptions]) -> None:
 def _check_questions(
     conversation: Conversation, questions: Sequence[str], n_unread: int = 0
 ) -> None:
-    """Refuse questions that do not fit after a document, or into its chat form."""
     ask, tokenizer = conversation.form.question_ids, conversation.loaded.tokenizer
     longest = max(len(ask(tokenizer, question)) for question in questions or [""])
     conversation.check_room(n_unread + longest)
@@ -108,7 +107,6 @@ def _check_questions(
 def _with_document(
     options: ChatOptions, target: Mapping[str, Any], questions: Sequence[str]
 ) -> Conversation:
-    """Let the model read the document, with room for questions."""
     text, name = options.read()
     conversation = Conversation.begin(options, target)
     ids = conversation.form.document_ids(conversation.loaded.tokenizer, text)
@@ -125,7 +123,6 @@ def _with_document(
 
 
 def _with_saved(path: Path, options: ChatOptions, questions: Sequence[str]) -> Conversation:
-    """Load the document from a saved file, in the type in which it was read."""
     start = time.perf_counter()
     header, tensors = SavedCacheHeader.read(path)  # before the model is loaded
     seconds = time.perf_counter() - start
@@ -164,7 +161,6 @@ def _with_saved(path: Path, options: ChatOptions, questions: Sequence[str]) -> C
 def _with_documents(
     paths: Sequence[Path], options: ChatOptions, questions: Sequence[str]
 ) -> Conversation:
-    """Load documents from files, to be put before each question, or the first turn."""
     headers = [SavedCacheHeader.read(path)[0] for path in paths]  # before the model is loaded
     loading = replace(options, **{"dtype": headers[0].dtype, **options.keywords})
     loaded = loading.load(options.model)
@@ -187,7 +183,6 @@ def _with_documents(
 
 
 def _put_documents(conversation: Conversation, question: str) -> None:
-    """Put documents before a question, and say so."""
     ids = conversation.form.question_ids(conversation.loaded.tokenizer, question)
     start = time.perf_counter()
     with ProgressBar("putting documents together"):
@@ -197,7 +192,6 @@ def _put_documents(conversation: Conversation, question: str) -> None:
 
 
 def _note_document(conversation: Conversation, how: str) -> None:
-    """Print the document, how it was read or loaded, and its bytes, on one line."""
     read = f"{conversation.document}: {conversation.seen_tokens:,} tokens {how}"
     note(f"{read}; cache: {kept_text(conversation.cache)}")
 
@@ -211,29 +205,6 @@ def _answer(
     keep: bool,
     show: bool,
 ) -> dict[str, Any]:
-    """Answer one question, and print its times on stderr.
-
-    Parameters
-    ----------
-    stopped : callable
-        As in `Conversation.answer`.
-    first : bool
-        Whether it is the first answer: later ones are separated by an empty line.
-    keep : bool
-        Whether the next question follows it; otherwise the cache does not change.
-    show : bool
-        Show the question too: it was not typed in a terminal.
-
-    Returns
-    -------
-    dict
-        Plain values, for ``--json``.
-
-    Raises
-    ------
-    InputError
-        If there is no room for it.
-    """
     if conversation.has_documents and (conversation.cache is None or not keep):
         _put_documents(conversation, question)
     n_tokens = len(conversation.turn_ids(question))
@@ -262,15 +233,7 @@ def _answer(
 
 
 def _answers(conversation: Conversation, questions: Sequence[str]) -> list[dict[str, Any]]:
-    """Answer questions about the document, or turns as they are typed.
-
-    In a terminal a mistake or Ctrl-C ends no more than one turn.
-
-    Raises
-    ------
-    InputError
-        If a turn cannot be answered, or there is none, outside a terminal.
-    """
+    """Answer questions or typed turns; in a terminal a mistake or Ctrl-C ends one turn alone."""
     rows: list[dict[str, Any]] = []
     interactive = not questions and sys.stdin is not None and sys.stdin.isatty()
     for turn in questions or _typed_turns():
@@ -294,13 +257,7 @@ def _answers(conversation: Conversation, questions: Sequence[str]) -> list[dict[
 
 @contextmanager
 def _ctrl_c_pressed(*, watch: bool) -> Iterator[Callable[[], bool]]:
-    """Note the first Ctrl-C instead of raising: half a forward would leave a broken cache.
-
-    Yields
-    ------
-    callable
-        Returns whether it has been pressed.
-    """
+    """Note the first Ctrl-C instead of raising: half a forward would break the cache."""
     pressed: list[int] = []
 
     def press(number: int, frame: object) -> None:
@@ -317,7 +274,6 @@ def _ctrl_c_pressed(*, watch: bool) -> Iterator[Callable[[], bool]]:
 
 
 def _typed_turns() -> Iterator[str]:
-    """Yield turns from stdin, a line each; in a terminal with a prompt for each."""
     if sys.stdin is None:
         return
     if isinstance(sys.stdin, TextIOWrapper):  # `check_text` refuses other texts than UTF-8
@@ -340,6 +296,5 @@ def _typed_turns() -> Iterator[str]:
 
 
 def _say(text: str, **style: Any) -> None:
-    """Print a line on stderr."""
     shown = plain(text)
     print(typer.style(shown, **style) if sys.stderr.isatty() else shown, file=sys.stderr)

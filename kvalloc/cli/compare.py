@@ -1,4 +1,4 @@
-"""``kvalloc compare``: every solver on the same problem, side by side."""
+"""``kvalloc compare``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``kvalloc demo``: the commands from profile to report on a real model."""
+"""``kvalloc demo``."""
 
 from __future__ import annotations
 
@@ -121,7 +121,6 @@ def demo(options: DemoOptions) -> None:
 
 
 def _lessons(first: str, results: Evaluation) -> list[str]:
-    """Return sentences about the measurement's results."""
     from kvalloc.evaluate.scoring import ALL_TASKS
 
     kls = {row["name"]: row["kl"] or 0.0 for row in results.rows if row["task"] == ALL_TASKS}
@@ -134,26 +133,12 @@ def _lessons(first: str, results: Evaluation) -> list[str]:
 
 
 def _say(*paragraphs: str) -> None:
-    """Print paragraphs, wrapped also in a pipe, except with --quiet or --json."""
     for text in () if wants_json() or is_quiet() else paragraphs:
         print("\n" + textwrap.fill(text, min(terminal_width(), 80)), flush=True)
 
 
 def _step(*words: object, result: bool = False) -> None:
-    """Show a command and run it.
-
-    Parameters
-    ----------
-    *words
-        The command line.
-    result : bool
-        Whether its output is also the caller's with ``--json``, which prints nothing else.
-
-    Raises
-    ------
-    typer.Exit
-        With the command's exit code if it is not 0: its error has been printed.
-    """
+    """Show a command and run it; with ``--json`` only a ``result`` is printed."""
     from kvalloc.cli.main import run_command
 
     line = [*map(str, words)]

@@ -1,4 +1,4 @@
-"""``kvalloc doctor``: packages, plug-ins and files, and how to get the missing ones."""
+"""``kvalloc doctor``."""
 
 from __future__ import annotations
 
@@ -59,11 +59,8 @@ def doctor() -> None:
 def examine() -> list[dict[str, str]]:
     """Examine everything that kvalloc uses, without failing at a missing part.
 
-    Returns
-    -------
-    list of dict
-        ``name``; ``state``, a word, BROKEN if commands fail until the advice is followed;
-        ``result``, such as a version, empty if missing; ``advice``, empty if all is well.
+    Rows have ``name``; ``state``, BROKEN if commands fail; ``result``, empty if missing;
+    ``advice``, empty if all is well.
     """
     looks: dict[str, Callable[[], tuple[str, str]]] = {
         "python": lambda: (f"{platform.python_version()} ({sys.executable})", ""),
@@ -95,7 +92,6 @@ def examine() -> list[dict[str, str]]:
 
 
 def _package(name: str) -> tuple[str, str]:
-    """Return the version of a package; core packages are imported too."""
     if importlib.util.find_spec(name) is None:
         if name in RUN:
             return "", "running models needs it: pip install 'kvalloc[run]'"
@@ -118,7 +114,6 @@ def _compute() -> tuple[str, str]:
 
 
 def _kernel(name: str) -> tuple[str, str]:
-    """Look for a kernel that reads a reduced cache; without one, torch's operations serve."""
     import torch
 
     from kvalloc.runtime.attention.backends import backends

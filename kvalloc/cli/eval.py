@@ -1,4 +1,4 @@
-"""``kvalloc eval``: what reduced caches do to a model's answers."""
+"""``kvalloc eval``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CACHES, PROMPTS, RESULTS = "What is compared", "On which prompts", "Results"
 
 @dataclass(frozen=True, kw_only=True)
 class EvalOptions(FittedOptions, EngineOptions, ModelArgument):
-    """Caches to compare, and the prompts to compare them on."""
+    """Caches to compare, and prompts."""
 
     profile: Annotated[Sequence[str], Option("P.json", CACHES)] = ()
     """A budget profile, or a shipped one's name."""
@@ -173,7 +173,6 @@ def eval(options: EvalOptions) -> None:
 
 
 def _profiles(options: EvalOptions) -> dict[str, BudgetProfile]:
-    """Load the budget profiles, by short names; refuse options that no prompt can be read with."""
     from kvalloc.online.application import decision_of
     from kvalloc.runtime.options import CacheOptions
 
@@ -215,13 +214,6 @@ def _methods(
     tokenizer: Any,
     model: Any,
 ) -> dict[str, Method]:
-    """Return stored budgets, what `kvalloc.apply` does, and peers, by the names of their rows.
-
-    Raises
-    ------
-    KVAllocError
-        If a profile is of another model, before anything runs.
-    """
     from kvalloc.evaluate.methods import AppliedMethod, CacheMethod, rounded_cache
     from kvalloc.extensions.making import make_cache
     from kvalloc.interop.kvpress import peer_methods
@@ -246,7 +238,6 @@ def _methods(
 def _cases(
     tokenizer: Any, shape: ModelShape, tasks: Sequence[Task], options: EvalOptions
 ) -> list[tuple[Task, list[Case]]]:
-    """Make the prompts; refuse one that leaves no room for its answer, before anything runs."""
     context = options.context or DEFAULT_CONTEXT
     limit = shape.max_context_tokens or float("inf")
     how = {

@@ -1,4 +1,4 @@
-"""``kvalloc export``: budgets for another engine or tool, with each loss named."""
+"""``kvalloc export``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvalloc.units import Option, size
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """The profile to write, its target, and the accepted losses."""
+    """Profile, target and accepted losses."""
 
     profile: Annotated[str, Option()]
     """A budget profile, or a shipped one's name; a file of 'kvalloc solve --engine'; for csv and

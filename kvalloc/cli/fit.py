@@ -1,4 +1,4 @@
-"""``kvalloc fit``: measurement of a model for the default."""
+"""``kvalloc fit``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvalloc.units import Option
 
 @dataclass(frozen=True, kw_only=True)
 class FittingOptions(MeasuringOptions):
-    """Texts to fit on, and the file to write."""
+    """Texts to fit on, and the file."""
 
     output: Annotated[Path | None, Option("OUT.safetensors")] = None
     """The file to write, for `fitted`; in the cache folder by default."""

@@ -1,4 +1,4 @@
-"""``kvalloc frontier``: the best retention at every size, and its price."""
+"""``kvalloc frontier``."""
 
 from __future__ import annotations
 
@@ -73,7 +73,6 @@ def _plain(point: FrontierPoint) -> dict[str, Any]:
 
 
 def _lines(traced: Frontier) -> Iterator[str]:
-    """Yield a table with a row a size, which ends with a bar of the kept score mass."""
     value_name = value_heading(traced.request)
     by_loss, unicode = traced.request.objective == "loss", can_print_bars()
     lossy = any(point.predicted_loss is not None for point in traced)

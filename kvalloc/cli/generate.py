@@ -1,4 +1,4 @@
-"""``kvalloc generate``: answer one prompt with a reduced cache."""
+"""``kvalloc generate``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``kvalloc inspect``: the content of a file of kvalloc."""
+"""``kvalloc inspect``."""
 
 from __future__ import annotations
 
@@ -71,7 +71,6 @@ def inspect(options: InspectOptions) -> None:
 
 
 def _content(record: Any) -> Content:
-    """Return the content of a file: as plain values, its fields and lines for people, and notes."""
     if record.NAME == "budget profile":
         return _budgets(record)
     if record.NAME == "score profile":
@@ -113,7 +112,7 @@ def _scores(profile: ScoreProfile) -> Content:
 
 
 def score_facts(profile: ScoreProfile) -> dict[str, Any]:
-    """Return the values of a score profile without its curves."""
+    """Return a score profile's values without its curves."""
     stated = (
         "shape scorer scorer_parameters context_tokens sinks window evictable_tokens "
         "interpolation_error text_description text_digest set_aside versions created sample_tokens "
@@ -129,14 +128,13 @@ def score_facts(profile: ScoreProfile) -> dict[str, Any]:
 
 
 def format_facts(losses: FormatLosses) -> dict[str, Any]:
-    """Return the values of measured losses of engine formats."""
+    """Return measured losses of engine formats."""
     facts = {"model": losses.shape.model_id, "model_error": losses.model_error}
     facts["by_format"] = wording.format_rows(losses)
     return {**losses.header(), **facts, "digest": losses.digest}
 
 
 def _show_saved(file: str, path: Path, header: SavedCacheHeader) -> None:
-    """Show the content of a saved cache, without a model."""
     profile, notes = header.profile, header.notes
     one_row = header.batch == 1  # rows of a batch may be padded, which the header does not tell
     if one_row:

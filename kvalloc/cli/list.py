@@ -1,4 +1,4 @@
-"""``kvalloc list``: the plug-ins of each kind, budget profiles, and models that are served."""
+"""``kvalloc list``."""
 
 from __future__ import annotations
 
@@ -103,7 +103,6 @@ def _models() -> None:
 
 
 def _plugins(kind: str) -> None:
-    """Print the plug-ins of a kind, each with its summary or its error; then how to use one."""
     if kind == "policies":
         require_run_packages()
     rows = plugin_rows(kind)
@@ -115,7 +114,7 @@ def _plugins(kind: str) -> None:
 
 
 def plugin_rows(kind: str) -> Sequence[dict[str, Any]]:
-    """Return name, summary, reference, options and error of each plug-in of a kind."""
+    """Return name, summary, reference, options and error of each plug-in."""
     rows, base = [], resolve_name(PLUGINS[kind][0])
     for name in names(f"kvalloc.{kind}"):
         row: dict[str, Any] = {"name": name, "summary": "", "reference": ""}

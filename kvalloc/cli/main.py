@@ -1,4 +1,4 @@
-"""The command ``kvalloc``: finds the command's module, and turns errors into one clear line."""
+"""The command ``kvalloc``; errors become one line."""
 
 from __future__ import annotations
 
@@ -53,24 +53,20 @@ LOSS_VALUES = ("measured", "fast")
 
 
 class _LazyGroup(TyperGroup):
-    """A group that imports the module of the command that runs, and no other."""
+    """A group that imports the module of one command alone."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names in the order of their use."""
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return the command of that name, or None."""
         return _build(cmd_name) if cmd_name in COMMANDS else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the command of a command line, or refuse its name with the choices."""
         if args[0] not in COMMANDS and not (args[0].startswith("-") or ctx.resilient_parsing):
             ctx.fail(no_such("command", args[0], COMMANDS))
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the commands by group."""
         width = max(map(len, COMMANDS))
         for heading, names in GROUPS.items():
             with formatter.section(heading):
@@ -78,7 +74,7 @@ class _LazyGroup(TyperGroup):
 
 
 def summary(command: str) -> str:
-    """Return the first line of a command's help, from its source: importing all takes a second."""
+    """Return the first line of a command's help, from its source: imports take a second."""
     source = (resources.files("kvalloc.cli") / f"{command}.py").read_text("utf-8")
     functions = (one for one in ast.parse(source).body if isinstance(one, ast.FunctionDef))
     text = next(ast.get_docstring(one) for one in functions if one.name == command)
@@ -86,18 +82,10 @@ def summary(command: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line.
+    """Run a command line, ``sys.argv[1:]`` by default, and return its exit code.
 
-    Parameters
-    ----------
-    arguments : sequence of str, optional
-        ``sys.argv[1:]`` by default.
-
-    Returns
-    -------
-    int
-        Exit code: 0 if it went well, 2 for a user's mistake (one line on stderr), 130 after Ctrl-C.
-        A defect of kvalloc is not caught.
+    It is 2 for a user's mistake (one line on stderr), 130 after Ctrl-C, 141 if stdout's reader is
+    gone. A defect of kvalloc is not caught.
     """
     _prepare_streams()
     try:
@@ -124,7 +112,7 @@ def _prepare_streams() -> None:
 
 
 def _complete(arguments: list[str]) -> list[str]:
-    """Give a bare ``--loss`` of ``kvalloc profile`` its value: typer has no optional values."""
+    """Give a bare ``--loss`` its value: typer has no optional values."""
     if arguments[:1] != ["profile"]:
         return arguments
     complete: list[str] = []
@@ -137,7 +125,7 @@ def _complete(arguments: list[str]) -> list[str]:
 
 
 def run_command(arguments: list[str]) -> int:
-    """Run a complete command line inside this process; returns its exit code."""
+    """Run a complete command line; return its exit code."""
     application = typer.Typer(cls=_LazyGroup, rich_markup_mode=None)
     application.callback(invoke_without_command=True, context_settings=_SETTINGS)(_top)
     command: Any = typer.main.get_command(application)
@@ -202,7 +190,7 @@ def _build(name: str) -> Any:
 
 
 def _users_mistake(error: Exception, arguments: Sequence[str]) -> str | None:
-    """Return a line for a user's mistake, or None for a defect of kvalloc."""
+    """Return a user's mistake in a line, or None for a defect."""
     if isinstance(error, KVAllocError):
         return str(error)
     # typer's usage errors; which package their class is in depends on typer's version

@@ -1,4 +1,4 @@
-"""Measurement on texts, shared by profile and fit."""
+"""Measurement on texts, for profile and fit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROMPTS = "On which text or prompts"
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuringOptions(EngineOptions, ModelArgument):
-    """Texts or prompts to measure, the model, and the file."""
+    """Texts or prompts, the model, and the file."""
 
     output: Path | None
     """The file to write; None for the cache folder."""
@@ -68,35 +68,16 @@ def measure(
     unit: str = "layers",
     context: int = 1024,
 ) -> tuple[Any, dict[str, Any], dict[str, str]]:
-    """Measure a model on the texts or prompts that the user names.
+    """Measure a model on the user's texts or prompts, by `kvalloc.profile` or `kvalloc.fit`.
 
-    Parameters
-    ----------
-    function : callable
-        `kvalloc.profile` or `kvalloc.fit`.
-    keywords : mapping
-        Typed options of the function.
-    per_kind : int
-        Prompts of every kind and form that are made by default.
-    makes_prompts : bool
-        Make prompts by all tasks if the user names neither texts nor tasks.
-    default : callable
-        Returns the texts if none are named or made; by default the function has its own.
-    unit : str
-        Unit that `function` counts.
-    context : int
-        Tokens of the longest prompt, by default.
+    Without them, ``makes_prompts`` makes ``per_kind`` prompts of every kind and form; otherwise
+    ``default`` returns texts. The function counts ``unit``. All checks without the model come
+    first.
 
     Returns
     -------
     tuple of object, dict and dict
-        The result of the function; file and time, for ``--json`` and for people.
-
-    Raises
-    ------
-    KVAllocError
-        If anything cannot be read, written, made or measured. All checks without the model come
-        before it is loaded.
+        The result; file and time, for ``--json`` and for people.
     """
     if options.output is not None:
         check_output(options.output, resume=options.resume)
@@ -143,7 +124,6 @@ def measure(
 
 
 def _read(options: MeasuringOptions) -> list[Document | Prompt]:
-    """Return the texts and prompts that the user names."""
     texts: list[Document | Prompt] = [*read_texts(options.text or ())]
     return texts + [prompt for file in options.prompts or () for prompt in read_prompts(file)]
 
@@ -151,13 +131,6 @@ def _read(options: MeasuringOptions) -> list[Document | Prompt]:
 def _prompts_of(
     options: MeasuringOptions, tasks: str, context: int, per_kind: int, samples: int | None
 ) -> dict[str, Any]:
-    """Return the prompts that tasks make, for `calibration_prompts`; by default some of each form.
-
-    Raises
-    ------
-    InputError
-        If there is no such task or length.
-    """
     kinds = tuple(task.name for task in find_tasks([name.strip() for name in tasks.split(",")]))
     question = options.question_at or "inside"
     lengths: tuple[int, ...] = (context,)

@@ -1,4 +1,4 @@
-"""``kvalloc merge``: from the parts of a measurement to one file."""
+"""``kvalloc merge``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flags of commands, derived from the options of functions; and options of several commands."""
+"""Flags of commands, from options of functions."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ SOLVING, MODEL, ENGINE = "Solver", "Model", "Where it runs"
 
 
 def typed_options(options: object, names: Iterable[str]) -> dict[str, Any]:
-    """Return the named options that were typed or have a default."""
+    """Return the named options with a value."""
     values = {name: getattr(options, name) for name in names}
     return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True)
 class ModelArgument:
-    """The model that a command runs."""
+    """The model."""
 
     model: Annotated[str, Option()]
     """A hub id, a local folder, a .gguf file, or 'demo'."""
@@ -42,7 +42,7 @@ class ModelArgument:
 
 @dataclass(frozen=True)
 class ScoresArgument:
-    """The score profile that a command decides from."""
+    """The score profile."""
 
     scores: Annotated[Path, Option()]
     """A score profile that 'kvalloc profile' wrote, or a shipped one's name."""
@@ -63,7 +63,6 @@ class SolverOptions:
     """Time limit of a solver in seconds, by default 60; its best choice so far counts."""
 
     def __post_init__(self) -> None:
-        """Refuse an invalid time limit before anything is read."""
         if self.time_limit is not None and not 0 < self.time_limit < inf:
             raise InputError(f"--time-limit is {self.time_limit:g} s, expected a number above 0")
 
@@ -91,17 +90,11 @@ class LoadOptions:
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """Return the typed options, as keywords of `kvalloc.load_model`."""
+        """Return the typed options, for `kvalloc.load_model`."""
         return typed_options(self, ("dtype", "device"))
 
     def load(self, model: str) -> Any:
-        """Load the model that the user named, with a note if loading takes long.
-
-        Raises
-        ------
-        KVAllocError
-            If it cannot be had, or not in this dtype or on this device.
-        """
+        """Load a model, with a note if it takes long."""
         from kvalloc.models.loading import load_model
 
         with ProgressBar(f"loading {model}"):
@@ -128,13 +121,7 @@ class EngineOptions(LoadOptions):
 
     @contextmanager
     def running(self, model: str) -> Iterator[Any]:
-        """Yield the model that the user named, on its engine; inside, stdout prints nothing.
-
-        Raises
-        ------
-        KVAllocError
-            As `load`; or if there is no such engine, or it cannot be used.
-        """
+        """Yield the model on its engine; inside, stdout prints nothing."""
         if self.engine == "local":
             if about := [*typed_options(self, ("address", "workers"))]:
                 raise InputError(
@@ -204,20 +191,10 @@ def takes(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a command of a function: an argument or a flag for every field that is an `Option`.
 
-    The function's parameters are dataclasses, each made of typed values or defaults. Their fields
-    that are not keyword-only are arguments; fields without a default are required. Keywords of a
-    ``TypedDict`` (``Unpack``) reach the function if they were typed. Every command gets ``--json``,
-    ``--quiet`` and ``--verbose``, which `kvalloc.cli.output` knows.
-
-    Parameters
-    ----------
-    only : mapping of type to collection of str
-        Fields to take, of classes from which only some are taken.
-
-    Returns
-    -------
-    callable
-        Decorates the function.
+    The function's parameters are dataclasses. Fields that are not keyword-only are arguments;
+    fields without a default are required. Keywords of a ``TypedDict`` (``Unpack``) reach the
+    function if they were typed. ``only`` names the fields to take of some classes. Every command
+    gets `Printing`.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -245,7 +222,6 @@ def takes(
 
 
 def _parameters(kind: type, names: Collection[str] | None) -> list[inspect.Parameter]:
-    """Return typer's annotations for fields of a class, by default all that are an `Option`."""
     texts, hints = field_texts(kind), get_type_hints(kind, include_extras=True)
     known = {one.name: one for one in fields(kind)} if is_dataclass(kind) else {}
     names = names or [name for name, hint in hints.items() if get_origin(hint) is Annotated]
@@ -286,7 +262,7 @@ def _flag(name: str, hint: Any, text: str, *, argument: bool) -> Any:
 
 
 def _names(name: str) -> Callable[[str], list[str]] | None:
-    """Return the completions of a parameter's value, beyond the choices of its type."""
+    """Return completions of a value."""
     if name == "model":
         return lambda incomplete: ["demo"] if "demo".startswith(incomplete) else []
     if name not in _NAMES:
@@ -306,15 +282,15 @@ def _names(name: str) -> Callable[[str], list[str]] | None:
 
 
 def is_rare(parameter: Any) -> bool:
-    """Return whether only ``--help-all`` shows an option: one of `RARE`, or of the engine."""
+    """Return whether only ``--help-all`` shows an option."""
     return parameter.name in RARE or getattr(parameter, "rich_help_panel", None) == ENGINE
 
 
 class GroupedCommand(TyperCommand):
-    """A command with options under headings in its help, and rare ones on request."""
+    """A command with grouped help, rare options on request."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Answer ``--help-all`` before all other options."""
+        """Answer ``--help-all`` first."""
         if HELP_ALL in args[: args.index("--") if "--" in args else None]:
             ctx.meta[HELP_ALL] = True
             print(ctx.get_help())
@@ -322,11 +298,11 @@ class GroupedCommand(TyperCommand):
         return super().parse_args(ctx, args)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """Return the usage after the command's name, without the marks that some versions add."""
+        """Return the usage without some versions' marks."""
         return [re.sub(r"[{}]", "", piece) for piece in super().collect_usage_pieces(ctx)]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write arguments, then options by group in the order of their first one, others last."""
+        """Write arguments, then options by group."""
         groups: dict[str, list[tuple[str, str]]] = {"Arguments": []}
         hidden = False
         for one in self.get_params(ctx):

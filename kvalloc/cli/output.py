@@ -1,4 +1,4 @@
-"""Output of commands: JSON and results on stdout, all else, such as progress, on stderr."""
+"""Output: results on stdout, all else on stderr."""
 
 from __future__ import annotations
 
@@ -40,13 +40,7 @@ _printing: ContextVar[Printing] = ContextVar("kvalloc_printing", default=Printin
 
 @contextmanager
 def printing(options: Printing) -> Iterator[None]:
-    """Print inside as ``--json``, ``--quiet`` and ``--verbose`` request.
-
-    Raises
-    ------
-    InputError
-        If the last two are used together.
-    """
+    """Print inside as the options request; refuse ``--quiet`` with ``--verbose``."""
     if options.quiet and options.verbose:
         raise InputError("--quiet and --verbose contradict each other; give one of them")
     token = _printing.set(options)
@@ -59,7 +53,6 @@ def printing(options: Printing) -> Iterator[None]:
 
 @contextmanager
 def _logging() -> Iterator[None]:
-    """Show kvalloc's log on stderr, with the milliseconds since the program began."""
     logger, handler = logging.getLogger("kvalloc"), logging.StreamHandler()
     handler.setFormatter(logging.Formatter("[{relativeCreated:6.0f} ms] {message}", style="{"))
     level = logger.level
@@ -83,7 +76,7 @@ def is_quiet() -> bool:
 
 
 def is_verbose() -> bool:
-    """Return whether more is shown than most people need."""
+    """Return whether steps are logged."""
     return _printing.get().verbose
 
 
@@ -100,13 +93,11 @@ def print_result(
     Parameters
     ----------
     facts : object
-        Plain values, dataclasses, arrays and paths, for ``--json``; none is NaN.
-    fields : mapping of str to str, optional
-        Names and texts for people; see `kvalloc.report.terminal.field_lines`.
+        Plain values, dataclasses, arrays and paths for ``--json``; none is NaN.
     lines : iterable of str
-        Later lines for people, made only if they are printed.
+        Text after the fields, made only if it is printed.
     notes : iterable of str
-        Notes on them, for stderr.
+        Text for stderr.
     always : bool
         Whether ``--quiet`` shows it too.
     """
@@ -127,7 +118,7 @@ def _as_plain(value: Any) -> Any:
 
 
 def note(message: str) -> None:
-    """Print a line on stderr, wrapped in a terminal, unless output is quiet."""
+    """Print a line on stderr, unless output is quiet."""
     if not is_quiet():
         lines = textwrap.wrap(plain(message), terminal_width(), break_on_hyphens=False)
         text = "\n".join(lines) if sys.stderr.isatty() else plain(message)
@@ -144,16 +135,9 @@ LINE_EVERY_SECONDS = 30.0
 
 
 class ProgressBar:
-    """A bar on stderr for slow work, with the time left if its steps are counted.
+    """A bar on stderr for slow work, with the time left if steps of a ``unit`` are counted.
 
     If stderr is not a terminal, counted work prints a line now and then.
-
-    Parameters
-    ----------
-    text : str
-        Name of the work.
-    unit : str
-        Name of a step; empty if none are counted.
 
     Examples
     --------
@@ -175,7 +159,6 @@ class ProgressBar:
         return self
 
     def _show(self) -> None:
-        """Show the bar; rich is imported here, since most work is shorter."""
         from rich import progress as of
         from rich.console import Console
 

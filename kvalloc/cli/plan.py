@@ -1,4 +1,4 @@
-"""``kvalloc plan``: the rows and the share with the fastest answers on a machine."""
+"""``kvalloc plan``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(FittedOptions, LoadOptions, ModelArgument):
-    """The work of a machine, and its memory."""
+    """Work and memory."""
 
     memory: Annotated[str, Option("SIZE")]
     """Bytes of the cache at its peak, of all rows; the weights are not included."""

@@ -1,4 +1,4 @@
-"""``kvalloc profile``: from a model and text to a score profile."""
+"""``kvalloc profile``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EACH_TASK = 2
 
 @dataclass(frozen=True, kw_only=True)
 class ProfilingOptions(MeasuringOptions):
-    """Texts to measure, and the file to write."""
+    """Texts and the file to write."""
 
     output: Annotated[Path, Option("OUT.safetensors")]
     """The profile to write."""

@@ -1,4 +1,4 @@
-"""``kvalloc report``: files as one page for a browser, or as a picture."""
+"""``kvalloc report``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvalloc.units import Option, size
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """Files to draw, and the file to write."""
+    """Files to draw, and to write."""
 
     files: Annotated[list[str], Option()]
     """Score profiles, budget profiles or names of shipped ones, results of 'kvalloc eval'; all of

@@ -1,4 +1,4 @@
-"""``kvalloc solve``: from a score profile and a target to a budget profile."""
+"""``kvalloc solve``."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class MeasureOptions(LoadOptions):
 
 @dataclass(frozen=True)
 class SolveOptions:
-    """Score profiles to decide from, and the file to write."""
+    """Score profiles, and the file to write."""
 
     scores: Annotated[list[str], Option()]
     """Score profiles that 'kvalloc profile' wrote, or shipped ones' names."""
@@ -130,7 +130,6 @@ def _solve_engine(
     solving: SolverOptions,
     request: Mapping[str, Any],
 ) -> None:
-    """Decide the settings of another engine."""
     output = options.output
     if output is not None:
         check_writable(output, stream=True)
@@ -148,7 +147,6 @@ def _solve_engine(
 
 
 def _solve_pool(options: SolveOptions, solving: SolverOptions, request: RequestOptions) -> None:
-    """Decide the budgets of several score profiles that share a memory; write FOLDER/NAME.json."""
     scores, output = options.scores, options.output
     if (memory := request.pop("memory", None)) is None:
         raise InputError(f"several score profiles share a memory; give {option('memory', '2GiB')}")
@@ -195,7 +193,7 @@ def _measured(
     output: Path | None,
     how: Mapping[str, Any],
 ) -> BudgetProfile:
-    """Decide and measure, with a bar; measurements are in ``OUT.json.partial`` until the end."""
+    """Decide and measure; until the end, measurements are in ``OUT.json.partial``."""
     from kvalloc.measure.checkpoint import check_output
     from kvalloc.online.solving import solve_measured
 
@@ -220,13 +218,7 @@ def _measured(
 
 
 def decision_facts(decided: BudgetProfile, seconds: float) -> dict[str, Any]:
-    """Return a decision as plain values.
-
-    Parameters
-    ----------
-    seconds : float
-        Seconds of formulating, solving and checking.
-    """
+    """Return a decision, with its seconds, as plain values."""
     return {
         **decided.record(),
         "predicted_loss_note": None if decided.predicted_loss is None else wording.LOSS_NOTE,

@@ -1,4 +1,4 @@
-"""``kvalloc verify``: recompute what a budget profile states, from the files alone."""
+"""``kvalloc verify``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NOT_TRUE, NOT_PROVEN = 1, 3
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """The budget profiles to verify, and their score profiles."""
+    """Budget profiles, and their score profiles."""
 
     profile: Annotated[str, Option()]
     """A budget profile, or the folder of several that share a memory."""

@@ -1,4 +1,4 @@
-"""Data that ships with kvalloc, read through :mod:`importlib.resources`."""
+"""Data that ships with kvalloc."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def words(name: str) -> Any:
-    """Return the word list of a name in ``words.json``: a list, or several by name."""
+    """Return a word list of ``words.json``, or several by name."""
     return _word_lists()[name]
 
 

@@ -1,1 +1,1 @@
-"""Foreign formats and tools, one file each."""
+"""Foreign formats and tools."""

@@ -1,4 +1,4 @@
-"""Attention Matching: head budgets for its code, as shares of all kept entries."""
+"""Attention Matching's head budgets."""
 
 from __future__ import annotations
 
@@ -13,14 +13,11 @@ from kvalloc.interop.target import ExportTarget, imported_heads, reading
 
 
 class AttentionMatching(ExportTarget):
-    """A JSON object with ``L{layer}H{head}`` for each KV head that gets a budget.
-
-    Each number is the head's share of all kept entries, so one file serves every total. Layers with
-    a sliding window are left out.
+    """A JSON object with each budgeted KV head's share of all kept entries, for any total.
 
     References
     ----------
-    Fast KV Compaction via Attention Matching (Zweiger et al., arXiv 2602.16284); its code,
+    Attention Matching (Zweiger et al., arXiv 2602.16284); its code,
     ``head_budget_optimization/head_budgets``.
     """
 
@@ -30,7 +27,7 @@ class AttentionMatching(ExportTarget):
     restrictions = ("length-shares", "one-width", "plain-scores")
 
     def write(self, profile: BudgetProfile, path: Path) -> None:
-        """Write the shares; see `ExportTarget.write`."""
+        """Write the shares."""
         names = _names(profile)
         kept = profile.budgets[list(profile.shape.full_layers)]
         shares = (kept / kept.sum()).ravel().tolist()
@@ -39,13 +36,7 @@ class AttentionMatching(ExportTarget):
     def read(self, path: Path, like: BudgetProfile, *, kept: float | None = None) -> BudgetProfile:
         """Read the budgets at one total; see `ExportTarget.read`.
 
-        Parameters
-        ----------
-        path : Path
-        like : BudgetProfile
-            Has the context, the policy and, by default, the total.
-        kept : float, optional
-            Share of all entries to keep, 0..1.
+        ``kept`` is its share of all entries, 0..1, by default as ``like``.
         """
         names = _names(like)
         with reading(path, "has no head budgets of Attention Matching"):

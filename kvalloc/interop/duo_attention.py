@@ -1,4 +1,4 @@
-"""DuoAttention: heads that keep everything, and heads that keep sinks and recent tokens."""
+"""DuoAttention's full and streaming heads."""
 
 from __future__ import annotations
 
@@ -23,16 +23,15 @@ HEADS = "full_attention_heads.tsv"
 
 
 class DuoAttention(ExportTarget):
-    """A folder with ``full_attention_heads.tsv`` and ``config.json``, as in the method's code.
+    """A folder with ``full_attention_heads.tsv`` and ``config.json``.
 
-    The table has a row a layer and a number from 0 to 1 a KV head: 1 for a retrieval head, which
-    keeps everything, 0 for a streaming head. That keeps ``sink_size`` and ``recent_size`` tokens.
-    Numbers between, from training, are cut so that the share ``sparsity`` of the heads streams.
+    The table has a row a layer and a number a KV head: 1 keeps everything, 0 ``sink_size`` first
+    and ``recent_size`` last tokens.
 
     References
     ----------
-    DuoAttention: Efficient Long-Context LLM Inference with Retrieval and Streaming Heads (Xiao et
-    al., 2024), ``load_attn_pattern`` and ``sparsify_attention_heads`` of its code.
+    DuoAttention (Xiao et al., 2024); ``load_attn_pattern`` and ``sparsify_attention_heads`` of its
+    code.
     """
 
     name = "duo-attention"
@@ -46,13 +45,13 @@ class DuoAttention(ExportTarget):
     engine_keeps = "sinks and the most recent tokens in streaming heads"
 
     def policy(self, profile: BudgetProfile) -> Policy:
-        """Return StreamingLLM with all entries of the smallest head as sinks and window."""
+        """Return StreamingLLM with the smallest head's entries as sinks and window."""
         smallest = int(profile.budgets[list(profile.shape.full_layers)].min())
         sinks, window = profile.policy.sinks, profile.policy.window
         return scored("streaming", sinks=sinks, window=max(1, window, smallest - sinks))
 
     def write(self, profile: BudgetProfile, path: Path) -> None:
-        """Write both files; see `ExportTarget.write`."""
+        """Write both files."""
         heads = profile.budgets == profile.context_tokens
         heads[list(profile.shape.constant_layers)] = False
         make_folder(path)
@@ -64,15 +63,10 @@ class DuoAttention(ExportTarget):
     def read(
         self, path: Path, like: BudgetProfile, *, sparsity: float | None = None
     ) -> BudgetProfile:
-        """Read budgets of heads; see `ExportTarget.read`.
+        """Read the folder; see `ExportTarget.read`.
 
-        Parameters
-        ----------
-        path : Path
-            The folder.
-        sparsity : float, optional
-            Share of the heads that stream, the smallest numbers first; by default all numbers below
-            one half.
+        A share ``sparsity`` of the heads streams, the smallest numbers first; by default numbers
+        below one half.
         """
         with reading(path, f"is no pattern of DuoAttention, a folder with {HEADS} and config.json"):
             rows = [row for row in (path / HEADS).read_text("utf-8").splitlines() if row.strip()]

@@ -1,11 +1,4 @@
-"""Engine choices for their engines: the command line, and the file of each.
-
-References
-----------
-llama.cpp and ik_llama.cpp: ``-ctk``, ``-ctv``, ``-ctk-first``, ``-khad``; mlx-lm:
-``QuantizedKVCache``; OpenVINO: ``KEY_CACHE_PRECISION``; vLLM: ``kv_cache_dtype_skip_layers``;
-ModelOpt: schema version 1 of its caches; KVTuner: ``per_layer_config_path``; exllamav3: ``-cq``.
-"""
+"""Command line and file of an engine choice."""
 
 from __future__ import annotations
 
@@ -48,7 +41,7 @@ print(generate(model, tokenizer, prompt="Hello", prompt_cache=cache))"""
 
 
 def by_format(setting: EngineSetting, *, brief: bool = False) -> str:
-    """Return the pairs of a setting with their layers, or the number of these, in words."""
+    """Return a setting's pairs in words, with their layers or, if brief, the number of these."""
     layers: dict[Pair, list[int]] = {}
     for layer, pair in enumerate(setting.pairs):
         layers.setdefault(pair, []).append(layer)
@@ -63,7 +56,7 @@ def by_format(setting: EngineSetting, *, brief: bool = False) -> str:
 
 
 def _ranges(places: Sequence[int]) -> str:
-    """Return rising numbers as ``"0-3,8"``.
+    """Return rising numbers in short.
 
     Examples
     --------
@@ -109,7 +102,7 @@ def _exllamav3(choice: EngineChoice) -> str:
 
 
 def _mlx(choice: EngineChoice) -> Any:
-    """Return bits and group size of each layer; None if mlx-lm's own cache stays."""
+    """Return bits and group size by layer; None for mlx-lm's own cache."""
     formats = [FORMATS[key] for key, _ in choice.pairs]
     layers = [
         {"bits": one.code_bits, "group_size": one.block} if one.name != WHOLE else None
@@ -248,35 +241,18 @@ SYNTAX: dict[str, EngineSyntax] = {
 
 
 def write_choice(choice: EngineChoice, path: str | Path) -> None:
-    """Write an engine's file of a choice.
-
-    Raises
-    ------
-    InputError
-        If the file cannot be written.
-    """
+    """Write the engine's file, or raise InputError."""
     content = SYNTAX[choice.engine].content(choice)
     write_text(path, content if isinstance(content, str) else json.dumps(content, indent=2))
 
 
 def read_pairs(engine: str, path: str | Path, shape: ModelShape) -> tuple[Pair, ...]:
-    """Return the formats of each layer in an engine's file.
-
-    Parameters
-    ----------
-    engine : str
-        ``"mlx-lm"``, ``"modelopt"`` or ``"kvtuner"``.
-    path : str or Path
-        A file in the form of `write_choice`.
-
-    Returns
-    -------
-    tuple of (str, str), (n_layers,)
+    """Return the formats by layer of a mlx-lm, modelopt or kvtuner file.
 
     Raises
     ------
     InputError
-        If there is no such file of the engine, or it is for another number of layers.
+        If it is no such file, or for another number of layers.
     """
     readers = {name: one.read for name, one in SYNTAX.items() if one.read is not None}
     reader = one_of("engine whose files are read", engine, readers)

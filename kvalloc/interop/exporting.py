@@ -1,4 +1,4 @@
-"""Profiles for other engines and tools: all targets, by name."""
+"""Export to all targets."""
 
 from __future__ import annotations
 
@@ -36,20 +36,18 @@ def export(
     ----------
     profile : BudgetProfile
     to : str
-        Name of a target, see `TARGETS`.
+        One of `TARGETS`.
     output : str or Path
-        The file, or for DuoAttention the folder.
+        The file, or DuoAttention's folder.
     accept : collection of str
-        Losses to accept, by name (`kvalloc.interop.target.RESTRICTIONS`).
+        Losses to accept, of `kvalloc.interop.target.RESTRICTIONS`.
     context : int, optional
-        The prompt's length in tokens: its budgets count, and a target with a fixed number of
-        entries loses no growth.
+        Prompt length, tokens, at which a target with a fixed number of entries loses no growth.
 
     Returns
     -------
     BudgetProfile
-        The target's part as a budget profile: evaluate it beside the first one to see the cost of
-        the loss. The same object without a loss.
+        The target's part, to evaluate beside ``profile``.
 
     Raises
     ------

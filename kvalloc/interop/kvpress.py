@@ -1,4 +1,4 @@
-"""Methods of other packages on the same prompts: the presses of NVIDIA's kvpress."""
+"""Presses of NVIDIA's kvpress; without it MissingDependencyError is raised."""
 
 from __future__ import annotations
 
@@ -30,18 +30,9 @@ _NAME = re.compile(r"kvpress:(\w+)(?:\((\w+)\))?(?:@([\d.]+)%)?(?:@(\d+)bits)?")
 
 @dataclass(frozen=True, kw_only=True)
 class PeerName:
-    """A parsed value of ``--peer``.
+    """A parsed value of ``--peer``: a press, or one with another inside.
 
-    Attributes
-    ----------
-    press : str
-        Name of the press, without "Press".
-    inner : str or None
-        The press that it wraps.
-    share : float or None
-        Share of the prompt's entries to keep, 0..1; None if it is not named.
-    bits : int
-        Width to which kvalloc rounds the kept entries; 16 for none.
+    ``share`` is of the prompt's entries, 0..1. kvalloc rounds kept entries to ``bits``; 16 is none.
     """
 
     press: str
@@ -62,8 +53,7 @@ def read_peer_name(text: str) -> PeerName:
     Raises
     ------
     InputError
-        If it is none of these, the share is not above 0% and at most 100%, or there are no such
-        bits.
+        If it is none of these, or has no such share or bits.
     """
     match = _NAME.fullmatch(text.strip())
     if match is None:
@@ -84,13 +74,7 @@ def read_peer_name(text: str) -> PeerName:
 
 
 def require_kvpress() -> Any:
-    """Return the package kvpress.
-
-    Raises
-    ------
-    MissingDependencyError
-        If it is not installed here; says what to do.
-    """
+    """Return the package."""
     if importlib.util.find_spec("kvpress") is None:
         raise MissingDependencyError(
             "kvpress is not installed, and does not run with transformers 5.3 or newer; run "
@@ -102,14 +86,12 @@ def require_kvpress() -> Any:
 
 
 def make_press(name: PeerName) -> Any:
-    """Return a new press of kvpress at its own defaults.
+    """Return a new press at its own defaults.
 
     Raises
     ------
     InputError
-        If kvpress has no press of that name, or it cannot be made from a share of entries alone.
-    MissingDependencyError
-        If kvpress is not installed.
+        If there is none, or it needs more than a share of entries.
     """
     kvpress = require_kvpress()
 
@@ -133,17 +115,15 @@ def make_press(name: PeerName) -> Any:
 class PeerCompressed(Compressed):
     """A prompt's cache after a press.
 
-    Here these get no attention at all (a mask of minus infinity). kvpress itself uses made-up keys,
-    which need several tries to find and leave a little weight if many tokens are read at once.
+    Hidden entries get no attention. kvpress itself uses made-up keys, which leave a little weight
+    if many tokens are read at once.
 
     Attributes
     ----------
     hidden : tuple of (Tensor of bool, (n_kv_heads, n_stored)) or None
-        Hidden entries of the prompt by layer; None for none.
+        By layer; None for none.
     first_stored : int
-        Entries that the first layer stored after the prompt.
-    n_prompt : int
-        Length of the prompt, tokens.
+        Entries of the first layer after the prompt.
     """
 
     hidden: tuple[Tensor | None, ...]
@@ -165,7 +145,6 @@ class PeerCompressed(Compressed):
             return next_logits(self.model, self.cache, ids, last=last, position_ids=positions)
 
     def _attend(self, states: AttentionStates, compute: Compute) -> Any:
-        """Compute the layer's own attention under a mask for its stored entries."""
         import torch
 
         n_new, n_total = states.queries.shape[2], states.keys.shape[2]
@@ -186,25 +165,16 @@ class PeerCompressed(Compressed):
 
 @dataclass(frozen=True, kw_only=True)
 class KvpressMethod:
-    """A press of kvpress at its own defaults.
+    """A press at its own defaults.
 
-    Attributes
-    ----------
-    name : PeerName
-        The press, and the share of entries to keep.
-    tokenizer_path : str or None
-        Where KVzip finds the tokenizer, which it loads again; the model's own name by default.
-    make_cache : callable, optional
-        Returns a new cache for the press to reduce, such as transformers' QuantizedCache, with
-        layers that report their storage (``stored_tensors``); a plain one by default.
+    KVzip loads the tokenizer of ``tokenizer_path`` again, by default of the model's name.
+    ``make_cache`` returns a new cache, such as transformers' QuantizedCache; its layers have
+    ``stored_tensors``.
 
     Raises
     ------
     InputError
-        If no share of entries is set, kvpress has no such press, or a cache that rounds is to be
-        rounded again.
-    MissingDependencyError
-        If kvpress is not installed.
+        If there is no share or no such press, or ``make_cache`` is given beside bits.
     """
 
     name: PeerName
@@ -221,12 +191,7 @@ class KvpressMethod:
     def compress(self, model: PreTrainedModel, prompt_ids: Sequence[int]) -> Compressed:
         """Read a prompt, and let the press reduce its cache.
 
-        Parameters
-        ----------
-        model : PreTrainedModel
-            Unchanged but for kvpress' permanent link from each attention module to the rotary
-            embedding.
-        prompt_ids : sequence of int, (n_tokens,)
+        The model's attention modules keep kvpress' links to the rotary embedding.
 
         Raises
         ------
@@ -282,27 +247,14 @@ class KvpressMethod:
 
 
 def read_peers(texts: Sequence[str], profiles: Iterable[BudgetProfile]) -> list[PeerName]:
-    """Read names as typed, and refuse them before a model is loaded.
+    """Read names as typed, each with its share and none twice, before a model is loaded.
 
-    Parameters
-    ----------
-    texts : sequence of str
-        Such as ``kvpress:SnapKV`` or ``kvpress:TOVA@20%``.
-    profiles : iterable of BudgetProfile
-        Profiles to compare with: a peer without a share keeps theirs, once for each share that
-        differs by a thousandth of the entries.
-
-    Returns
-    -------
-    list of PeerName
-        Each with its share, none twice.
+    A peer without a share keeps each profile's, to a thousandth.
 
     Raises
     ------
     InputError
         If a name is invalid, or there is neither a share nor a profile.
-    MissingDependencyError
-        If kvpress is not installed here.
     """
     kept = (one.retained_tokens / (one.budgets.size * one.context_tokens) for one in profiles)
     shares = sorted({round(share, 3) for share in kept}, reverse=True)
@@ -320,13 +272,13 @@ def read_peers(texts: Sequence[str], profiles: Iterable[BudgetProfile]) -> list[
 
 
 def peer_methods(names: Sequence[PeerName], tokenizer: Any) -> dict[str, Method]:
-    """Return the peers by their names in the table."""
+    """Return peers by their names in the table."""
     path = getattr(tokenizer, "name_or_path", None)
     return {str(name): KvpressMethod(name=name, tokenizer_path=path) for name in names}
 
 
 def _hidden(layer: Any, stored: Any, n_kv_heads: int) -> Tensor | None:
-    """Return the mask ``(n_kv_heads, n_stored)`` that a press has put on a layer, or None."""
+    """Return a layer's mask, (n_kv_heads, n_stored), or None."""
     import torch
 
     marked = getattr(layer.self_attn, "masked_key_indices", None)
@@ -338,7 +290,6 @@ def _hidden(layer: Any, stored: Any, n_kv_heads: int) -> Tensor | None:
 
 
 def _round(cache: Any, hidden: Sequence[Tensor | None], bits: int) -> None:
-    """Round visible entries as kvalloc would store them at this width, head by head."""
     from kvalloc.runtime.quantization import quantised_keys, quantised_values
 
     for layer, marked in zip(cache.layers, hidden, strict=True):
@@ -357,7 +308,6 @@ def _kept_bytes(
     shape: ModelShape,
     entry_bytes: int,
 ) -> int:
-    """Return the bytes of the visible entries of layers, rounded to a width."""
     kept = total = 0
     for layer, marked in layers:
         counts = [_entries(layer)] * shape.n_kv_heads
@@ -372,13 +322,13 @@ def _kept_bytes(
 
 
 def _entries(layer: Any) -> int:
-    """Return the stored entries of a layer; a sliding one's length counts all seen tokens."""
+    """Return a layer's stored entries; a sliding one's length counts all seen tokens."""
     return int(layer.keys.shape[2] if layer.is_sliding else layer.get_seq_length())
 
 
 @contextmanager
 def _as_it_was(model: Any, tokenizer_path: str | None) -> Iterator[None]:
-    """Undo changes of presses to the model, and let presses find its tokenizer."""
+    """Undo presses' changes to the model, and let presses find its tokenizer."""
 
     def clear() -> None:
         for layer in _layers(model):

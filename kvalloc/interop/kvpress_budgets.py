@@ -1,4 +1,4 @@
-"""Budgets of kvalloc inside kvpress, and scores of kvpress inside kvalloc."""
+"""Budgets inside kvpress, and its scores here."""
 
 from __future__ import annotations
 
@@ -23,24 +23,21 @@ if TYPE_CHECKING:
 def budget_press(profile: BudgetProfile, press: Any, *, accept: Collection[str] = ()) -> Any:
     """Return a press of kvpress that keeps a profile's budgets.
 
-    Use it like other presses: ``with budget_press(profile, SnapKVPress())(model): ...``. The press
-    inside ranks the entries; sinks and window of the profile always stay. A layer with one budget
-    for all heads frees its evicted entries. In other layers the press hides entries and frees
-    nothing, as all of kvpress' head-wise presses do; `kvalloc.make_cache` frees them.
+    Use it like others: ``with budget_press(profile, SnapKVPress())(model): ...``. The press inside,
+    at any compression ratio, ranks entries; the profile's sinks and window stay. A layer with one
+    budget for all heads frees evicted entries. Others only hide them, as kvpress does by head;
+    `kvalloc.make_cache` frees them.
 
     Parameters
     ----------
     press : kvpress.ScorerPress
-        Its compression ratio is not used.
     accept : collection of str
-        Losses to accept, by name, as in `kvalloc.interop.exporting.export`.
+        As in `kvalloc.interop.exporting.export`.
 
     Raises
     ------
     InputError
         If a loss is not accepted, or the press gives no scores.
-    MissingDependencyError
-        If kvpress is not installed.
     """
     base: Any = require_kvpress().BasePress
     _require_scores(press)
@@ -77,7 +74,6 @@ def budget_press(profile: BudgetProfile, press: Any, *, accept: Collection[str] 
 
 
 def _require_scores(press: Any) -> None:
-    """Refuse a press without scores of entries."""
     if not isinstance(press, require_kvpress().ScorerPress):
         raise InputError(
             f"{type(press).__name__} gives no scores; take one of kvpress' ScorerPress, such as "
@@ -87,26 +83,15 @@ def _require_scores(press: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class PressScorer(Scorer):
-    """The scores of a press of kvpress at its own defaults, shifted so that the smallest is 0.
+    """The scores of a press at its own defaults, shifted so that the smallest is 0.
 
-    The press gets queries, keys and values of the layer's attention, in place of the hidden states
-    and the projections. The queries without their positions stand for the hidden states. A press
-    that reads anything else, such as learnt filters, is refused.
-
-    Parameters
-    ----------
-    press : str
-        Name of the press, without "Press".
-    window : int
-        Last tokens that are never evicted; tokens that the press protects come first among the
-        others.
+    It gets the attention's queries, keys and values; queries without positions stand for hidden
+    states. Tokens that it protects rank first, after ``window`` last ones.
 
     Raises
     ------
     InputError
-        If kvpress has no such press, or it gives no scores.
-    MissingDependencyError
-        If kvpress is not installed.
+        If there is no such press, or it gives no scores.
 
     References
     ----------
@@ -122,23 +107,22 @@ class PressScorer(Scorer):
     window: Positive = 8
 
     def __post_init__(self) -> None:
-        """Check, and make the press once; see `Scorer`."""
         super().__post_init__()
         _require_scores(make_press(read_peer_name(f"kvpress:{self.press}")))
 
     def query_rows(self, n_tokens: int) -> int:
-        """Return the whole prompt: presses read all of it."""
+        """Return the whole prompt's length."""
         return n_tokens
 
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
-        """Return the scores of one layer's entries; see `Scorer.score`.
+        """Return one layer's scores; see `Scorer.score`.
 
         Raises
         ------
         UnsupportedModelError
-            If the model's rotation of queries is unknown.
+            If the model's rotation of queries is unknown or scales them.
         UnsupportedRequestError
-            If the press reads more than queries, keys and values.
+            If the press reads more, such as learnt filters.
         """
         import torch
 
@@ -192,7 +176,7 @@ class PressScorer(Scorer):
 
 
 def order_of_halves(rotation: Rotation, head_dim: int) -> list[int]:
-    """Return all dimensions of a head, so that the pairs are first in each half."""
+    """Return a head's dimensions with rotated pairs first in each half."""
     dims = range(head_dim)
     first, second = dims[rotation.first], dims[rotation.second]
     unpaired = [dim for dim in dims if dim not in first and dim not in second]

@@ -1,11 +1,8 @@
-"""A model of lm-evaluation-harness with a reduced cache: ``--model kvalloc``.
-
-Importing this module registers it; ``lm_eval`` must be installed.
+"""A model of lm-evaluation-harness: import this to register ``--model kvalloc``.
 
 References
 ----------
-L. Gao et al., A framework for few-shot language model evaluation: the class ``LM`` of its package
-``lm_eval``, version 0.4.13.
+L. Gao et al., lm-evaluation-harness 0.4.13, class ``LM``.
 """
 
 from __future__ import annotations
@@ -37,33 +34,29 @@ LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_token
 
 @register_model("kvalloc")
 class KVAllocLM(LM):  # type: ignore[misc]  # lm_eval has no types
-    """A model that reads each prompt into a cache reduced by a budget profile.
+    """A model that reads each prompt into a reduced cache.
 
     Parameters
     ----------
-    pretrained : str
-        Source for `kvalloc.models.loading.load_model`: a hub id, a folder, a .gguf file, or
-        ``demo``.
+    pretrained, dtype, device : str
+        As for `kvalloc.load_model`.
     profile : str, optional
         A budget profile's file or shipped name; the full cache without one.
     after_tokens : int
-        Last tokens of a prompt that are read after the compression. With 0, the first token of an
-        answer is predicted before any eviction, so an answer of one token, as in multiple choice,
-        shows no effect.
-    dtype, device : str, optional
-        As for `kvalloc.models.loading.load_model`.
+        Last tokens of a prompt, read after the compression. With 0, answers of one token, as in
+        multiple choice, are predicted before any eviction.
     allow_other_model : bool
         Accept the profile of a model of the same sizes.
     max_length : int, optional
-        Longest prompt with its answer, tokens; the model's limit by default. A longer prompt loses
-        its beginning, as in the harness's own models.
+        Tokens of prompt and answer; by default the model's limit. A longer prompt loses its
+        beginning.
     **ignored
-        Options that the harness passes to every model, such as ``batch_size``: it is always 1.
+        The harness's other options; ``batch_size`` is always 1.
 
     Raises
     ------
     InputError
-        If there is no such model or profile, or the profile is of another model.
+        If ``after_tokens`` is negative, or model and profile do not exist or fit.
     """
 
     def __init__(
@@ -100,28 +93,11 @@ class KVAllocLM(LM):  # type: ignore[misc]  # lm_eval has no types
             self._method = CacheMethod(make_cache=make)
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-        """Return the log likelihood of each continuation, and whether it is the greedy one.
-
-        Parameters
-        ----------
-        requests : sequence of lm_eval.api.instance.Instance
-            With ``args`` (context, continuation).
-
-        Returns
-        -------
-        list of (float, bool)
-            Nats, summed over the continuation's tokens.
-        """
+        """Return each continuation's log likelihood, nats, and whether it is the greedy one."""
         return [self._likelihood(*request.args) for request in requests]
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
-        """Refuse: a text without a prompt cannot be compressed.
-
-        Raises
-        ------
-        InputError
-            Always.
-        """
+        """Raise InputError: nothing can be compressed without a prompt."""
         raise InputError(
             "a rolling log likelihood has no prompt to compress; use 'kvalloc eval --tasks kl'"
         )
@@ -129,27 +105,22 @@ class KVAllocLM(LM):  # type: ignore[misc]  # lm_eval has no types
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
         """Return greedy answers, cut at the first stop text, leading blanks included.
 
-        Parameters
-        ----------
-        requests : sequence of lm_eval.api.instance.Instance
-            With ``args`` (context, options): ``until``, the length, and options of ``generate()``.
-
         Raises
         ------
         InputError
-            If the options request sampling.
+            If sampling is requested.
         """
         return [self._generated(*request.args) for request in requests]
 
     @property
     def tokenizer_name(self) -> str:
-        """Return the tokenizer's name, for the harness's cache of requests."""
+        """Return the tokenizer's name, for the harness's cache."""
         return str(self._tokenizer.name_or_path).replace("/", "__")
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Return a chat in the model's form, for ``--apply_chat_template``."""
+        """Return a chat in the model's form."""
         return str(
             self._tokenizer.apply_chat_template(
                 chat_history,
@@ -187,7 +158,6 @@ class KVAllocLM(LM):  # type: ignore[misc]  # lm_eval has no types
         return total, bool((logits.argmax(dim=-1) == chosen).all())
 
     def _generated(self, context: str, options: dict[str, Any]) -> str:
-        """Let the model's ``generate()`` answer, as the harness's own models do."""
         import torch
 
         more, tokenizer = dict(options), self._tokenizer
@@ -226,12 +196,10 @@ class KVAllocLM(LM):  # type: ignore[misc]  # lm_eval has no types
         return text
 
     def _ids(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of a text, with a start token if it does not begin with one."""
         mark = getattr(self._tokenizer, "bos_token", None)
         return encode(self._tokenizer, text, special=not (mark and text.startswith(mark)))
 
     def _start_token(self) -> int:
-        """Return the token for an empty prompt."""
         start = self._tokenizer.bos_token_id
         start = self._tokenizer.eos_token_id if start is None else start
         if start is None:
@@ -239,7 +207,6 @@ class KVAllocLM(LM):  # type: ignore[misc]  # lm_eval has no types
         return int(start)
 
     def _cut(self, prompt: tuple[int, ...], n_answer: int) -> tuple[int, ...]:
-        """Return the end of a prompt that leaves room for its answer."""
         if self._max_length is None:
             return prompt
         room = self._max_length - n_answer

@@ -1,4 +1,4 @@
-"""LU-KV: the budget curves that kvpress' LUKVPress reads, prune ratios by head and total."""
+"""LU-KV's prune ratios."""
 
 from __future__ import annotations
 
@@ -19,14 +19,12 @@ TOTALS = np.arange(1, 100) / 100
 class LUKV(ExportTarget):
     """An array ``[99, n_layers, n_kv_heads]``: row i prunes i + 1 percent of all entries.
 
-    Each number is the share that a head evicts. The row nearest to the profile's evicted share has
-    its budgets; other rows have them scaled to their total by the one rounding rule. The policy is
-    not in the file: LUKVPress takes a press, ``sink`` and ``window``.
+    Numbers are heads' evicted shares. The row nearest to the profile has its budgets; others scale
+    them. The policy is not in the file: LUKVPress takes a press, ``sink`` and ``window``.
 
     References
     ----------
-    Predicting Future Utility: Global Combinatorial Optimization for Task-Agnostic KV Cache Eviction
-    (arXiv 2602.08585); kvpress 0.5.5, ``LUKVPress``.
+    Predicting Future Utility (arXiv 2602.08585); kvpress 0.5.5, ``LUKVPress``.
     """
 
     name = "lu-kv"
@@ -36,7 +34,7 @@ class LUKV(ExportTarget):
     suffix = ".npy"
 
     def write(self, profile: BudgetProfile, path: Path) -> None:
-        """Write the curves; see `ExportTarget.write`."""
+        """Write the curves."""
         full, context = list(profile.shape.full_layers), profile.context_tokens
         decided = profile.budgets[full].ravel()
         kept = decided.sum() / (decided.size * context)
@@ -58,12 +56,8 @@ class LUKV(ExportTarget):
     ) -> BudgetProfile:
         """Read the budgets at one total; see `ExportTarget.read`.
 
-        Parameters
-        ----------
-        like : BudgetProfile
-            Has the context, the policy and, by default, the total.
-        evicted : float, optional
-            Share of all entries to evict, kvpress' ``compression_ratio``, 0.01..0.99.
+        ``evicted`` is its share of all entries, ``compression_ratio``, 0.01..0.99; by default as
+        ``like``.
         """
         # np.load would open archives, too, and not close them
         with reading(path, "is no file of LU-KV"), open(path, "rb") as file:

@@ -1,4 +1,4 @@
-"""OpenVINO GenAI: the eviction of its continuous batching, one size for all layers and heads."""
+"""OpenVINO GenAI's cache eviction."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ BLOCK_TOKENS = 32
 class OpenVINO(ExportTarget):
     """A ``CacheEvictionConfig``: first and last tokens, and equally many entries in each head.
 
-    They are ranked by the sum of the attention of the prompt's last tokens (as in SnapKV) and of
-    generated tokens. Unlike a budget of kvalloc, ``max_cache_size`` also counts generated tokens.
+    Entries rank by the attention of the prompt's last tokens (as in SnapKV) and of generated
+    tokens. These count in ``max_cache_size``, unlike in a budget.
 
     References
     ----------
-    openvino_genai 2026.4: CacheEvictionConfig, SchedulerConfig, AggregationMode; the plug-in's
-    property KV_CACHE_PRECISION.
+    openvino_genai 2026.4, CacheEvictionConfig and SchedulerConfig.
     """
 
     name = "openvino"
@@ -74,12 +73,7 @@ class OpenVINO(ExportTarget):
 
 
 def scheduler_config(path: str | Path) -> Any:
-    """Return a ``SchedulerConfig`` of openvino_genai from a file of ``kvalloc export``.
-
-    Returns
-    -------
-    openvino_genai.SchedulerConfig
-        For ``ContinuousBatchingPipeline`` or ``LLMPipeline(..., scheduler_config=...)``.
+    """Return a ``SchedulerConfig`` from a file of ``kvalloc export``.
 
     Raises
     ------

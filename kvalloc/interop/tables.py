@@ -1,4 +1,4 @@
-"""CSV and Parquet: budgets one row a KV head, and the points of score curves."""
+"""Tables as CSV and Parquet."""
 
 from __future__ import annotations
 
@@ -23,10 +23,7 @@ Table = Mapping[str, Sequence[Any]]
 
 
 class CSV(ExportTarget):
-    """A table of budgets: layer, head, tokens, bits, policy.
-
-    Model, context and parameters of policies stay in the profile, which is needed to read a table.
-    """
+    """A table of budgets without model, context and parameters of policies."""
 
     name = "csv"
     summary = "a table, a row for each KV head, or for each point of a score profile's curves"
@@ -34,7 +31,7 @@ class CSV(ExportTarget):
     suffix = ".csv"
 
     def write(self, profile: BudgetProfile, path: Path) -> None:
-        """Write the budgets; see `ExportTarget.write`."""
+        """Write the budgets."""
         self.write_table(budget_table(profile), path)
 
     def write_table(self, table: Table, path: Path) -> None:
@@ -52,7 +49,7 @@ class CSV(ExportTarget):
         return {name: [row[name] for row in rows] for name in rows[0]} if rows else {}
 
     def read(self, path: Path, like: BudgetProfile) -> BudgetProfile:
-        """Read budgets, and bits if it has some; see `ExportTarget.read`."""
+        """Read budgets, and bits if any; see `ExportTarget.read`."""
         columns: dict[str, Any] = {}
         with reading(path, "is no table of budgets with the columns layer, head and tokens"):
             table = self.read_table(path)
@@ -69,31 +66,25 @@ class CSV(ExportTarget):
 
 
 class Parquet(CSV):
-    """The same as a Parquet file, by pyarrow."""
+    """The same as Parquet; raises MissingDependencyError without pyarrow."""
 
     name = "parquet"
     summary = "the same table as Parquet; needs pyarrow"
     suffix = ".parquet"
 
     def write_table(self, table: Table, path: Path) -> None:
-        """Write columns.
-
-        Raises
-        ------
-        MissingDependencyError
-            If pyarrow is not installed.
-        """
+        """Write columns."""
         with atomic_write(path) as temporary:
             _pyarrow().parquet.write_table(_pyarrow().table(dict(table)), temporary)
 
     def read_table(self, path: Path) -> Table:
-        """Read columns of text or numbers."""
+        """Read columns."""
         table: Table = _pyarrow().parquet.read_table(path).to_pydict()
         return table
 
 
 def budget_table(profile: BudgetProfile) -> Table:
-    """Return a row for each KV head: layer, head, tokens, bits, policy."""
+    """Return layer, head, tokens, bits and policy of each KV head."""
     units: npt.NDArray[Any] = np.indices(profile.budgets.shape)
     columns: dict[str, npt.NDArray[Any]] = {
         "layer": units[0],
@@ -106,14 +97,11 @@ def budget_table(profile: BudgetProfile) -> Table:
 
 
 def curve_table(scores: ScoreProfile) -> Table:
-    """Return a row for each point of a score profile's curves: layer, head, curve, tokens, value.
+    """Return layer, head, curve, tokens and value of each point of score curves.
 
-    Returns
-    -------
-    mapping of str to list
-        ``curve`` is "retention" (share of the head's score mass in its best entries) or "loss"
-        (nats per token; equal in all heads if layers were measured). Both are the mean over the
-        samples, and ``tokens`` include sinks and window.
+    ``curve`` is "retention" (share of the head's score mass in its best entries) or "loss" (nats
+    per token; equal in all heads if layers were measured). Values are means over samples;
+    ``tokens`` include sinks and window.
     """
     full = np.array(scores.shape.full_layers)
     curves = [("retention", scores.protected_tokens + scores.ranks, scores.curves.mean(axis=0))]

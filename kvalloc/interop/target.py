@@ -1,8 +1,7 @@
-"""Budget profiles for other engines: the parts that one cannot express, and the nearest profile.
+"""Nearest profiles that other engines can express, with each loss named.
 
-Nothing is dropped silently: each loss has a name, a `Restriction`, that the user accepts. The
-result is a budget profile with the bytes of the first, so that ``kvalloc eval`` measures the cost
-of the loss.
+The user accepts each loss by name. The result keeps the first profile's bytes, so ``kvalloc eval``
+measures the cost of the loss.
 """
 
 from __future__ import annotations
@@ -33,28 +32,13 @@ from kvalloc.shape import ModelShape
 
 
 class ExportTarget(ABC):
-    """An engine or a file that takes budgets: its restrictions, and how it is written and read.
+    """An engine or a file that takes budgets.
 
-    Attributes
-    ----------
-    name : str
-        Value of ``--to``.
-    summary : str
-        The written file and its reader.
-    says : str
-        The parts of a profile that it expresses.
-    restrictions : tuple of str
-        Names of the parts that it cannot express (`RESTRICTIONS`), in any order.
-    suffix : str
-        Usual ending of its files.
-    widths : mapping of int to str
-        Its names for the widths of entries, by bits.
-    bits_by_layer : bool
-        Whether it can leave layers at 16 bits and round the others.
-    block_tokens : int
-        Entries of a block; it keeps whole blocks.
-    engine_keeps : str
-        Entries that it keeps, in words, if it picks them itself.
+    ``name`` is the value of ``--to``, ``summary`` the written file and its reader. ``says`` are the
+    parts of a profile that it expresses; ``restrictions`` names the others, of `RESTRICTIONS`.
+    ``suffix`` is empty for a folder. ``widths`` are its names for bits of entries; with
+    ``bits_by_layer`` some layers can stay at 16. It keeps whole blocks of ``block_tokens`` entries.
+    ``engine_keeps`` are entries that it picks itself, in words.
     """
 
     name: ClassVar[str]
@@ -68,7 +52,7 @@ class ExportTarget(ABC):
     engine_keeps: ClassVar[str] = ""
 
     def policy(self, profile: BudgetProfile) -> Policy:
-        """Return the policy that is nearest to the engine's choice of entries."""
+        """Return the policy nearest to the engine's."""
         return profile.policy
 
     @abstractmethod
@@ -76,12 +60,12 @@ class ExportTarget(ABC):
         """Write a profile that `restrict` has returned."""
 
     def read(self, path: Path, like: BudgetProfile) -> BudgetProfile:
-        """Read budgets from a file; model, context and policy come from another profile.
+        """Read budgets from a file; ``like`` has model, context and policy.
 
         Raises
         ------
         UnsupportedRequestError
-            If files of this kind hold too little.
+            If such files hold too little.
         InputError
             If the file does not fit the model.
         """
@@ -102,24 +86,15 @@ Restriction = Callable[[BudgetProfile, ExportTarget], "Loss | None"]
 def restrict(
     profile: BudgetProfile, target: ExportTarget, accept: Collection[str] = ()
 ) -> BudgetProfile:
-    """Return the nearest profile that a target can express.
+    """Return the nearest profile that a target can express; the same object without a loss.
 
-    Parameters
-    ----------
-    accept : collection of str
-        Names of restrictions that may be applied.
-
-    Returns
-    -------
-    BudgetProfile
-        The same object without a loss. Otherwise its budgets keep no more bytes at the reference
-        context than the first ones, unless the target cannot evict. Solver, bound and objective are
-        no longer stated.
+    It keeps no more bytes at the reference context, unless the target cannot evict. Bound and
+    objective are not stated.
 
     Raises
     ------
     InputError
-        If a loss is not accepted, or there is no such restriction.
+        If a loss is not in ``accept``, or there is no such restriction.
     """
     for name in accept:
         one_of("loss to accept", name, RESTRICTIONS)
@@ -144,7 +119,7 @@ def restrict(
 
 
 def lost(profile: BudgetProfile, target: ExportTarget) -> dict[str, str]:
-    """Return the losses of a profile in words, by the names of a target's restrictions."""
+    """Return a profile's losses in words, by restriction."""
     return {
         name: loss[0]
         for name, restriction in RESTRICTIONS.items()
@@ -153,12 +128,7 @@ def lost(profile: BudgetProfile, target: ExportTarget) -> dict[str, str]:
 
 
 def at_length(profile: BudgetProfile, context_tokens: int, *, fixed: bool) -> BudgetProfile:
-    """Return a profile with another length as its reference context.
-
-    Parameters
-    ----------
-    fixed : bool
-        Whether longer prompts keep no more.
+    """Return a profile with another reference context; if ``fixed``, longer prompts keep no more.
 
     Raises
     ------
@@ -172,15 +142,7 @@ def at_length(profile: BudgetProfile, context_tokens: int, *, fixed: bool) -> Bu
 
 
 def full_profile(shape: ModelShape, context_tokens: int) -> BudgetProfile:
-    """Return a profile that keeps everything: a start for `ExportTarget.read`.
-
-    Parameters
-    ----------
-    shape : ModelShape
-        `kvalloc.models.loading.shape_of` returns it for a model.
-    context_tokens : int
-        Prompt length of the budgets, tokens.
-    """
+    """Return a profile that keeps everything, for `ExportTarget.read`."""
     budgets = constant_entries(shape, context_tokens)
     budgets[list(shape.full_layers)] = context_tokens
     return BudgetProfile(
@@ -193,19 +155,13 @@ def full_profile(shape: ModelShape, context_tokens: int) -> BudgetProfile:
 
 
 def scored(scorer: str, *, sinks: int, window: int) -> Policy:
-    """Return the policy of a scorer with sinks and a window, and its other parameters' defaults."""
+    """Return a scorer's policy at its other defaults."""
     return Policy(scorer=scorer, scorer_parameters={"window": window}, sinks=sinks, window=window)
 
 
 @contextmanager
 def reading(path: str | Path, what: str) -> Iterator[None]:
-    """Turn any error of a foreign file's reader into one line.
-
-    Parameters
-    ----------
-    what : str
-        The fault, such as ``"is no file of LU-KV"``.
-    """
+    """Raise InputError with ``what`` for any error inside but MissingDependencyError."""
     try:
         yield
     except MissingDependencyError:
@@ -215,22 +171,13 @@ def reading(path: str | Path, what: str) -> Iterator[None]:
 
 
 def check_numbers(array: npt.NDArray[Any], shape: tuple[int, ...]) -> None:
-    """Raise ValueError unless a file's numbers are finite and of this shape."""
+    """Raise ValueError unless numbers are finite and of this shape."""
     if array.shape != shape or not np.isfinite(array).all():
         raise ValueError(f"its numbers are shaped {array.shape}, expected finite ones, {shape}")
 
 
 def imported(like: BudgetProfile, path: Path, **values: Any) -> BudgetProfile:
-    """Return a profile with the values of a foreign file, and all others from another profile.
-
-    Parameters
-    ----------
-    like : BudgetProfile
-        Has model, context and all fields beside ``values``.
-    path : Path
-        The file.
-    **values
-        Fields of the profile.
+    """Return ``like`` with a file's values, and without the facts of its decision.
 
     Raises
     ------
@@ -246,12 +193,9 @@ def imported(like: BudgetProfile, path: Path, **values: Any) -> BudgetProfile:
 
 
 def imported_heads(like: BudgetProfile, path: Path, entries: FloatArray) -> BudgetProfile:
-    """Return `imported` with the whole budgets nearest to real numbers, as shares at any length.
+    """Return `imported` with the whole budgets nearest to ``entries``, as shares at any length.
 
-    Parameters
-    ----------
-    entries : ndarray of float64, (n_full_layers * n_kv_heads,)
-        Entries of each head; sinks and window are kept in any case.
+    ``entries`` are (n_full_layers * n_kv_heads,); sinks and window stay in any case.
     """
     context = like.context_tokens
     floor = min(like.policy.protected_tokens, context)
@@ -311,19 +255,18 @@ def _changed(
 
 
 def _full(profile: BudgetProfile, array: IntArray) -> IntArray:
-    """Return the rows of layers that get budgets."""
     return array[list(profile.shape.full_layers)]
 
 
 def with_decided(profile: BudgetProfile, decided: npt.ArrayLike) -> IntArray:
-    """Return a profile's budgets with other ones in the layers that get some."""
+    """Return budgets with other ones in the layers that get some."""
     budgets = profile.budgets.copy()
     budgets[list(profile.shape.full_layers)] = decided
     return budgets
 
 
 def by_policy(policy: Policy) -> dict[str, Any]:
-    """Return the fields of a profile that keeps entries by a policy alone."""
+    """Return fields for entries kept by a policy alone."""
     return {"policy": policy, "by_prompt": False}
 
 
@@ -351,7 +294,7 @@ def _no_eviction(profile: BudgetProfile, _: ExportTarget) -> Loss | None:
 
 
 def _one_width(profile: BudgetProfile, target: ExportTarget) -> Loss | None:
-    """Round entries at the narrowest widths of a target that are not below a profile's own."""
+    """Round at a target's narrowest widths not below the profile's."""
     if profile.bits is None:
         return None
     bits, decided = np.full_like(profile.bits, 16), _full(profile, profile.bits)
@@ -372,7 +315,6 @@ def _one_width(profile: BudgetProfile, target: ExportTarget) -> Loss | None:
 
 
 def _more_than_scores(profile: BudgetProfile) -> list[str]:
-    """Return the needs of a profile beside the best entries by one score."""
     needs = ["budgets that each prompt hands out among the heads"] if profile.by_prompt else []
     if (name := profile.policy.name) != "score":
         needs.append(f"the policy {name} (fitted values and all)")
@@ -395,7 +337,7 @@ def _engine_policy(profile: BudgetProfile, target: ExportTarget) -> Loss | None:
 
 
 def _full_or_streaming(profile: BudgetProfile, _: ExportTarget) -> Loss | None:
-    """Let the heads with the largest budgets keep all, within the entries of all."""
+    """Let the heads with the largest budgets keep all, within the same entries."""
     budgets, context = _full(profile, profile.budgets), profile.context_tokens
     few = profile.policy.protected_tokens
     if np.isin(budgets, (few, context)).all():
@@ -430,7 +372,6 @@ def _whole_blocks(profile: BudgetProfile, target: ExportTarget) -> Loss | None:
 
 
 def _uniform(profile: BudgetProfile, target: ExportTarget) -> dict[str, Any]:
-    """Return the largest common budget, in whole blocks, within the same bytes."""
     mean = _full(profile, profile.budgets).mean() // target.block_tokens * target.block_tokens
     return {"level": "layer", "budgets": with_decided(profile, int(mean))}
 

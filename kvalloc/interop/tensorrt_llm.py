@@ -1,4 +1,4 @@
-"""TensorRT-LLM: an attention window for each layer, sinks and a cache precision."""
+"""TensorRT-LLM's windows, sinks and precision."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from kvalloc.interop.target import ExportTarget, scored
 class TensorRTLLM(ExportTarget):
     """The part ``kv_cache_config`` of the YAML file that ``trtllm-serve --config`` reads.
 
-    A layer's window holds its sinks and its most recent tokens, and moves on with generated ones.
-    There the window also holds while the prompt is read: a layer's queries never see earlier
-    tokens.
+    A layer's window holds sinks and most recent tokens, and moves on with generated ones. It also
+    holds while the prompt is read: queries never see earlier tokens.
 
     References
     ----------
-    TensorRT-LLM 1.2, ``KvCacheConfig``: max_attention_window (by layer), sink_token_length
-    (StreamingLLM; the TensorRT engine has it), dtype, enable_block_reuse.
+    TensorRT-LLM 1.2, ``KvCacheConfig``; only the TensorRT engine has sink_token_length
+    (StreamingLLM).
     """
 
     name = "tensorrt-llm"
@@ -41,7 +40,7 @@ class TensorRTLLM(ExportTarget):
         return scored("streaming", sinks=policy.sinks, window=policy.window)
 
     def write(self, profile: BudgetProfile, path: Path) -> None:
-        """Write it; see `ExportTarget.write`. Blocks of another prompt's window are not reused."""
+        """Write it, without reuse of blocks of another prompt's window."""
         windows = [int(budget) for budget in profile.budgets[:, 0]]
         shape = profile.shape
         for layer in shape.constant_layers:  # what transformers stores is one token less

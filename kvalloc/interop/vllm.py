@@ -1,4 +1,4 @@
-"""vLLM: the cache's data type, and the layers that it does not round."""
+"""vLLM's engine arguments."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from kvalloc.interop.target import ExportTarget
 
 
 class VLLM(ExportTarget):
-    """Engine arguments from a profile's bits by layer: the data type and the layers at 16 bits.
+    """The cache's data type, and the layers at 16 bits.
 
-    vLLM evicts nothing within a layer: it has no budgets of heads or layers, no scores, no fitted
-    values. Its 8 bits are fp8 with one scale a tensor, its 4 bits integers with a scale for each
-    token and head. Here numbers have a scale for each group of 64.
+    vLLM evicts nothing within a layer. Its 8 bits are fp8 with a scale a tensor, its 4 bits
+    integers with a scale a token and head; kvalloc's scales are for groups of 64.
 
     References
     ----------
@@ -33,12 +32,12 @@ class VLLM(ExportTarget):
     bits_by_layer = True
 
     def write(self, profile: BudgetProfile, path: Path) -> None:
-        """Write the keywords of ``vllm.LLM``, or the flags of ``vllm serve``.
+        """Write keywords of ``vllm.LLM``, or flags of ``vllm serve``.
 
         Raises
         ------
         InputError
-            If every entry is at 16 bits: then no part of the profile can be written.
+            If every entry is at 16 bits.
         """
         bits, full = profile.widths[:, 0].tolist(), profile.shape.full_layers
         width = min(bits[layer] for layer in full)

@@ -1,8 +1,4 @@
-"""The pictures as Vega-Lite specifications: a page draws them itself, files come from vl-convert.
-
-The specifications are in ``charts.json``. None relies on colour alone: length, shape or a label
-says the same.
-"""
+"""Vega-Lite specifications of pictures; none relies on colour alone."""
 
 from __future__ import annotations
 
@@ -32,24 +28,15 @@ def _specs(file: str) -> dict[str, Spec]:
 
 
 def themes() -> dict[str, Spec]:
-    """Return Vega-Lite's configuration for a light and a dark background, by name.
+    """Return Vega-Lite's configurations ``light`` and ``dark``.
 
-    The colours are Okabe and Ito's palette and one of Tol's, distinct for any colour vision.
+    The colours, Okabe and Ito's and Tol's, are distinct for any colour vision.
     """
     return _specs("themes.json")
 
 
 def chart(name: str, **values: Any) -> Spec:
-    """Return a specification of ``charts.json``, with values in place of its ``$names``.
-
-    Parameters
-    ----------
-    name : str
-        Such as ``strips`` (a strip of bars for each budget profile, one bar a layer) or ``harm``
-        (the measured KL of each method, the lowest first, filled if every answer was right).
-    **values
-        By the names without the dollar sign.
-    """
+    """Return a specification of ``charts.json`` with values for its ``$names``."""
 
     def filled(part: Any) -> Any:
         if isinstance(part, dict):
@@ -64,15 +51,7 @@ def chart(name: str, **values: Any) -> Spec:
 
 
 def budget_map(rows: Sequence[Row], *, heads: int) -> Spec:
-    """Return a map with a cell a layer and KV head, filled and coloured by the kept share.
-
-    Parameters
-    ----------
-    rows : sequence of dict
-        As `Material.budget_rows` returns them.
-    heads : int
-        KV heads of a layer.
-    """
+    """Return a map of kept shares, a cell a layer and KV head, of `Material.budget_rows`."""
     full = bar_scale(max(max(row["tokens"]) / row["context"] for row in rows))
     high = f"datum.low + 0.88 * min(1, datum.share / {full})"
     legend = f"kept; a full cell is {full:.0%}"
@@ -80,13 +59,7 @@ def budget_map(rows: Sequence[Row], *, heads: int) -> Spec:
 
 
 def bits_map(rows: Sequence[Row], *, heads: int) -> Spec:
-    """Return a map with a cell a layer and KV head and the bits of its entries.
-
-    Parameters
-    ----------
-    rows, heads
-        As in `budget_map`.
-    """
+    """Return a map of the entries' bits; see `budget_map`."""
     return chart("bits", rows=rows, **_head_axis(heads))
 
 
@@ -95,12 +68,9 @@ def _head_axis(heads: int) -> dict[str, Any]:
 
 
 def curve_chart(curves: UnitCurves) -> Spec:
-    """Return the curves of all units, one of them thick, with the marks of budget profiles on it.
+    """Return the curves of all units, with budget profiles' marks on the thick one.
 
-    Returns
-    -------
-    dict
-        With the parameters ``layer`` and ``head``, which choose the unit.
+    Its parameters ``layer`` and ``head`` choose that unit.
     """
     lines = curves.lines()
     heads = {line["head"] for line in lines}
@@ -121,14 +91,13 @@ def curve_chart(curves: UnitCurves) -> Spec:
 
 
 def layers_chart(curves: UnitCurves) -> Spec:
-    """Return the curves of all layers or measured heads, coloured by depth, and their mean."""
+    """Return curves of layers or measured heads, coloured by depth, and their mean."""
     lines = curves.lines()
     whole = [line for line in lines if line["head"] == WHOLE] or lines
     return chart("layers", lines=whole, **_curve_axes(curves))
 
 
 def _curve_axes(curves: UnitCurves) -> dict[str, Any]:
-    """Return the axes of curves: that of losses is linear near 0 and logarithmic above."""
     shares = json.dumps([float(f"{share:.4g}") for share in curves.shares])
     scale: Spec = {"type": "symlog", "constant": 0.01} if curves.of_loss else {"domain": [0, 1]}
     return {"what": curves.what, "scale": scale, "shares": shares}
@@ -137,14 +106,7 @@ def _curve_axes(curves: UnitCurves) -> dict[str, Any]:
 def frontier_chart(traced: Sequence[Row], points: Sequence[Row], *, by: str, what: str) -> Spec:
     """Return the best possible at every size as lines, with the marks of budget profiles.
 
-    Parameters
-    ----------
-    traced, points : sequence of dict
-        As `Material.frontiers` gives them.
-    by : str
-        Which of their values is drawn: ``retention`` or ``loss``.
-    what : str
-        Title of the vertical axis.
+    Data are of `Material.frontiers`; ``by`` is ``retention`` or ``loss``, ``what`` an axis title.
     """
     axis = _bytes_axis([*traced, *points], "of the full cache")
     spec = chart("frontier", traced=traced, points=points, bytes=axis, by=by, what=what)
@@ -153,12 +115,9 @@ def frontier_chart(traced: Sequence[Row], points: Sequence[Row], *, by: str, wha
 
 
 def measured_chart(rows: Sequence[Row]) -> Spec:
-    """Return the measured KL of every method over its bytes, with its interval.
+    """Return each method's measured KL over its bytes, with its interval.
 
-    Parameters
-    ----------
-    rows : sequence of dict
-        As `Material.measured_rows` returns them, those with a KL and a share.
+    ``rows`` are of `Material.measured_rows`, each with a KL and a share.
     """
     return chart("measured", rows=rows, bytes=_bytes_axis(rows, "of a cache at 16 bits"))
 
@@ -171,28 +130,14 @@ def _bytes_axis(rows: Sequence[Row], of: str) -> Spec:
 
 
 def selectable(spec: Spec, field: str, value: str) -> Spec:
-    """Return a chart with a parameter, named after a field, that selects its rows.
-
-    Parameters
-    ----------
-    spec : dict
-    field : str
-    value : str
-        The first choice.
-    """
+    """Return a chart with a parameter, named after a field, that selects rows; ``value`` first."""
     chosen = {"filter": f"datum.{field} == {field}"}
     params, transform = [{"name": field, "value": value}], spec.get("transform", [])
     return {**spec, "params": params, "transform": [chosen, *transform]}
 
 
 def save_chart(spec: Mapping[str, Any], path: str | Path) -> None:
-    """Write a picture as PNG or SVG, by the file's ending, atomically.
-
-    Raises
-    ------
-    InputError
-        If it is another ending, or the path cannot be written.
-    """
+    """Write a picture, ``.png`` or ``.svg``, atomically; raise InputError if that fails."""
     ending = Path(path).suffix.lower()
     background = {"background": "white", "padding": 12}
     whole = {**spec, "config": themes()["light"], **background}
@@ -211,5 +156,5 @@ def save_chart(spec: Mapping[str, Any], path: str | Path) -> None:
 
 @cache
 def javascript() -> str:
-    """Return Vega, Vega-Lite and Vega-Embed in one script that makes no request."""
+    """Return Vega, Vega-Lite and Vega-Embed in one script without requests."""
     return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")

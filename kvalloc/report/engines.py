@@ -1,4 +1,4 @@
-"""Engine choices in words for people."""
+"""Engine choices in words."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ KL_NOTE = (
 
 
 def size_cells(stored: int, full: int) -> list[str]:
-    """Return the cells of a cache's bytes, given its bytes at 16 bits."""
+    """Return cells of bits and bytes."""
     return [f"{16 * stored / max(full, 1):.2f}", size(stored)]
 
 
 def cells(setting: EngineSetting, full: int) -> list[str]:
-    """Return bits, bytes and predicted losses of a setting, as of `HEADINGS`."""
+    """Return a setting's cells, as of `HEADINGS`."""
     losses = f"{setting.mean:.2g}", f"{setting.p99:.2g}", f"{setting.top1:.1%}"
     return [*size_cells(setting.cache_bytes, full), *losses]
 
 
 def choice_fields(choice: EngineChoice) -> dict[str, str]:
-    """Return the fields of a choice, for people."""
+    """Return a choice's fields."""
     rows = f", {choice.batch} rows" if choice.batch > 1 else ""
     proof = "" if choice.bound_source == "dual" else f" ({choice.bound_source}'s word)"
     formats, run = by_format(choice), SYNTAX[choice.engine].line(choice)
@@ -52,13 +52,13 @@ def choice_fields(choice: EngineChoice) -> dict[str, str]:
 
 
 def choice_facts(choice: EngineChoice) -> dict[str, Any]:
-    """Return a choice as plain values, with what runs it; None where a file does."""
+    """Return plain values of a choice; ``run`` is None where a file runs it."""
     formats, run = by_format(choice), SYNTAX[choice.engine].line(choice)
     return {**choice.record(), "formats": formats, "run": None if run == formats else run}
 
 
 def frontier_lines(choice: EngineChoice) -> Iterator[str]:
-    """Yield a table of what else the engine could be told, a mark beside the chosen one."""
+    """Yield a table of settings, the chosen one marked."""
     rows = [
         [mark, *cells(setting, choice.full_bytes), by_format(setting, brief=True)]
         for setting in choice.frontier

@@ -1,4 +1,4 @@
-"""Pictures of the content of files, as PNG and SVG."""
+"""Pictures of files."""
 
 from __future__ import annotations
 
@@ -20,29 +20,21 @@ NAMES = 30
 
 
 def plot(files: Sequence[str | Path], output: str | Path, what: str | None = None) -> str:
-    """Draw the content of files of one model.
+    """Draw the content of files of one model; return the picture's name.
 
     Parameters
     ----------
     files : sequence of str or Path
-        Score profiles, budget profiles or names of shipped ones, evaluations.
     output : str or Path
         A ``.png`` or ``.svg``, written atomically.
     what : str, optional
-        ``budgets``, ``curves``, ``frontier``, ``measured``, or ``overview`` for budgets, curves and
-        measurements side by side; the first of these that the files hold by default.
-
-    Returns
-    -------
-    str
-        Name of the picture.
+        ``budgets``, ``curves``, ``frontier``, ``measured``, or ``overview`` of all but the
+        frontier; by default the first that the files hold.
 
     Raises
     ------
     InputError
-        If the files do not hold it, there is no such picture, or the path cannot be written.
-    ProfileFileError
-        If a file is damaged or of another kind.
+        If files do not hold it, the path cannot be written, or as in `Material.read`.
     """
     check_writable(output, stream=True)
     material = Material.read(files)
@@ -102,7 +94,6 @@ def _measured(material: Material) -> list[Spec]:
 
 
 def _overview(material: Material) -> list[Spec]:
-    """Return strips of budgets, above the curves and the measured harm of one task."""
     strips = [
         {
             "who": [short_name(name, NAMES), f"{profile.share:.1%} of the bytes"],
@@ -131,7 +122,6 @@ def _overview(material: Material) -> list[Spec]:
 
 
 def _stacked(panels: Sequence[Spec], title: str) -> Spec:
-    """Return panels below each other, each with its own scales and legends."""
     size = {"width": WIDTH, "height": 260}
     sized = [{**size, **panel} if "layer" in panel else panel for panel in panels]
     return charts.chart("stacked", panels=sized, title=title)

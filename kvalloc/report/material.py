@@ -1,4 +1,4 @@
-"""The content of some files together: the material of a report or a picture."""
+"""Material of reports and pictures."""
 
 from __future__ import annotations
 
@@ -42,14 +42,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Material:
-    """Score profiles, budget profiles and evaluations of one model, each by a short name.
-
-    Attributes
-    ----------
-    files : dict of str
-        Where each comes from.
-    profiles, scores, evaluations : dict
-    """
+    """Profiles and evaluations of one model by short names; ``files`` has their sources."""
 
     files: dict[str, str]
     profiles: dict[str, BudgetProfile]
@@ -58,20 +51,7 @@ class Material:
 
     @classmethod
     def read(cls, files: Sequence[str | Path]) -> Material:
-        """Read files of one model.
-
-        Parameters
-        ----------
-        files : sequence of str or Path
-            Score profiles, budget profiles or the names of shipped ones, evaluations.
-
-        Raises
-        ------
-        InputError
-            If there is none, a file is missing, or two are of different models.
-        ProfileFileError
-            If one is damaged, of another schema version or of another kind.
-        """
+        """Read files, or names of shipped profiles; errors are as of `kvalloc.write_report`."""
         if not files:
             raise InputError("there is nothing to report on; name at least one file")
         named: dict[str, str] = {}
@@ -114,13 +94,13 @@ class Material:
 
     @property
     def decided_elsewhere(self) -> list[str]:
-        """Return the names of profiles that were decided by other curves than these."""
+        """Return the names of profiles that other curves decided."""
         digests = {scores.digest for scores in self.scores.values()}
         elsewhere = (name for name, one in self.profiles.items() if one.score_digest not in digests)
         return [*elsewhere] if digests else []
 
     def budget_rows(self) -> list[Row]:
-        """Return a row for each profile and layer: tokens and bits of each KV head."""
+        """Return tokens and bits of each KV head, a row a profile and layer."""
         return [
             {
                 "profile": name,
@@ -134,10 +114,7 @@ class Material:
         ]
 
     def frontiers(self) -> Iterator[tuple[str, str, list[Row], list[Row]]]:
-        """Yield name, axis title, the best possible and the budget profiles of each frontier.
-
-        Beside curves stand those profiles alone that were decided by them.
-        """
+        """Yield name, axis title, best points, and the profiles that these curves decided."""
         elsewhere = self.decided_elsewhere
         points = [
             {
@@ -160,7 +137,7 @@ class Material:
             yield by, what, best, [row for row in points if row[by] is not None]
 
     def measured_rows(self) -> list[Row]:
-        """Return the rows of evaluations, without full caches."""
+        """Return evaluations' rows without full caches."""
         return [
             _measured(row, source)
             for source, evaluation in self.evaluations.items()
@@ -170,7 +147,6 @@ class Material:
 
 
 def _traced(scores: ScoreProfile, level: Any, objective: Any) -> list[FrontierPoint]:
-    """Return a frontier, empty if the score profile has no such units."""
     if objective == "loss" and not scores.has_losses:
         return []
     try:
@@ -188,7 +164,6 @@ def _facts(point: FrontierPoint) -> Row:
 
 
 def _measured(row: Mapping[str, Any], source: str) -> Row:
-    """Return a row of an evaluation for a picture; unknown is None."""
     ends = row["ci95"]
     low, high = ends if ends and len(ends) == 2 else (None, None)
     return {
@@ -205,20 +180,18 @@ def _measured(row: Mapping[str, Any], source: str) -> Row:
 class UnitCurves:
     """Curves of every unit of a score profile, and the marks of budget profiles on them.
 
-    Units are whole layers, first, and their KV heads. NaN stands for a unit that was not measured.
+    Units are whole layers, first, and their KV heads; NaN stands for one without a measurement.
 
     Attributes
     ----------
     shares : ndarray of float64, (n_points,)
-        Kept shares of the context at which curves are drawn, 0..1.
+        Kept shares of the context, 0..1.
     values : ndarray of float64, (n_layers, 1 + n_kv_heads, n_points)
-        Retention, or loss in nats per token.
+        Retention, or loss in nats per token; ``what`` says which.
     marks : dict of tuple of ndarray, each (n_layers, 1 + n_kv_heads)
         The share that each budget profile keeps, and the curve's value there.
     layers : tuple of int
         Layers that get budgets.
-    what : str
-        What ``values`` are, and their unit.
     """
 
     layers: tuple[int, ...]
@@ -236,17 +209,16 @@ class UnitCurves:
     def all_of(
         cls, scores: ScoreProfile, profiles: Mapping[str, BudgetProfile] | None = None
     ) -> list[UnitCurves]:
-        """Return retention curves, and loss curves if they were measured."""
+        """Return retention curves, and loss curves if measured."""
         marked = profiles or {}
         losses = [cls.losses(scores, marked)] if scores.has_losses else []
         return [cls.retention(scores, marked), *losses]
 
     @classmethod
     def retention(cls, scores: ScoreProfile, profiles: Mapping[str, BudgetProfile]) -> UnitCurves:
-        """Return retention curves of every layer and head, the mean over samples."""
+        """Return retention curves of layers and heads, means over samples."""
 
         def with_layers(heads: FloatArray) -> FloatArray:
-            """Return curves of layers and heads from curves of heads and samples."""
             of_layers = np.einsum("slh,slhp->lp", scores.head_shares, heads) / scores.n_samples
             return np.concatenate([of_layers[:, None], heads.mean(axis=0)], axis=1)
 
@@ -262,13 +234,7 @@ class UnitCurves:
 
     @classmethod
     def losses(cls, scores: ScoreProfile, profiles: Mapping[str, BudgetProfile]) -> UnitCurves:
-        """Return loss curves of layers or heads, as measured.
-
-        Raises
-        ------
-        InputError
-            If none were measured.
-        """
+        """Return loss curves of layers or heads, or raise InputError without measurements."""
         curves = loss_curves(scores)
         assert scores.loss_tokens is not None  # loss_curves has given the curves
         levels = scores.loss_tokens.astype(np.float64)
@@ -287,7 +253,7 @@ class UnitCurves:
         return cls(layers=layers, what=LOSS, shares=shares, values=values, marks=marks)
 
     def lines(self) -> list[Row]:
-        """Return a row for each unit with a curve: ``layer``, ``head`` (or `WHOLE`), ``values``."""
+        """Return ``layer``, ``head`` (or `WHOLE`) and ``values`` of each curve."""
         known = np.argwhere(np.isfinite(self.values[..., 0])).tolist()
         return [
             {"layer": layer, "head": place - 1, "values": _rounded(self.values[layer, place])}
@@ -296,7 +262,7 @@ class UnitCurves:
         ]
 
     def points(self) -> list[Row]:
-        """Return a row for each budget profile and layer: shares and values, all heads first."""
+        """Return shares and values by budget profile and layer, all heads first."""
         return [
             {
                 "profile": name,
@@ -312,10 +278,7 @@ class UnitCurves:
 def _kept_ranks(
     scores: ScoreProfile, profiles: Mapping[str, BudgetProfile]
 ) -> Iterator[tuple[str, FloatArray]]:
-    """Yield the kept evictable entries of each profile, at the score profile's context.
-
-    They are ``(n_layers, 1 + n_kv_heads)``, the mean of a layer first.
-    """
+    """Yield profiles' kept evictable entries, (n_layers, 1 + n_kv_heads), layer means first."""
     for name, profile in profiles.items():
         if profile.context_tokens > scores.protected_tokens:
             heads = evictable_rank(scores, profile.budgets, profile.context_tokens)
@@ -332,5 +295,4 @@ def _shares(scores: ScoreProfile, ranks: FloatArray) -> FloatArray:
 
 
 def _rounded(values: FloatArray) -> list[float | None]:
-    """Return four digits of each, None for NaN."""
     return [float(f"{value:.4g}") if value == value else None for value in values.tolist()]

@@ -1,4 +1,4 @@
-"""Profiles in a notebook: a few facts and a strip of bars, without scripts."""
+"""Profiles in a notebook."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ FIELDS = (
 
 
 def profile_html(profile: BudgetProfile | ScoreProfile) -> str:
-    """Return what a notebook shows: fields, and a bar a layer.
+    """Return fields, and a bar a layer, without scripts.
 
-    The bars are the share of the context that a budget profile keeps, or that is needed for 90% of
-    the score mass.
+    A bar is the context's share that a budget profile keeps, or 90% of the score mass needs.
     """
     context = profile.context_tokens
     if isinstance(profile, BudgetProfile):

@@ -1,4 +1,4 @@
-"""One self-contained HTML page about files of kvalloc, with interactive figures."""
+"""One interactive HTML page about files."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ Table = tuple[Sequence[str], list[list[str]]]
 def write_report(files: Sequence[str | Path], output: str | Path) -> None:
     """Write one HTML page from any mix of score profiles, budget profiles and evaluations.
 
-    Nothing on it is loaded from a network: it can be sent by mail and read without one.
+    It loads nothing from a network.
 
     Parameters
     ----------
     files : sequence of str or Path
         Files of one model, or names of shipped budget profiles.
     output : str or Path
-        The page, written atomically.
+        The page, ``.html`` or ``.htm``, written atomically.
 
     Raises
     ------
     InputError
-        If there is no file, one is missing, two are of different models, or the page cannot be
-        written or is called otherwise than ``.html``.
+        If there is no file, one is missing, two are of different models, or the page has another
+        ending or cannot be written.
     ProfileFileError
         If a file is damaged, of another schema version or of another kind.
 
@@ -81,7 +81,6 @@ def page(material: Material) -> str:
 
 
 def _facts(material: Material) -> dict[str, Any]:
-    """Return everything that the template names."""
     shape, profiles = material.shape, material.profiles
     budgets, measured = material.budget_rows(), material.measured_rows()
     plotted = [row for row in measured if row["kl"] is not None and row["share"] is not None]
@@ -129,7 +128,6 @@ def _facts(material: Material) -> dict[str, Any]:
 
 
 def _frontiers(material: Material, specs: dict[str, charts.Spec]) -> list[tuple[str, str, bool]]:
-    """Add charts of the frontiers; return names, rows' fields, and whether there are lines."""
     shown = []
     for by, what, best, reached in material.frontiers():
         if best or len(reached) > 1:
@@ -140,7 +138,6 @@ def _frontiers(material: Material, specs: dict[str, charts.Spec]) -> list[tuple[
 
 
 def _curves(material: Material, specs: dict[str, charts.Spec]) -> list[dict[str, str]]:
-    """Add charts of the units' curves; return their names, and what they are of."""
     shown = []
     for place, (name, scores) in enumerate(material.scores.items()):
         for curves in UnitCurves.all_of(scores, material.profiles):
@@ -152,7 +149,6 @@ def _curves(material: Material, specs: dict[str, charts.Spec]) -> list[dict[str,
 
 
 def _memory(material: Material) -> dict[str, Any]:
-    """Return the bytes at 16 bits of a full cache and of each profile's, for many lengths."""
     shape = material.shape
     longest = shape.max_context_tokens or MAX_TOKENS
     decided = {one.context_tokens for one in material.profiles.values()}
@@ -174,7 +170,6 @@ def _memory(material: Material) -> dict[str, Any]:
 
 
 def _summary(material: Material) -> list[dict[str, str]]:
-    """Return a line about each file."""
     lines = []
     stated = ("bytes", "peak", "bits", "retention", "outlook", "predicted loss", "model error")
     for name, profile in material.profiles.items():
@@ -194,7 +189,6 @@ def _summary(material: Material) -> list[dict[str, str]]:
 
 
 def _layer_table(material: Material) -> Table:
-    """Return the tokens of each layer, mean over its heads, a column a profile."""
     means = [one.budgets.mean(axis=1) for one in material.profiles.values()]
     rows = [
         [str(layer), *(f"{mean[layer]:,.0f}" for mean in means)]
@@ -204,7 +198,6 @@ def _layer_table(material: Material) -> Table:
 
 
 def _evaluated_tables(material: Material) -> list[Table]:
-    """Return the tables of evaluations, as `kvalloc eval` prints them."""
     rows: list[Row] = [
         {"from": source, **row}
         for source, evaluation in material.evaluations.items()
@@ -223,7 +216,6 @@ def _decision_table(material: Material) -> Table:
 
 
 def _sources(material: Material) -> list[dict[str, Any]]:
-    """Return the fields of every file, in the words of `kvalloc inspect`."""
     sources = []
     for name, record in material.records.items():
         stated = record_fields(record)

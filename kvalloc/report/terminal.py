@@ -1,4 +1,4 @@
-"""Tables, bars and pictures in a terminal."""
+"""Tables and bars in a terminal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SCALES = (0.05, 0.1, 0.25, 0.5, 1.0)
 
 
 def terminal_width() -> int:
-    """Return the columns of the terminal, at most `_MAX_WIDTH`, 80 without a terminal."""
+    """Return the terminal's columns, at most `_MAX_WIDTH`; 80 without one."""
     return min(shutil.get_terminal_size((80, 24)).columns, _MAX_WIDTH)
 
 
@@ -34,24 +34,10 @@ def table_lines(
     *,
     left: Sequence[int] = (0,),
 ) -> list[str]:
-    r"""Align cells in columns as wide as they need.
+    r"""Align cells in columns, a line each, without trailing spaces.
 
-    Columns are one space apart where two do not fit into the terminal. Wide characters take two
-    columns of it, combining ones none.
-
-    Parameters
-    ----------
-    headings : sequence of str
-        One a column.
-    rows : sequence of sequence of str
-        As many cells each.
-    left : sequence of int
-        Columns that are flush left; numbers are flush right. Negative ones count from the end.
-
-    Returns
-    -------
-    list of str
-        Without trailing spaces; each is one line, also if a cell holds a line break.
+    Columns are two spaces apart, or one in a narrow terminal. Wide characters take two of its
+    columns, combining ones none. Columns of ``left``, negative from the end, are flush left.
 
     Examples
     --------
@@ -76,10 +62,9 @@ def table_lines(
 
 
 def table_text(headings: Sequence[str], rows: Sequence[Sequence[str]], *, keys: int = 1) -> str:
-    """Align a table: the first columns, which name a row, and the last one flush left.
+    """Align a table, its first ``keys`` columns, which name a row, and the last one flush left.
 
-    In a terminal that is too narrow, columns that do not fit stand below, the rows named again. In
-    a pipe a row is always one line with all columns.
+    In a narrow terminal, columns that do not fit stand below; in a pipe a row is one line.
     """
     last, keys = len(headings) - 1, min(keys, len(headings))
     left = {*range(keys), last}
@@ -100,7 +85,7 @@ def table_text(headings: Sequence[str], rows: Sequence[Sequence[str]], *, keys: 
 
 
 def hanging(text: str, indent: int) -> str:
-    """Wrap a text to the terminal's width behind ``indent`` columns; one line in a pipe."""
+    """Wrap a text behind ``indent`` columns; one line in a pipe."""
     text = plain(text)
     if not sys.stdout.isatty():
         return text
@@ -110,25 +95,19 @@ def hanging(text: str, indent: int) -> str:
 
 
 def field_lines(fields: Mapping[str, str]) -> list[str]:
-    """Return names and texts, one a line, texts aligned and wrapped; empty texts are left out."""
+    """Return a line a name and text, aligned and wrapped, without empty texts."""
     fields = {name: text for name, text in fields.items() if text}
     indent = max(map(len, fields), default=0) + 2
     return [f"{plain(name):<{indent}}{hanging(text, indent)}" for name, text in fields.items()]
 
 
 def number_text(value: Any, form: str, unknown: str = "unknown") -> str:
-    """Return a number in a format, or the text for an unknown one.
-
-    Examples
-    --------
-    >>> number_text(0.25, ".1%"), number_text(None, ".4f", "-")
-    ('25.0%', '-')
-    """
+    """Return a number in a format, or the text for unknown."""
     return format(value, form) if isinstance(value, int | float) else unknown
 
 
 def can_print_bars() -> bool:
-    """Return whether stdout is a terminal with block characters in its encoding."""
+    """Return whether stdout is a terminal that encodes blocks."""
     if not sys.stdout.isatty():  # a pipe gets plain characters
         return False
     try:
@@ -139,16 +118,7 @@ def can_print_bars() -> bool:
 
 
 def bar(share: float, width: int, *, unicode: bool | None = None) -> str:
-    """Draw a bar of a share (0..1) of a number of columns.
-
-    Parameters
-    ----------
-    share : float
-        0..1.
-    width : int
-        Columns of a full bar.
-    unicode : bool, optional
-        Exact to an eighth of a column; whole ``#`` otherwise. What stdout can show by default.
+    """Draw a share (0..1) of ``width`` columns: exact to an eighth, or in whole ``#``.
 
     Examples
     --------
@@ -162,27 +132,20 @@ def bar(share: float, width: int, *, unicode: bool | None = None) -> str:
 
 
 def sparks(shares: Sequence[float], *, unicode: bool | None = None) -> str:
-    """Return one character a share (0..1), higher for more; a digit if stdout has no blocks.
-
-    Examples
-    --------
-    >>> sparks([0, 0.5, 1], unicode=True), sparks([0, 0.5, 1], unicode=False)
-    ('▁▅█', '059')
-    """
+    """Return a character a share (0..1), higher for more; digits without blocks."""
     steps = _SPARKS if (can_print_bars() if unicode is None else unicode) else "0123456789"
     return "".join(steps[min(int(share * len(steps)), len(steps) - 1)] for share in shares)
 
 
 def bar_scale(largest: float) -> float:
-    """Return the share of a full bar: a round one, not below the largest (0..1)."""
+    """Return a round share for a full bar, not below the largest (0..1)."""
     return next((scale for scale in _SCALES if largest <= scale), 1.0)
 
 
 def budget_picture(profile: BudgetProfile) -> list[str]:
-    """Return a line a layer: index, tokens per KV head, share of the context, and a bar.
+    """Return a heading and a line a layer: index, tokens per KV head, share, and a bar.
 
-    At head level a line shows the mean over the layer's heads, the smallest and largest, and how
-    high each is. The first line is the heading.
+    At head level a line has the heads' mean, smallest, largest and sparks.
     """
     shares, by_head = profile.budgets / profile.context_tokens, profile.level == "head"
     by_head = by_head and profile.shape.n_kv_heads > 1
@@ -206,7 +169,7 @@ def layer_bars(
     profile: BudgetProfile | ScoreProfile,
     drawn: str = "",
 ) -> list[str]:
-    """Return a table of the layers that ends with a bar each, of a share of the context."""
+    """Return a table of layers that ends with bars of shares of the context."""
     full_bar = bar_scale(max(shares))
     scale = f"{drawn}line: {full_bar:.0%} of {profile.context_tokens:,} tokens"
     heading, *lines = table_lines((*headings, scale), [(*row, "") for row in rows], left=(-1,))
@@ -219,17 +182,7 @@ def layer_bars(
 
 
 def merged_names(profiles: Mapping[str, BudgetProfile]) -> dict[str, BudgetProfile]:
-    """Put profiles with the same budgets under one name.
-
-    Parameters
-    ----------
-    profiles : mapping of str to BudgetProfile
-
-    Returns
-    -------
-    dict of BudgetProfile
-        The first of each kind by the names of all, such as ``"greedy = ilp"``.
-    """
+    """Put profiles with the same budgets under one name, such as ``"greedy = ilp"``."""
     groups: dict[tuple[object, ...], list[str]] = {}
     for name, profile in profiles.items():
         key = (profile.budgets.shape, profile.budgets.tobytes())
@@ -238,7 +191,7 @@ def merged_names(profiles: Mapping[str, BudgetProfile]) -> dict[str, BudgetProfi
 
 
 def short_name(name: str, width: int) -> str:
-    """Return a heading that fits: the first of several names and the number of others, else cut."""
+    """Return a name that fits: the first and the number of others, else cut."""
     first, *same = name.split(" = ")
     counted = f"{first} = {len(same)} more" if same and len(name) > width else name
     return one_line(counted, width)

@@ -1,4 +1,4 @@
-"""What profiles state, in words for people: the same in a terminal and on a page."""
+"""Profiles in words for people; texts that do not apply are empty."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def model_text(shape: ModelShape) -> str:
 
 
 def decision_fields(decided: BudgetProfile) -> dict[str, str]:
-    """Return the fields of a decision, for people; empty where one does not apply."""
+    """Return a decision's fields."""
     kept, whole, loss = decided.retained_bytes, decided.full_bytes, decided.predicted_loss
     granted = requested_bytes(decided)
     of_granted = "" if granted is None else f" (of {size(granted)} granted)"
@@ -74,7 +74,6 @@ def decision_fields(decided: BudgetProfile) -> dict[str, str]:
 
 
 def _peak_text(decided: BudgetProfile) -> str:
-    """Return the use of a memory beyond the kept bytes; empty if none was requested."""
     if not decided.fits_a_peak:
         return ""
     peak = decided.peak_bytes_at(decided.context_tokens, decided.batch)
@@ -82,7 +81,6 @@ def _peak_text(decided: BudgetProfile) -> str:
 
 
 def _error_text(decided: BudgetProfile) -> str:
-    """Return what whole caches lose beside the sum of single losses; empty if unmeasured."""
     if decided.model_error is None or decided.predicted_loss is None:
         return ""
     return (
@@ -92,7 +90,7 @@ def _error_text(decided: BudgetProfile) -> str:
 
 
 def decision_cells(decided: BudgetProfile, seconds: float | None = None) -> dict[str, str]:
-    """Return the cells of a decision in a table, by column; without a time if it is unknown."""
+    """Return a decision's cells by column."""
     value_name = value_heading(Request.stated(decided))
     has_value = value_name and decided.sense == "max_value"
     value = {value_name: f"{abs(decided.objective):.4f}"} if has_value else {}
@@ -116,14 +114,7 @@ def decision_cells(decided: BudgetProfile, seconds: float | None = None) -> dict
 
 
 def budget_fields(profile: BudgetProfile, *, brief: bool = False) -> dict[str, str]:
-    """Return the fields of a budget profile, for people; empty where one does not apply.
-
-    Parameters
-    ----------
-    profile : BudgetProfile
-    brief : bool
-        Leave out the parameters of solver, policy and scorer.
-    """
+    """Return a budget profile's fields; ``brief`` leaves out parameters."""
     policy, share = profile.policy, profile.share_of_16_bits
     listed = (profile.solver_options, policy.parameters, policy.scorer_parameters)
     options, parameters, of_scorer = ("" if brief else _parameters(one) for one in listed)
@@ -152,7 +143,7 @@ def budget_fields(profile: BudgetProfile, *, brief: bool = False) -> dict[str, s
 
 
 def request_text(decided: BudgetProfile) -> str:
-    """Return the request of a decision, for people."""
+    """Return a decision's request."""
     request = Request.stated(decided)
     if request is None:
         way = " in a form that can be read" if decided.requested else ""
@@ -170,12 +161,11 @@ def request_text(decided: BudgetProfile) -> str:
 
 
 def value_heading(request: Request | None) -> str:
-    """Return the name of the optimised value; empty if it is the retention or the loss."""
+    """Return the optimised value's name; empty for retention or loss."""
     return "worst unit" if request is not None and request.objective == "worst" else ""
 
 
 def _limit_texts(request: Request) -> list[str]:
-    """Return the limits and other terms of a request, one text each."""
     caps = (cap.text.partition("=") for cap in request.cap)
     texts = [f"layers {which} within {limit}" for which, _, limit in caps]
     if request.max_tokens is not None:
@@ -186,14 +176,14 @@ def _limit_texts(request: Request) -> list[str]:
 
 
 def solver_text(decided: BudgetProfile) -> str:
-    """Return the requested solver, and the one that decided if it is another."""
+    """Return the requested solver, and the one that decided if another."""
     if decided.decided_by in ("", decided.solver):
         return decided.solver
     return f"{decided.solver} ({decided.decided_by})"
 
 
 def ended_text(decided: BudgetProfile, *, brief: bool = False) -> str:
-    """Return the solver's reason for stopping, for people; if optimal, with goal and proof."""
+    """Return the reason for stopping; if optimal, with goal and proof."""
     text, word = decided.termination.replace("_", " "), decided.optimal_by_word
     if text == "optimal" and not brief:
         text += _optimal_for(decided)
@@ -203,13 +193,12 @@ def ended_text(decided: BudgetProfile, *, brief: bool = False) -> str:
 
 
 def _optimal_for(decided: BudgetProfile) -> str:
-    """Return of what budgets are optimal, if of less than their objective."""
     by_loss = "loss" in (decided.requested.get("objective"), decided.requested.get("target"))
     return " for the sum of single losses" if by_loss else ""
 
 
 def objective_text(value: float | None, decided: BudgetProfile) -> str:
-    """Return an objective or bound with its unit; a loss counts from 0 up."""
+    """Return an objective or bound with its unit; losses count from 0 up."""
     if value is None or not decided.solver:
         return "unknown"
     if decided.sense == "min_cost":
@@ -220,7 +209,6 @@ def objective_text(value: float | None, decided: BudgetProfile) -> str:
 
 
 def _bound_text(decided: BudgetProfile) -> str:
-    """Return the bound, its source and the gap."""
     text = objective_text(decided.bound, decided)
     if decided.bound is None:
         return text
@@ -228,7 +216,6 @@ def _bound_text(decided: BudgetProfile) -> str:
 
 
 def _limit_text(limit: Limit, decided: BudgetProfile) -> str:
-    """Return whether a limit binds, and what a little more of it is worth."""
     written = str if limit.value_per_mib is None and limit.name.endswith("budgets") else size
     text = f"{limit.name} {'binds' if limit.binds else 'does not bind'}"
     text += f" ({written(limit.used)} of {written(limit.allowed)})"
@@ -242,14 +229,13 @@ def _limit_text(limit: Limit, decided: BudgetProfile) -> str:
 
 
 def _worth_text(value_per_mib: float, amount_bytes: int, decided: BudgetProfile) -> str:
-    """Return what an amount of bytes is worth at a price."""
     gained = value_per_mib * amount_bytes / 2**20
     is_loss = decided.requested.get("objective") == "loss"
     return f"{gained:.3g} nats" if is_loss else f"{100 * gained:+.3g}%"
 
 
 def cap_lines(decided: BudgetProfile) -> list[str]:
-    """Return several caps of a decision as a tree, one a line; empty where they cross."""
+    """Return several caps as a tree; empty where they cross."""
     request = Request.stated(decided)
     if request is None or len(caps := request.cap) < 2:
         return []
@@ -267,7 +253,6 @@ def cap_lines(decided: BudgetProfile) -> list[str]:
 
 
 def _price_text(decided: BudgetProfile) -> str:
-    """Return what a little more memory or retention is worth, or why that is unknown."""
     price, requested = decided.value_per_mib, decided.requested
     if price is None:
         return decided.price_source
@@ -286,20 +271,20 @@ def _price_text(decided: BudgetProfile) -> str:
 
 
 def small_amount(kept_bytes: int) -> int:
-    """Return a round amount far below the kept bytes: 1, 10 or 100 KiB, MiB or GiB."""
+    """Return 1, 10 or 100 KiB, MiB or GiB, far below the kept bytes."""
     amounts = [10**digits * 1024**power for power in (1, 2, 3) for digits in (0, 1, 2)]
     return max((amount for amount in amounts if 20 * amount <= kept_bytes), default=amounts[0])
 
 
 def requested_bytes(decided: BudgetProfile) -> int | None:
-    """Return the bytes granted for the whole cache; None if the target was no size."""
+    """Return the whole cache's granted bytes; None without a size."""
     granted = decided.requested.get("bytes")
     known = isinstance(granted, int) and 0 <= granted < 2**63
     return granted if known else None
 
 
 def bits_text(decided: BudgetProfile) -> str:
-    """Return the share of the kept entries at each width; empty if no widths were chosen."""
+    """Return the share of kept entries at each chosen width."""
     if decided.bits is None:
         return ""
     kept, counts = decided.budgets.sum(), counts_of(decided.budgets, decided.bits)
@@ -309,7 +294,6 @@ def bits_text(decided: BudgetProfile) -> str:
 
 
 def _measured_fields(decided: BudgetProfile) -> dict[str, str]:
-    """Return the measured loss of the whole cache, for people; empty if not measured."""
     measured = decided.measured_loss
     if measured is None:
         return {}
@@ -331,7 +315,7 @@ def _measured_fields(decided: BudgetProfile) -> dict[str, str]:
 
 
 def score_fields(profile: ScoreProfile) -> dict[str, str]:
-    """Return the fields of a score profile, for people."""
+    """Return a score profile's fields."""
     shortest, longest = int(profile.sample_tokens.min()), int(profile.sample_tokens.max())
     lengths = f"{shortest:,}" if shortest == longest else f"{shortest:,} to {longest:,}"
     grid = f"{profile.ranks.size:,} ranks, interpolation error {profile.interpolation_error:.1e}"
@@ -351,18 +335,9 @@ def score_fields(profile: ScoreProfile) -> dict[str, str]:
 
 
 def tokens_for(profile: ScoreProfile, retention: float) -> list[int | None]:
-    """Return the tokens per KV head with which each layer keeps a share of its score mass.
+    """Return each layer's tokens per KV head that keep a share (0..1) of its score mass.
 
-    Parameters
-    ----------
-    profile : ScoreProfile
-    retention : float
-        0..1.
-
-    Returns
-    -------
-    list of int or None, (n_layers,)
-        Sinks and window included; None for sliding layers.
+    Sinks and window are included; layers with a sliding window have None.
     """
     curves = profile.contributions().sum(axis=1)
     needed: list[int | None] = [None] * profile.shape.n_layers
@@ -374,7 +349,7 @@ def tokens_for(profile: ScoreProfile, retention: float) -> list[int | None]:
 
 
 def losses_text(profile: ScoreProfile) -> str:
-    """Return in a few words which losses a score profile has."""
+    """Return the losses that a score profile has."""
     if profile.loss_tokens is None:
         return "not measured"
     levels = profile.loss_tokens
@@ -389,7 +364,7 @@ def losses_text(profile: ScoreProfile) -> str:
 
 
 def losses_per(profile: ScoreProfile) -> str | None:
-    """Return the unit of the measured losses, layer or head; None if there are none."""
+    """Return the unit of measured losses, layer or head."""
     if profile.losses is None:
         return None
     return "layer" if profile.losses.shape[2] == 1 else "head"
@@ -407,7 +382,7 @@ def budget_spread(profile: BudgetProfile) -> tuple[int, float, int]:
 
 
 def evaluation_fields(evaluation: Evaluation) -> dict[str, str]:
-    """Return the fields of an evaluation, for people."""
+    """Return an evaluation's fields."""
     settings = {name: value for name, value in evaluation.settings.items() if value is not None}
     versions = ", ".join(f"{name} {version}" for name, version in evaluation.versions.items())
     return {
@@ -461,13 +436,10 @@ FORMAT_COLUMNS = (
 
 
 def format_rows(losses: FormatLosses) -> list[dict[str, Any]]:
-    """Return what each engine format loses in all layers, nats per token.
+    """Return each engine format's loss in all layers, nats per token.
 
-    Returns
-    -------
-    list of dict
-        ``keys`` and ``values`` are sums of single losses; ``mean``, ``p99``, ``p999`` and ``top1``
-        are of the whole cache, and missing if that was not measured.
+    ``keys`` and ``values`` are sums of single losses; ``mean``, ``p99``, ``p999`` and ``top1``, if
+    measured, are of the whole cache.
     """
     rows = []
     for index, name in enumerate(losses.formats):
@@ -487,7 +459,7 @@ def format_table(losses: FormatLosses) -> tuple[list[str], list[list[str]]]:
 
 
 def format_fields(losses: FormatLosses) -> dict[str, str]:
-    """Return the fields of measured losses of engine formats, for people."""
+    """Return the fields of engine formats' losses."""
     versions = ", ".join(f"{name} {version}" for name, version in losses.versions.items())
     return {
         "model": model_text(losses.shape),
@@ -504,9 +476,8 @@ def evaluation_tables(
 ) -> Iterator[tuple[list[str], list[list[str]]]]:
     """Yield headings and cells of an evaluation's rows, then of methods against each other.
 
-    A table between them holds the ranges of positions with enough tokens for a percentile, if any.
-    The first method is held against the full cache, each other one against the first: against the
-    full cache the rows say it already.
+    Between them are ranges of positions with enough tokens for a percentile. The first method is
+    compared with the full cache, others with the first.
     """
     yield _table(
         COLUMNS,
@@ -547,7 +518,7 @@ def _cell(value: Any, form: str) -> str:
 
 
 def fitted_fields(fitted: FittedModel) -> dict[str, str]:
-    """Return the fields of a fitted file for people."""
+    """Return a fitted file's fields."""
     surrogate, scores = fitted.surrogate, fitted.scores
     by_layer = surrogate.r_squared
     explained = f"{by_layer.mean():.2f} ({by_layer.min():.2f} to {by_layer.max():.2f})"
@@ -581,12 +552,12 @@ _FIELDS: dict[str, Callable[[Any], dict[str, str]]] = {
 
 
 def record_fields(record: Any) -> dict[str, str]:
-    """Return the fields of a profile or an evaluation, for people."""
+    """Return the fields of a profile or an evaluation."""
     return _FIELDS[record.NAME](record)
 
 
 def saved_fields(file: str, facts: dict[str, Any], profile: BudgetProfile) -> dict[str, str]:
-    """Describe a saved cache for people; what does not apply is left out."""
+    """Return a saved cache's fields."""
     followed = facts["seen_tokens"] - facts["prompt_tokens"]
     after = f", {followed:,} of them after the prompt" if followed else ""
     rows = f" in each of {facts['rows']} rows" if facts["rows"] != 1 else ""
@@ -605,7 +576,7 @@ def saved_fields(file: str, facts: dict[str, Any], profile: BudgetProfile) -> di
 
 
 def kept_text(cache: Any) -> str:
-    """Return the target, the kept share of all tokens read, and its bytes, in words."""
+    """Return the target, the kept share of all tokens read, and its bytes."""
     profile: BudgetProfile = cache.profile
     target, is_decided = profile.target_text, cache.decision_seconds is not None
     if is_decided and profile.retention is not None:
@@ -618,7 +589,7 @@ def kept_text(cache: Any) -> str:
 
 
 def verified_text(facts: Mapping[str, Any]) -> str:
-    """Return the cost of verifying answers with the full cache, in words."""
+    """Return the cost of verifying answers."""
     bytes_text = f"lossless, with {size(facts['full_bytes'])} of full cache beside it"
     if not facts["rounds"]:
         return bytes_text
@@ -631,13 +602,13 @@ def verified_text(facts: Mapping[str, Any]) -> str:
 
 
 def deciding_text(cache: Any) -> str:
-    """Return how much of the reading went into deciding budgets; empty for stored ones."""
+    """Return the decision's part of the reading time; empty for stored budgets."""
     seconds = cache.decision_seconds
     return "" if seconds is None else f", {duration(seconds)} of it to decide the budgets"
 
 
 def proof_text(profile: BudgetProfile) -> str:
-    """Return in plain words how good a decision is."""
+    """Return how good a decision is."""
     if profile.bound is None:
         if profile.decided_by or profile.solver:
             return "No bound is known: nothing says how far these budgets are from the best."

@@ -1,8 +1,8 @@
-"""Contracts as pytest suites, tiny problems, and an oracle, for the tests of plug-ins.
+"""Pytest suites, tiny problems, and an oracle for the tests of plug-ins.
 
 Examples
 --------
-A test module of a plug-in::
+A test module of a solver; `ScorerContract` works in the same way::
 
     import pytest
     from kvalloc.testing import SolverContract

@@ -1,4 +1,4 @@
-"""Contract of a solver as a pytest suite: subclass it and give one fixture."""
+"""Contract of a solver as a pytest suite."""
 
 from __future__ import annotations
 
@@ -24,41 +24,30 @@ TOLERANCE = 1e-9
 
 
 class SolverContract:
-    """Guarantees that kvalloc and its users rely on, for any solver.
+    """Guarantees of any solver: subclass it, and override the fixture ``solver``.
 
-    Every test runs on tiny problems of all kinds that the solver accepts; it must refuse the others
-    with a reason. `kvalloc.allocation.verification.solve_problem` recomputes every claim: whole
-    numbers as choice, capacity, target, side constraints, objective, and bound.
+    Tests run on tiny problems that the solver accepts; it must refuse the others with a reason.
+    `kvalloc.allocation.verification.solve_problem` recomputes every claim: whole numbers as choice,
+    capacity, target, side constraints, objective, and bound.
 
     Attributes
     ----------
     kinds : sequence of str
-        Kinds of tiny problems, as in `kvalloc.testing.KINDS`.
+        From `kvalloc.testing.KINDS`.
     problems_per_kind : int
-        Problems of each kind for each test, half of them with a capacity, half with a target.
+        For each test, half with a capacity, half with a target.
     seed : int
         Seed of the first problem.
     exact : bool
-        Set it True for a solver that must always prove its answer optimal if it has time.
+        True for a solver that, given time, must prove its answer optimal.
     may_give_up : bool
-        Set it True for a rule that may miss a target, or break side constraints, though another
-        choice would not. It must say so with a SolverError or an InfeasibleError.
+        True for a rule that may miss a reachable target, or break side constraints. It must say so
+        with a SolverError or an InfeasibleError.
     monotone : bool
-        Set it False for a rule that may reach less value with more to spend. Optimal answers must
-        be monotone in any case.
+        False for a rule that may reach less value with more to spend. Optimal answers must be
+        monotone in any case.
     time_limit_seconds : float
-        Limit for the larger problems.
-
-    Examples
-    --------
-    ::
-
-        class TestMySolver(SolverContract):
-            exact = True
-
-            @pytest.fixture
-            def solver(self):
-                return MySolver()
+        For the larger problems.
     """
 
     kinds: ClassVar[Sequence[str]] = KINDS
@@ -71,11 +60,11 @@ class SolverContract:
 
     @pytest.fixture
     def solver(self) -> Solver:
-        """Return the solver under test: override this."""
+        """Return the solver under test."""
         raise NotImplementedError("override the fixture 'solver' to return yours")
 
     def test_it_declares_itself(self, solver: Solver) -> None:
-        """A name and a line for people; names are what ``--solver`` takes."""
+        """Check the name, which ``--solver`` takes, and the summary's one line."""
         assert isinstance(solver, Solver)
         assert isinstance(solver.name, str)
         assert solver.name
@@ -85,11 +74,10 @@ class SolverContract:
         assert "\n" not in solver.summary
 
     def test_it_refuses_with_a_reason(self, solver: Solver) -> None:
-        """Say early which problems cannot be solved, in a sentence with the way out.
+        """Check that it accepts some problems, and refuses others with the way out.
 
-        The way out is another solver, or an option of `kvalloc.solve` as `kvalloc.errors.option`
-        writes it: ``level='head'``, ``--level head``. A suite that only skips proves nothing, so
-        the solver has to accept a problem.
+        That is another solver, or an option of `kvalloc.solve` as `kvalloc.errors.option` writes
+        it: ``level='head'``, ``--level head``.
         """
         accepted = 0
         for name, problem in self._all_problems():
@@ -108,7 +96,7 @@ class SolverContract:
         assert accepted, "it refuses every problem"
 
     def test_its_claims_hold_against_brute_force(self, solver: Solver) -> None:
-        """Optimal is optimal, a bound is a bound, and nothing beats the oracle."""
+        """Check optimal answers and bounds by the oracle."""
         for name, problem in self._problems(solver):
             answer = self._solved(name, problem, solver)
             if answer is None:
@@ -129,10 +117,9 @@ class SolverContract:
             )
 
     def test_more_is_never_worse(self, solver: Solver) -> None:
-        """More to spend gives at least as much value, a higher target costs at least as much.
+        """Check that more to spend gives no less value, and a higher target costs no less.
 
-        The goals go from the floors alone to everything. A rule must pass only if an entry more is
-        never worth less.
+        A rule must pass only if an entry more is never worth less.
         """
         for name, problem in self._problems(solver):
             owed = self.monotone and bool(np.all(np.diff(problem.values, axis=1) >= 0))
@@ -146,7 +133,7 @@ class SolverContract:
                     )
 
     def test_it_answers_the_same_twice(self, solver: Solver) -> None:
-        """Deterministic, and without a memory of earlier problems."""
+        """Check that it is deterministic, and remembers no earlier problem."""
         first: dict[str, list[int] | None] = {}
         problems = list(self._problems(solver))
         for name, problem in [*problems, *reversed(problems)]:
@@ -155,9 +142,9 @@ class SolverContract:
             assert first.setdefault(name, choice) == choice, name
 
     def test_it_keeps_a_time_limit(self, solver: Solver) -> None:
-        """On larger problems too, it ends with a true answer or says that it found none.
+        """Check that larger problems end with a true answer, or with word that it found none.
 
-        `kvalloc.solve` gives up a solver of another package long after its limit.
+        `kvalloc.solve` gives up another package's solver long after its limit.
         """
         for kind in ("concave", "losses", "unequal_costs", "losses+max_distinct"):
             problem = larger_problem(kind, seed=self.seed)
@@ -170,10 +157,7 @@ class SolverContract:
                     pytest.fail(f"{kind}: {error}")
 
     def test_it_says_why_it_stopped(self, solver: Solver) -> None:
-        """Out of time only with a limit; one line of detail; a bound that is a number.
-
-        `kvalloc.solve_problem` refuses a claim to be optimal without a bound that meets it.
-        """
+        """Check that time ends it only with a limit; its detail is one line, its bound finite."""
         for name, problem in self._problems(solver):
             with suppress(KVAllocError):
                 solution = solver.solve(problem)
@@ -182,7 +166,7 @@ class SolverContract:
                 assert solution.bound is None or math.isfinite(solution.bound), name
 
     def test_it_accepts_units_without_a_choice(self, solver: Solver) -> None:
-        """Solve problems with one option for each unit, in the bytes that these options take."""
+        """Check problems with one option for each unit, in the bytes of these options."""
         for name, problem in self._problems(solver):
             first = np.zeros((problem.n_units, 1), dtype=np.int64)
             single = problem.replace(constraints=()).with_capacity(problem.min_cost_bytes)
@@ -201,7 +185,6 @@ class SolverContract:
     def _solved(
         self, name: str, problem: AllocationProblem, solver: Solver
     ) -> CheckedSolution | None:
-        """Return the checked answer; None if the solver rightly says that there is none."""
         before = problem.digest()
         try:
             answer = solve_problem(problem, solver)
@@ -217,7 +200,6 @@ class SolverContract:
 
 
 def _rising_goals(problem: AllocationProblem) -> list[AllocationProblem]:
-    """Return the problem with rising capacities or targets, from the floors to all and beyond."""
     if problem.capacity_bytes is None:
         best = problem.max_value
         floor = problem.objective_value(np.zeros(problem.n_units, dtype=np.int64))

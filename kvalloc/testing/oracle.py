@@ -1,4 +1,4 @@
-"""Oracle: the best of all choices, for problems so small that all can be tried."""
+"""Oracle for tiny problems."""
 
 from __future__ import annotations
 
@@ -14,22 +14,12 @@ MAX_CHOICES = 200_000
 
 
 def brute_force(problem: AllocationProblem) -> Solution | None:
-    """Return the optimum of a tiny problem, by looking at every choice.
-
-    Parameters
-    ----------
-    problem : AllocationProblem
-        With at most 200,000 choices.
-
-    Returns
-    -------
-    Solution or None
-        None if no choice keeps every constraint.
+    """Return the optimum by trying every choice; None if none keeps all constraints.
 
     Raises
     ------
     InputError
-        If the problem is too large.
+        If there are more than 200,000 choices.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Seeded problems of every kind: tiny ones for the oracle, and a larger one for the clock."""
+"""Seeded problems, tiny or larger."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ KINDS: tuple[str, ...] = (
 def tiny_problem(
     kind: str, *, seed: int, sense: Sense = Sense.MAX_VALUE, level: str = "head"
 ) -> AllocationProblem:
-    """Return a problem small enough for `kvalloc.testing.brute_force`.
+    """Return a problem small enough for `brute_force`.
+
+    With side constraints it may have no solution; without them its floors fit, and its target can
+    be reached.
 
     Parameters
     ----------
@@ -55,17 +58,11 @@ def tiny_problem(
         One of `KINDS`, or any ``[worst:]curves[+side]`` of `CURVES` and `SIDES`, or of `BIT_CURVES`
         and a side that compares no tokens.
     seed : int
-        The same seed gives the same problem, on any machine.
+        The same on any machine.
     sense : Sense
         Most value within a capacity, or least cost for a target.
     level : {"head", "layer"}
-        Whether units are KV heads (two or three to a layer) or layers.
-
-    Returns
-    -------
-    AllocationProblem
-        Its floors fit and its target can be reached, without side constraints; with them it may
-        have no solution.
+        Units: two or three KV heads to a layer, or layers.
 
     Raises
     ------
@@ -88,21 +85,9 @@ def tiny_problem(
 def tiny_problems(
     count: int, *, seed: int = 0, kinds: Sequence[str] = KINDS
 ) -> Iterator[tuple[str, AllocationProblem]]:
-    """Yield tiny problems of all kinds, both senses, heads and layers.
+    """Yield tiny problems of all kinds, both senses and levels, with names that remake them.
 
-    Parameters
-    ----------
-    count : int
-        Number of problems.
-    seed : int
-        Seed of the first one.
-    kinds : sequence of str
-        Kinds to take.
-
-    Yields
-    ------
-    (str, AllocationProblem)
-        A name from which it can be made again, and the problem.
+    ``seed`` is of the first one.
     """
     for number in range(count):
         turn, place = divmod(number, len(kinds))
@@ -115,17 +100,7 @@ def tiny_problems(
 def larger_problem(
     kind: str, *, seed: int = 0, n_layers: int = 24, n_heads: int = 4, n_options: int = 64
 ) -> AllocationProblem:
-    """Return a problem that takes time, to test a solver's time limit on.
-
-    Parameters
-    ----------
-    kind : str
-        As in `tiny_problem`.
-    n_layers, n_heads : int
-        Layers, and KV heads in each; their product is the number of units.
-    n_options : int
-        Options of a unit.
-    """
+    """Return a problem that takes time, with ``n_heads`` KV heads a layer; see `tiny_problem`."""
     random = np.random.default_rng([seed, zlib.crc32(kind.encode()), 2])
     return _made(random, kind, Sense.MAX_VALUE, n_layers, np.arange(n_heads), n_options)
 
@@ -138,7 +113,6 @@ def _made(
     heads: IntArray,
     n_options: int,
 ) -> AllocationProblem:
-    """Return a problem of a kind, with this number of layers and these heads."""
     scope, _, rest = kind.rpartition(":")
     curves, _, side = rest.partition("+")
     if scope not in ("", "worst") or curves not in CURVES + BIT_CURVES or side not in ("", *SIDES):
@@ -173,7 +147,6 @@ def _made(
 def _options(
     random: np.random.Generator, curves: str, n_units: int, n_options: int
 ) -> tuple[IntArray, FloatArray, IntArray, IntArray]:
-    """Return tokens, values, costs and option counts."""
     shape = (n_units, n_options)
     page = 16 if curves == "paged" else 1
     tokens = np.broadcast_to(4 * page + page * np.arange(n_options, dtype=np.int64), shape)
@@ -202,7 +175,6 @@ def _options(
 def _sides(
     random: np.random.Generator, side: str, problem: AllocationProblem
 ) -> tuple[SideConstraint, ...]:
-    """Return the side constraints of a name of `SIDES`."""
     units = list(range(problem.n_units))
     half, third = units[: max(2, len(units) // 2 + 1)], max(1, len(units) // 3)
     capped = {
@@ -221,7 +193,6 @@ def _sides(
 def _cap(
     random: np.random.Generator, problem: AllocationProblem, name: str, units: list[int]
 ) -> GroupCap:
-    """Return a cap between the costs of the smallest and the largest options of the units."""
     low = int(problem.costs[units, 0].sum())
     high = int(problem.costs[units, problem.last_options[units]].sum())
     capacity = low + int(random.uniform(0.3, 0.9) * (high - low))
@@ -231,7 +202,6 @@ def _cap(
 def _with_goal(
     random: np.random.Generator, problem: AllocationProblem, sense: Sense
 ) -> AllocationProblem:
-    """Return the problem with a capacity or target between the smallest and the largest."""
     share = float(random.choice([0.0, *random.uniform(0.1, 0.9, 8), 1.0]))
     if sense is Sense.MAX_VALUE:
         room = problem.max_cost_bytes - problem.min_cost_bytes

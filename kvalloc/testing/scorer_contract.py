@@ -1,4 +1,4 @@
-"""Contract of a scorer as a pytest suite: subclass it and give one fixture."""
+"""Contract of a scorer as a pytest suite."""
 
 from __future__ import annotations
 
@@ -15,25 +15,15 @@ SINKS, TENSORS = 2, ("queries", "keys", "values")
 
 
 class ScorerContract:
-    """Checks of `Scorer.score` on random attention of one layer.
-
-    Examples
-    --------
-    ::
-
-        class TestMyScorer(ScorerContract):
-            @pytest.fixture
-            def scorer(self):
-                return MyScorer()
-    """
+    """Checks of `Scorer.score` on random attention of a layer: override the fixture ``scorer``."""
 
     @pytest.fixture
     def scorer(self) -> Scorer:
-        """Return the scorer under test: override this."""
+        """Return the scorer under test."""
         raise NotImplementedError("override the fixture 'scorer' to return yours")
 
     def states(self, n_tokens: int = 40, **more: Any) -> AttentionStates:
-        """Return attention of 3 rows with 2 KV heads and 4 query heads: override to add states."""
+        """Return attention of 3 rows, 2 KV heads and 4 query heads: override to add states."""
         import torch
 
         generator = torch.Generator().manual_seed(n_tokens)
@@ -53,7 +43,7 @@ class ScorerContract:
 
     @pytest.mark.parametrize("n_tokens", [1, SINKS, 7, 40])
     def test_each_entry_has_a_score(self, scorer: Scorer, n_tokens: int) -> None:
-        """Scores are float32, finite, not negative, and 0 for sinks and window."""
+        """Check that scores are float32, finite, not negative, and 0 for sinks and window."""
         states = self.states(n_tokens)
         scores = scorer.score(states, sinks=SINKS)
         assert scores.shape == states.keys.shape[:3]
@@ -64,13 +54,13 @@ class ScorerContract:
         assert not scores[..., max(n_tokens - scorer.window, 0) :].any()
 
     def test_it_tells_entries_apart(self, scorer: Scorer) -> None:
-        """Scores differ among the entries: if they did not, the first entries would stay."""
+        """Check that scores differ: otherwise the first entries would stay."""
         scores = scorer.score(self.states(SINKS + 40 + scorer.window), sinks=SINKS)
         free = scores[..., SINKS : SINKS + 40]
         assert (free.amax(dim=-1) > free.amin(dim=-1)).all()
 
     def test_it_answers_the_same_twice(self, scorer: Scorer) -> None:
-        """A scorer remembers no text, and does not change its arguments."""
+        """Check that it remembers no text and changes no argument."""
         states, before = self.states(), self.states()
         first = scorer.score(states, sinks=SINKS).clone()
         scorer.score(self.states(20), sinks=SINKS)
@@ -78,7 +68,7 @@ class ScorerContract:
         assert all(getattr(states, name).equal(getattr(before, name)) for name in TENSORS)
 
     def test_a_row_does_not_see_its_neighbours(self, scorer: Scorer) -> None:
-        """The scores of a row do not depend on the batch."""
+        """Check that a row's scores do not depend on the batch."""
         states = self.states()
         scores = scorer.score(states, sinks=SINKS)
         for row in range(len(scores)):
@@ -88,7 +78,7 @@ class ScorerContract:
 
     @pytest.mark.parametrize("method", ["bfloat16", "half"])
     def test_half_precision_is_scored_in_float32(self, scorer: Scorer, method: str) -> None:
-        """The same numbers in another type have the same scores."""
+        """Check that a number's type does not change scores."""
         states = self.states()
         halves = {name: getattr(getattr(states, name), method)() for name in TENSORS}
         wide = {name: half.float() for name, half in halves.items()}

@@ -1,1 +1,1 @@
-"""Public-domain texts; ``README.md`` names their source, licence and role."""
+"""Public-domain texts; ``README.md`` names source, licence and role."""
