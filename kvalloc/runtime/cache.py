@@ -1,4 +1,4 @@
-"""A transformers cache that keeps a budget of entries in each layer and KV head."""
+"""A transformers cache within a budget for each layer and KV head."""
 
 from __future__ import annotations
 
@@ -39,22 +39,16 @@ class BudgetCache(CacheFigures, HookedCache):
     ranks them, and sinks, window and the best ones of each row and KV head stay. If the policy has
     to see the whole prompt, all layers evict at its end. Every ``decode_every`` later tokens, and
     at the end of a turn, kept and new entries are ranked together, within the budgets of all tokens
-    seen. `get_seq_length` is the number of tokens seen. Budgets, entries and masks belong to this
-    object, not to the model.
+    seen. `get_seq_length` is the number of tokens seen.
+
+    Rows may have different lengths, padded on either side; padding is neither kept nor counted. A
+    prompt may come in announced chunks (``prompt_tokens``). Layers without budgets are
+    transformers' own.
 
     Attributes
     ----------
     rows : list of Row
         Texts of the batch; none before the first forward.
-    reads, last_readers : dict of int to int
-        For each layer that reads another one's entries, that layer; for each layer read, its last
-        reader.
-
-    Notes
-    -----
-    Rows of a batch may have different lengths, padded on either side; padding is neither kept nor
-    counted. A prompt may come in chunks that are announced (``prompt_tokens``). Layers without
-    budgets are transformers' own.
     """
 
     decision_seconds: float | None = None  # what deciding its budgets took, if they were
@@ -94,7 +88,6 @@ class BudgetCache(CacheFigures, HookedCache):
         self.in_pieces = False  # while pieces of a forward run, all but the last
 
     def __repr__(self) -> str:
-        """Return model, tokens and share."""
         stored = self.share_text if self.batch else "empty"
         state = "" if self.interrupted is None else ", interrupted"
         return (
@@ -104,11 +97,11 @@ class BudgetCache(CacheFigures, HookedCache):
 
     @property
     def interrupted(self) -> str | None:
-        """Reason why only `reset` helps: a forward failed half-way; None if none did."""
+        """Reason why only `reset` helps after a failed forward, or None."""
         return self.broken or (None if self.forward is None else HALF_WAY)
 
     def tell(self, event: str, *facts: Any) -> None:
-        """Call a method of `Extension` of all extensions."""
+        """Call a method of all extensions."""
         for one in self.extensions:
             getattr(one, event)(*facts)
 
@@ -131,7 +124,7 @@ class BudgetCache(CacheFigures, HookedCache):
 
     @contextmanager
     def half_way(self) -> Iterator[None]:
-        """Mark the cache as broken if anything inside fails; read its checks at once."""
+        """Mark the cache as broken if anything inside fails."""
         self.broken, checks = HALF_WAY, Checks()
         with checks.collected():
             yield
@@ -139,7 +132,7 @@ class BudgetCache(CacheFigures, HookedCache):
         self.broken = None
 
     def end_turn(self) -> None:
-        """Keep no more than the budget of all tokens seen: a turn has been read and answered.
+        """Evict down to the budget of all tokens seen.
 
         `kvalloc.apply` calls it after each ``generate()``.
         """
@@ -151,7 +144,7 @@ class BudgetCache(CacheFigures, HookedCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Add a layer's new keys and values (called by the model's attention)."""
+        """Add a layer's new keys and values."""
         running = None if self.forward is None else self.forward.running
         if running is None:
             raise ModelMismatchError(
@@ -168,7 +161,6 @@ class BudgetCache(CacheFigures, HookedCache):
         return updated[0], updated[1]
 
     def _check_sizes(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Refuse entries of other sizes than the probed ones."""
         known, (heads, dim) = self.methods[0].profile.shape.by_layer[layer], keys.shape[1::2]
         actual = replace(known, kv_heads=heads, key_dim=dim, value_dim=int(values.shape[-1]))
         if actual != known:
@@ -178,12 +170,12 @@ class BudgetCache(CacheFigures, HookedCache):
             )
 
     def renew_own_layers(self) -> None:
-        """Forget all that transformers' own layers hold."""
+        """Empty transformers' own layers."""
         for index, layer in self._own.items():
             self.layers[index] = copy.deepcopy(layer)
 
     def reset(self) -> None:
-        """Forget prompt and tokens, and free their storage; the next forward is a new prompt."""
+        """Free all tokens; the next forward is a new prompt."""
         self.read_ids = None
         self.spent |= bool(self.rows) and any(method.once for method in self.methods)
         for store in self.stores.values():
@@ -194,9 +186,9 @@ class BudgetCache(CacheFigures, HookedCache):
         self._forget()
 
     def take_back(self, seen: int) -> None:
-        """Forget all tokens after the first ``seen``: a turn that broke off was not read.
+        """Forget all tokens after the first ``seen``: a turn broke off.
 
-        If an entry evicted meanwhile cannot come back, the cache is `interrupted`.
+        If an evicted entry cannot come back, the cache is `interrupted`.
         """
         if not seen:
             self.reset()
@@ -217,7 +209,7 @@ class BudgetCache(CacheFigures, HookedCache):
         Raises
         ------
         UnsupportedRequestError
-            If the cut would reach into a reduced prompt, or into tokens that a sliding layer has
+            If the cut would reach into a reduced prompt, or tokens that a sliding layer has
             dropped.
         """
         seen = self.get_seq_length()
@@ -282,13 +274,13 @@ class BudgetCache(CacheFigures, HookedCache):
         Parameters
         ----------
         start : int, optional
-            First column that may be taken back, if the next forward goes past it; by default the
-            end of the announced prompt, or of the tokens seen.
+            First column to take back, if the next forward goes past it; by default the end of the
+            announced prompt, or of the tokens seen.
 
         Raises
         ------
         UnsupportedRequestError
-            If no extension can take tokens back.
+            If no extension can.
         """
         served = [one.record(self, start) for one in self.extensions]
         if not any(served):
@@ -297,25 +289,25 @@ class BudgetCache(CacheFigures, HookedCache):
             )
 
     def adopt(self, other: BudgetCache) -> None:
-        """Take over the entries of another cache of the same model, which is not used any more."""
+        """Take over the entries of another cache, not used any more."""
         self.layers, self.rows, self.door = other.layers, other.rows, other.door
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Let row i continue what row ``beam_idx[i]`` holds (beam search)."""
+        """Let row i continue row ``beam_idx[i]`` (beam search)."""
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row ``repeats`` times, at least once; see `batch_select_indices`."""
+        """Repeat every row."""
         rows = torch.arange(self.batch, device="cpu")
         self.batch_select_indices(rows.repeat_interleave(max(repeats, 0)))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only these rows; one may be kept more than once. An empty cache stays as it is.
+        """Keep only these rows, which may repeat. An empty cache stays as it is.
 
         Raises
         ------
         InputError
-            If no row is selected, or one that is not there.
+            If no row is selected, or a missing one.
         """
         if not self.batch:
             return
@@ -330,18 +322,17 @@ class BudgetCache(CacheFigures, HookedCache):
     # Refused
 
     def __reduce_ex__(self, protocol: object) -> Any:
-        """Refuse to be pickled, or copied by half (`copy.copy`)."""
         raise UnsupportedRequestError(
             "a reduced cache cannot be pickled, it belongs to its model; write it with "
             "kvalloc.save_cache, or use copy.deepcopy"
         )
 
     def offload(self, layer_idx: int, only_non_sliding: bool = True) -> None:
-        """Refuse to be offloaded: masks are made on the device of the entries."""
+        """Refuse: masks are made on the device of the entries."""
         raise UnsupportedRequestError(refusals.OFFLOADED)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BudgetCache:
-        """Return an independent copy, such as one prompt for several questions."""
+        """Return an independent copy, such as for several questions."""
         clone = type(self).__new__(type(self))
         memo[id(self)] = clone
         shared = [*self.rows, *self.methods, self.decoder]

@@ -1,4 +1,4 @@
-"""Conditions on device values, which the host reads once for all layers."""
+"""Conditions on device values, read once for all layers."""
 
 from __future__ import annotations
 
@@ -15,14 +15,7 @@ _pending: ContextVar[Pending | None] = ContextVar("kvalloc_checks", default=None
 
 
 def ensure(holds: Tensor, fail: Callable[[], None]) -> None:
-    """Fail unless a condition holds: now, or when collecting `Checks` are read.
-
-    Parameters
-    ----------
-    holds : Tensor of bool, ()
-    fail : callable
-        Raises the error; may read values from the device for its message.
-    """
+    """Call ``fail``, which raises, unless a condition holds: now, or when `Checks` are read."""
     pending = _pending.get()
     if pending is not None:
         pending.append((holds, fail))
@@ -31,14 +24,14 @@ def ensure(holds: Tensor, fail: Callable[[], None]) -> None:
 
 
 class Checks:
-    """Conditions collected to be read together: each read waits for the device."""
+    """Conditions to read at once: each read waits for the device."""
 
     def __init__(self) -> None:
         self.noted: Pending = []
 
     @contextmanager
     def collected(self) -> Iterator[None]:
-        """Collect the conditions of `ensure` inside, to be read later."""
+        """Collect the conditions of `ensure` inside."""
         token = _pending.set(self.noted)
         try:
             yield
@@ -46,7 +39,7 @@ class Checks:
             _pending.reset(token)
 
     def read(self) -> None:
-        """Call the ``fail`` of the first condition that does not hold, if any; forget all."""
+        """Fail by the first condition that does not hold; forget all."""
         pending, self.noted = self.noted, []
         if not pending:
             return

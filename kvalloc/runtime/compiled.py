@@ -1,7 +1,4 @@
-"""Compiled decoder: one token after a prompt is decoded in the graph.
-
-kvalloc's operations begin the forward, attend in each layer, and end the forward.
-"""
+"""Compiled decoder: a graph decodes one token after a prompt."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ _UNSEEN = (torch.Tag.cudagraph_unsafe,)
 
 @torch.library.custom_op("kvalloc::begin", mutates_args=(), tags=_UNSEEN)
 def _begin_token(number: Tensor, tokens: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Begin a forward of one token; return it, to order the operations, and the tokens seen."""
+    """Begin a forward; return its token, to order the operations, and the number of tokens seen."""
     cache, decoder = _cache_of(number)
     seen = cache.layers[0].get_seq_length()
     name = "inputs_embeds" if tokens.ndim > 2 else "input_ids"
@@ -66,7 +63,6 @@ def _attend_token(
     softcap: float | None,
     sliding_window: int | None,
 ) -> Tensor:
-    """Add a token to a layer and attend."""
     cache, decoder = _cache_of(number)
     entry: Installed = vars(decoder)[INSTALLED]
     forward = entry.open_forwards[threading.get_ident()]
@@ -90,7 +86,7 @@ def _(number: Tensor, query: Tensor, key: Tensor, value: Tensor, *more: Any) -> 
 
 @torch.library.custom_op("kvalloc::end", mutates_args=(), tags=_UNSEEN)
 def _end_token(number: Tensor, hidden: Tensor) -> Tensor:
-    """End a forward of one token and return its last states; entries may be evicted."""
+    """End a forward, and return its last states."""
     _, decoder = _cache_of(number)
     vars(decoder)[INSTALLED].close(completed=True)
     return hidden.clone()
@@ -102,13 +98,11 @@ def _(number: Tensor, hidden: Tensor) -> Tensor:
 
 
 def _cache_of(number: Tensor) -> tuple[Any, nn.Module]:
-    """Return a cache and its model, which live while a forward runs."""
     cache = caches[int(number)]
     return cache, cache.decoder()
 
 
 def _token_mask(decoder: nn.Module, query: Tensor, keys: Tensor, columns: Tensor | None) -> Any:
-    """Return the mask of one new token over a layer's stored columns."""
     if columns is None:
         return None
     function = names.mask_function(names.base_implementation(decoder.config))
@@ -131,7 +125,7 @@ def _token_mask(decoder: nn.Module, query: Tensor, keys: Tensor, columns: Tensor
 
 
 class DecodedToken(Cache):
-    """Cache of a compiled decoder: new keys and values, and the number of tokens seen."""
+    """Cache of a compiled decoder, which stores nothing."""
 
     def __init__(self, cache: Any, seen: Tensor, implementation: str, argument: str) -> None:
         self.cache, self.seen = cache, seen
@@ -141,11 +135,11 @@ class DecodedToken(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return new keys and values: the operation `kvalloc::attend` adds them."""
+        """Return the arguments: `kvalloc::attend` adds them."""
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
-        """Return the tokens seen, a tensor."""
+        """Return the tokens seen."""
         return self.seen
 
 
@@ -160,7 +154,7 @@ def attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Answer a layer of a compiled decoder; the mask argument holds the cache's number."""
+    """Answer a layer; its mask holds the cache's number."""
     output = torch.ops.kvalloc.attend(
         attention_mask, query, key, value, module.layer_idx, scaling, softcap, sliding_window
     )
@@ -170,7 +164,7 @@ def attention(
 def before_traced(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Decode one token after a prompt in the graph, all other forwards outside of it."""
+    """Decode one token after a prompt in the graph, which other forwards break."""
     cache = hooked_cache(args, kwargs)
     entry = installed(module)
     if cache is None:

@@ -1,4 +1,4 @@
-"""Padding: a batch comes in, and rows of real tokens go on; only this module knows of padding."""
+"""Padding: rows of real tokens go on; only this module knows of padding."""
 
 from __future__ import annotations
 
@@ -19,23 +19,16 @@ Columns: TypeAlias = "slice | Tensor"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Batch:
-    """The new tokens of one forward.
+    """New tokens of a forward, in columns `seen` to ``seen + new``.
+
+    `lengths`, (rows,), are each row's new tokens.
 
     Attributes
     ----------
-    seen, new : int
-        Columns before the forward, and its new columns.
-    lengths : ndarray of int64, (rows,)
-        New tokens of each row.
     order : Tensor of int64, (rows, new), or None
-        Column at each place once the new tokens of each row are its last ones; None if they are
-        already. On the host.
-    follows : bool
-        Whether its tokens follow the prompt.
-    completes : bool
-        Whether the prompt is complete after it.
+        Columns with each row's tokens last, on the host; None if they are.
     hides : bool
-        Whether layers that store every column have to be told of padding.
+        Whether layers that store every column need a mask of padding.
     """
 
     seen: int
@@ -49,20 +42,20 @@ class Batch:
 
     @property
     def rows(self) -> int:
-        """Rows of its input."""
+        """Number of rows."""
         return len(self.lengths)
 
     def aligned(self, states: Tensor) -> Tensor:
-        """Return states, (rows, heads, new, dim), with the tokens of each row at the end."""
+        """Return states, (rows, heads, new, dim), with each row's tokens last."""
         if self.order is None:
             return states
         index = self.order.to(states.device)[:, None, :, None]
         return states.gather(2, index.expand(-1, states.shape[1], -1, states.shape[3]))
 
     def seen_by(self, shown: Tensor) -> Tensor:
-        """Return which `aligned` new tokens see which, (rows, new, new), from that by columns.
+        """Return which `aligned` new tokens see which, (rows, new, new), from this by columns.
 
-        Padding may stand for earlier tokens of the row, which all of them see.
+        All see padding, which may stand for earlier tokens.
         """
         if self.order is not None:
             order = self.order.to(shown.device)
@@ -73,14 +66,14 @@ class Batch:
         return shown | padding.to(shown.device)[:, None]
 
     def in_columns(self, output: Tensor) -> Tensor:
-        """Return an output of `aligned` tokens, (rows, new, heads, dim), column by column."""
+        """Undo `aligned` for an output, (rows, new, heads, dim)."""
         if self.order is None:
             return output
         index = self.order.argsort(dim=1).to(output.device)[:, :, None, None]
         return output.gather(1, index.expand(-1, -1, *output.shape[2:]))
 
     def starts(self, starts: IntArray | None, device: torch.device) -> Tensor | None:
-        """Return host numbers on a device, shared by layers with equal ones."""
+        """Return host numbers on a device, equal ones once."""
         if starts is None:
             return None
         key = starts.tobytes(), str(device)
@@ -90,21 +83,9 @@ class Batch:
 
 
 class Door:
-    """Follows the columns of one cache.
+    """Columns of one cache, real and padding.
 
-    The prompt is the first forward, unless its length was announced.
-
-    Parameters
-    ----------
-    announced : int or None
-        Columns of the prompt, if they were announced.
-    lengths : sequence of int, optional
-        Tokens of each row of an announced prompt, if known.
-
-    Attributes
-    ----------
-    prompt_columns : int or None
-        Columns of the prompt read so far; None before the first.
+    The prompt is the first forward, or ``announced`` columns; `prompt_columns` are read so far.
     """
 
     def __init__(self, announced: int | None, lengths: tuple[int, ...] | None = None) -> None:
@@ -126,14 +107,7 @@ class Door:
     ) -> Batch:
         """Return the next forward's batch; an error changes nothing.
 
-        Parameters
-        ----------
-        shape : (int, int)
-            Rows and columns of its input.
-        mask : object
-            Its ``attention_mask``.
-        may_change : bool
-            Whether no entry has gone, so that the mask may show and hide other past tokens.
+        With ``may_change`` the mask may show other past tokens: none was evicted.
 
         Raises
         ------
@@ -169,7 +143,6 @@ class Door:
     def _after(
         self, seen: int, rows: int, new: int, mask: object, *, may_change: bool
     ) -> Tensor | None:
-        """Return the mask of real tokens, old and new, bool, on the host; None without padding."""
         old = self._before if seen else None
         if mask is None:
             return None if old is None else torch.nn.functional.pad(old, (0, new), value=True)
@@ -200,35 +173,35 @@ class Door:
             self.prompt_columns, self.complete = batch.seen + batch.new, batch.completes
 
     def resume(self, visible: Tensor | None, prompt_columns: int) -> None:
-        """Go on behind a complete prompt and the tokens after it."""
+        """Go on behind a complete prompt."""
         self._visible = self._before = visible
         self.prompt_columns, self.complete = prompt_columns, True
 
     def abandon(self) -> None:
-        """Note that a forward did not go through."""
+        """Note that a forward failed."""
         self._visible, self._columns = self._before, {}
 
     @property
     def visible(self) -> Tensor | None:
-        """Mask of real tokens, bool, (rows, columns)."""
+        """Mask of real tokens, (rows, columns)."""
         return self._visible
 
     def mask(self, device: torch.device) -> Tensor:
-        """Return the 2-D attention mask, int64, (rows, columns)."""
+        """Return `visible` as int64."""
         assert self._visible is not None
         return self._visible.to(device, torch.long)
 
     # Rows
 
     def tokens(self, batch: Batch) -> IntArray:
-        """Return the tokens of each row after a forward, (rows,)."""
+        """Return each row's tokens after a forward."""
         if self._visible is None:
             return batch.seen + batch.lengths
         counts: IntArray = self._visible.sum(dim=1).numpy()
         return counts
 
     def prompt_tokens(self, batch: Batch) -> IntArray:
-        """Return the tokens of each row of the whole prompt, (rows,).
+        """Return each row's tokens of the whole prompt.
 
         If unknown: the tokens so far and all columns still announced.
         """
@@ -238,7 +211,7 @@ class Door:
         return self.tokens(batch) + ((self.announced or end) - end)
 
     def columns(self, row: int) -> Columns:
-        """Return the columns of a row's tokens, all seen ones."""
+        """Return the columns of a row's tokens."""
         if self._visible is None:
             return slice(None)
         if row not in self._columns:
@@ -248,21 +221,21 @@ class Door:
         return self._columns[row]
 
     def place(self, row: int) -> object:
-        """Return a key that is equal for rows with tokens in the same columns."""
+        """Return a key, equal for rows with equal `columns`."""
         columns = self.columns(row)
         if isinstance(columns, slice):
             return columns.start, columns.stop
         return columns.numpy().tobytes()
 
     def in_columns(self, row: int, tokens: Tensor) -> Tensor:
-        """Return the columns of tokens of a row, counted without padding."""
+        """Return the columns of a row's tokens, counted without padding."""
         columns = self.columns(row)
         if isinstance(columns, slice):
             return tokens + (columns.start or 0)
         return columns.to(tokens)[tokens.long()] if len(tokens) else tokens
 
     def count(self, row: int, end: int) -> int:
-        """Return the number of a row's tokens before a column."""
+        """Return a row's number of tokens before a column."""
         return end if self._visible is None else int(self._visible[row, :end].sum())
 
     def select(self, rows: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Eviction: a policy chooses among the entries of layers, and the choice is stored."""
+"""Eviction: a policy chooses among the entries of layers."""
 
 from __future__ import annotations
 
@@ -38,26 +38,18 @@ from kvalloc.runtime.store import Store
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """The forward that runs.
+    """A running forward.
+
+    `planned` are evictions of layers once they have attended, with targets; in `observing` policies
+    only observe a chunk. Layers in `waiting` evict once there are `layers_together`. `sees` is
+    `AttentionCall.sees` of `aligned` tokens.
 
     Attributes
     ----------
     interval : int
-        Tokens between two evictions, for which layers allocate.
-    n_queries : int
-        Latest queries of each row that are stored; 0 for none.
-    n_queries_after : int
-        Queries that stay once policies have observed a chunk of the prompt.
-    planned : list of (Eviction, dict of int to ndarray)
-        Evictions of layers once they have attended, with their targets.
-    observing : list of Eviction
-        Evictions in which policies only observe a chunk of the prompt.
-    layers_together : int
-        Number of layers that evict at the same time.
-    waiting : list of int
-        Layers that have attended and evict with the next ones.
-    sees : Tensor of bool, (rows, n_new, n_new), or None
-        Which `aligned` new tokens see which in reduced layers; None if causal.
+        Tokens to the next eviction, for which layers allocate.
+    n_queries, n_queries_after : int
+        Latest queries to store, and to keep once policies have observed a chunk.
     """
 
     batch: Batch
@@ -71,7 +63,7 @@ class Running:
     sees: Tensor | None = None
 
     def of_layers(self, layers: Sequence[int]) -> list[tuple[Eviction, dict[int, IntArray]]]:
-        """Return the planned evictions of some layers, with their targets."""
+        """Return the planned evictions of some layers."""
         result = []
         for eviction, targets in self.planned:
             if due := {layer: targets[layer] for layer in layers if layer in targets}:
@@ -86,37 +78,26 @@ Bundle: TypeAlias = "tuple[IntArray, int | None]"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Eviction:
-    """Eviction in rows at one event: while a prompt is read, after it, or in a conversation.
+    """Eviction in rows at one event: while a prompt is read, after it, or in a turn.
 
-    A policy sees rows of equal shape in one call. KV heads of a row with different numbers of
-    entries are seen one at a time.
+    A policy sees rows of equal shape in one call, and heads with different numbers of entries one
+    at a time.
 
     Attributes
     ----------
     rows : ndarray of int64, (n_rows,)
         Increasing.
-    sinks, window : int
-        First and last tokens of each row, which always stay.
     prompt : ndarray of int64, (batch,)
-        Tokens of each row that are to be ranked in the end, as far as known.
-    door : Door
-        Maps a row's tokens to columns.
-    widths : mapping
-        Bits of each KV head, (n_kv_heads,), in each layer that is rounded from now on.
+        Tokens to be ranked in the end, as far as known.
+    widths : mapping of int to ndarray, (n_kv_heads,)
+        Bits in each layer that is rounded from now on.
     unobserved : ndarray of int64, (batch,), optional
-        Latest tokens that the policy has not observed yet; all by default.
-    remember : bool
-        Whether the policy will be asked again, and so has to store notes.
-    more : bool
-        Whether more of the prompt is to come.
-    whole : bool
-        Whether the prompt stayed whole, with nothing observed yet.
-    by_prompt : bool
-        Whether heads share budgets, by the scores of each prompt.
-    new_only : bool
-        Whether entries kept by earlier evictions stay, and targets are for new entries.
-    scored : dict
-        Scores of `hand_out` for each layer and bundle, until the entries are kept.
+        Latest tokens not observed yet; all by default.
+    remember, more, whole : bool
+        Whether notes stay for the next call, more of the prompt is to come, and the prompt stayed
+        whole and unobserved.
+    by_prompt, new_only : bool
+        Whether heads share budgets, and whether kept entries stay and targets are for new ones.
     """
 
     rows: IntArray
@@ -140,7 +121,7 @@ class Eviction:
     def of(
         cls, cache: Any, row: Row, rows: Sequence[int], policy: EvictionPolicy, **event: Any
     ) -> Eviction:
-        """Return an eviction in rows of a cache with equal methods."""
+        """Return an eviction in rows with equal methods."""
         profile, tokens = row.profile, cache.tokens
         known: dict[str, Any] = {
             "tokens": tokens,
@@ -158,13 +139,7 @@ class Eviction:
     def by_layers(
         self, goals: Mapping[int, Mapping[int, IntArray]]
     ) -> Iterator[tuple[Eviction, dict[int, IntArray]]]:
-        """Yield evictions of layers in which the same rows evict, with their targets.
-
-        Parameters
-        ----------
-        goals : mapping of int to mapping
-            Entries that stay in each layer with too many, by row.
-        """
+        """Yield evictions of the same rows in layers, with their targets."""
         layers: dict[tuple[int, ...], dict[int, IntArray]] = {}
         rows = self.rows.tolist()
         for layer in sorted({layer for row in rows for layer in goals[row]}):
@@ -178,13 +153,12 @@ class Eviction:
 
     @property
     def _at_once(self) -> bool:
-        """Return whether heads with different numbers of entries are scored in one call."""
         policy = self.policy
         single = policy.across_layers and not (policy.observes or policy.combines)
         return single and not self.by_prompt
 
     def bundles(self, store: Store) -> list[Bundle]:
-        """Return bundles of rows of equal shape, or single heads where heads differ."""
+        """Return rows of equal shape, or single heads where these differ."""
         notes, alike = store.notes, dict[Hashable, list[int]]()
         for row in self.rows.tolist():
             apart = not (self.new_only or self._at_once or store.is_even(row))
@@ -207,13 +181,7 @@ class Eviction:
     def look(
         self, stores: Mapping[int, Store], bundle: Bundle, *, latest: bool = False
     ) -> tuple[AttentionStates, Tensor]:
-        """Return the candidates of one bundle in the layers of one group.
-
-        Returns
-        -------
-        Tensor of int32, (n_rows, n_kv_heads of all layers, n)
-            Token of its row that each candidate is.
-        """
+        """Return a bundle's candidates in a group of layers, and the row's token of each."""
         looks = [self._look(*one, bundle, latest=latest) for one in stores.items()]
         states, positions = looks[0]
         if len(looks) > 1:  # nothing has gone of these: all have the same positions
@@ -259,7 +227,7 @@ class Eviction:
     def _gaps(
         self, store: Store, states: AttentionStates, positions: Tensor, tokens: int
     ) -> Tensor | None:
-        """Return the mask of older queries if entries of their tokens were evicted, else None."""
+        """Return the mask of older queries if entries between were evicted."""
         n_queries = int(states.queries.shape[2])
         if store.kept is None or not states.older or n_queries <= self.window:
             return None
@@ -272,7 +240,7 @@ class Eviction:
 
     @torch.no_grad()
     def observe(self, layer: int, store: Store) -> None:
-        """Let the policy observe a chunk after which nothing is evicted."""
+        """Let the policy observe a chunk."""
         for bundle in self.bundles(store) if self.policy.observes else ():
             states, _ = self.look({layer: store}, bundle)
             self._note(store, bundle, self.policy.observe(states, sinks=self.sinks))
@@ -284,17 +252,12 @@ class Eviction:
     # Choosing
 
     def _front(self, store: Store, bundle: Bundle) -> int:
-        """Return how many of the first entries stay as they are stored."""
         return int(store.kept_counts[bundle[0]].max()) if self.new_only else 0
 
     def hand_out(self, cache: Any, granted: Mapping[int, IntArray]) -> dict[int, IntArray]:
-        """Return how many entries each layer keeps, by each row's own scores.
+        """Return each layer's budgets, (n_rows, n_kv_heads), in the bytes of ``granted`` ones.
 
-        Parameters
-        ----------
-        cache : BudgetCache
-            The bytes of each row's profile are not exceeded.
-        granted : mapping of int to ndarray of int64, (n_rows, n_kv_heads)
+        `scored` holds the scores until entries are kept.
         """
         stores: dict[int, Store] = cache.stores
         targets = np.stack([*granted.values()], axis=1)
@@ -314,10 +277,10 @@ class Eviction:
         kept_counts: IntArray,
         profile: BudgetProfile,
     ) -> IntArray:
-        """Hand out by the scores of a row, in no more bytes than granted (n_layers, n_kv_heads).
+        """Hand out by a row's scores, in no more bytes than granted.
 
-        At fewer bits, heads of different lengths need more scales than heads of one length. If kept
-        entries stay, sinks are among them, and bytes count kept and new entries.
+        Heads of different lengths need more scales. If kept entries stay, sinks are among them, and
+        their bytes count.
         """
         protected = self.window if kept_counts.any() else self.sinks + self.window
         width, shape = widest(profile), profile.shape
@@ -332,10 +295,7 @@ class Eviction:
 
     @torch.no_grad()
     def _evictable_scores(self, layer: int, store: Store) -> list[Tensor]:
-        """Return scores of a layer's entries without sinks and window, (n_kv_heads, n) a row.
-
-        A shorter head has -inf at its end.
-        """
+        """Return scores without sinks and window, (n_kv_heads, n) a row, -inf where absent."""
         policy = self.policy
         assert isinstance(policy, Score)  # other profiles are not `by_prompt`
         by_row: dict[int, list[Tensor]] = {row: [] for row in self.rows.tolist()}
@@ -356,7 +316,7 @@ class Eviction:
     def layer_groups(
         self, stores: Mapping[int, Store], targets: Mapping[int, IntArray]
     ) -> Iterator[dict[int, Store]]:
-        """Yield groups of layers that a policy sees as one layer."""
+        """Yield groups of layers that a policy sees as one."""
         policy = self.policy
         before: tuple[object, ...] = ()
         single = self.new_only or policy.observes or not policy.across_layers or bool(self.scored)
@@ -376,10 +336,7 @@ class Eviction:
     def keep(self, stores: Mapping[int, Store], targets: Mapping[int, IntArray]) -> None:
         """Keep the best entries of rows of a group of layers.
 
-        Parameters
-        ----------
-        targets : mapping of int to ndarray of int64, (n_rows, n_kv_heads)
-            Number of entries that each keeps; of new ones if `new_only`.
+        ``targets``, (n_rows, n_kv_heads) by layer, count new entries only if `new_only`.
         """
         layers = [*stores]
         whole_rows = [self._rest(store) for store in stores.values()]
@@ -397,7 +354,6 @@ class Eviction:
                 store.notes.queries.forget(self.rows)
 
     def _as_stored(self, stores: Mapping[int, Store], fresh: Part) -> list[list[Part]]:
-        """Return the kept entries of each layer as they will be stored."""
         sizes = len(stores), int(next(iter(stores.values())).keys.shape[1])
         widths_of = [self.widths[layer] for layer in stores if layer in self.widths]
         parts = [fresh]
@@ -422,7 +378,6 @@ class Eviction:
         return result
 
     def _rest(self, store: Store) -> list[Part]:
-        """Return the entries of all other rows of a layer that was whole until now."""
         if store.kept is not None:
             return []
         parts, heads = [], int(store.keys.shape[1])
@@ -434,7 +389,6 @@ class Eviction:
         return parts
 
     def _chosen(self, stores: Mapping[int, Store], bundle: Bundle, targets: IntArray) -> Part:
-        """Return the kept entries of a bundle."""
         (rows, head), (layer, store) = bundle, next(iter(stores.items()))
         heads = slice(None) if head is None else slice(head, head + 1)
         budgets = torch.from_numpy(targets[np.searchsorted(self.rows, rows)][:, heads])
@@ -481,13 +435,11 @@ class Eviction:
         )
 
     def _bits(self, stores: Mapping[int, Store]) -> IntArray | None:
-        """Return the bits of all heads of a group of layers; None if no layer is rounded."""
         bits = [self.widths[layer] for layer in stores if layer in self.widths]
         return np.concatenate(bits) if bits else None
 
     @property
     def _by_score(self) -> Score:
-        """Return the policy, which ranks: mixed widths require it."""
         assert isinstance(self.policy, Score)
         return self.policy
 
@@ -500,10 +452,6 @@ class Eviction:
         *,
         is_behind: bool,
     ) -> AttentionStates:
-        """Return the states with the widths of kept entries, by their scores if a head has several.
-
-        Entries after kept ones have no sinks among them.
-        """
         of = None
         if scores is not None:
             present = {} if is_behind else {"absent": states.absent, "counts": states.counts}
@@ -520,7 +468,6 @@ class Eviction:
         kept: Tensor | None = None,
         budgets: Tensor | None = None,
     ) -> None:
-        """Store the notes about a bundle, cut to the entries that stay."""
         (rows, head), notes = bundle, store.notes.observed
         for place, row in enumerate(rows.tolist()):
             notes.pop((row, head), None)
@@ -540,7 +487,6 @@ class Eviction:
 
 
 def _kind(store: Store) -> tuple[object, ...]:
-    """Return the properties that layers of one group share."""
     states = store.template
     assert states is not None, "a layer that evicts has attended"
     sizes = store.keys.shape, store.values.shape, store.readers
@@ -557,7 +503,6 @@ def _flat(
     counts: IntArray | None = None,
     width_of: Tensor | None = None,
 ) -> Part:
-    """Return the kept entries of a bundle, in fresh storage."""
     rows, head = bundle
     n = int(keys.shape[2])
     heads = np.arange(n_heads) if head is None else np.array([head])
@@ -583,7 +528,7 @@ def _flat(
 
 
 def evict(cache: Any, eviction: Eviction, targets: Mapping[int, IntArray]) -> None:
-    """Evict in these layers of a cache, by scores of all of them if the heads share budgets."""
+    """Evict in these layers of a cache."""
     stores = cache.stores
     with without_autocast(next(iter(stores.values())).keys):
         if targets and eviction.by_prompt:
@@ -594,19 +539,18 @@ def evict(cache: Any, eviction: Eviction, targets: Mapping[int, IntArray]) -> No
 
 
 def wanted_queries(policy: EvictionPolicy, tokens: int, *, whole: bool) -> int:
-    """Return how many of the latest queries of a prompt a policy observes."""
+    """Return how many of a prompt's latest queries a policy needs."""
     return tokens if whole and policy.observes else policy.query_rows(tokens)
 
 
 def check_kept(
     policy: EvictionPolicy, kept: Tensor, budgets: Tensor, states: AttentionStates
 ) -> None:
-    """Refuse a policy's choice of these states that does not meet the budgets.
+    """Refuse a choice that does not meet the budgets.
 
     Raises
     ------
     SolverError
-        If a head keeps more or fewer entries than its budget.
     """
     counts, expected = kept.sum(dim=-1), budgets.to(kept.device)
     layers, first_head = states.layers or (states.layer,), states.first_head

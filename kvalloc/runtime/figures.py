@@ -1,4 +1,4 @@
-"""Figures of a cache: its profiles and stored bytes."""
+"""Figures of a cache."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvalloc.units import share_text, size
 
 
 class CacheFigures(Cache):
-    """A cache's profiles and sizes, read from its rows and layers."""
+    """Profiles and sizes of a cache."""
 
     layers: list[Any]
     methods: tuple[Method, ...]
@@ -41,7 +41,7 @@ class CacheFigures(Cache):
 
     @property
     def profile(self) -> BudgetProfile:
-        """Profile of the first row; its detail describes all methods of the batch."""
+        """Profile of the first row; its detail describes all methods."""
         first = self.rows[0].profile if self.rows else self.methods[0].profile
         details = dict.fromkeys(method.profile.detail for method in self.methods)
         if len(details) < 2:
@@ -50,7 +50,7 @@ class CacheFigures(Cache):
 
     @property
     def row_profiles(self) -> tuple[BudgetProfile, ...]:
-        """Profile of each row, ``(batch,)``."""
+        """Profile of each row."""
         return tuple(row.profile for row in self.rows)
 
     @property
@@ -60,29 +60,29 @@ class CacheFigures(Cache):
 
     @property
     def prompt_complete(self) -> bool:
-        """Whether the whole prompt has been seen."""
+        """Whether the whole prompt was seen."""
         return self.door.complete
 
     @property
     def reduced(self) -> bool:
-        """Whether any entry has been evicted, padding included."""
+        """Whether any entry was evicted, padding included."""
         return any(store.kept is not None for store in self.stores.values())
 
     @property
     def batch(self) -> int:
-        """Rows that are stored; 0 before the first forward."""
+        """Stored rows; 0 before the first forward."""
         return next(layer for layer in self.layers if isinstance(layer, Store)).rows
 
     @property
     def retained_bytes(self) -> int:
-        """Bytes allocated now: every storage once and in full, positions too."""
+        """Bytes allocated now, positions too; each storage counts in full."""
         return sum(int(storage.nbytes()) for storage, _, _ in storages(self.tensors()))
 
     @property
     def share(self) -> float:
-        """Stored share of a 16-bit cache of all tokens seen.
+        """Stored share of a 16-bit cache of all tokens seen; 0 before the first forward.
 
-        Positions of kept entries count, sliding layers do not; 0 before the first forward.
+        Positions of kept entries count, sliding layers do not.
         """
         if not self.batch:
             return 0.0
@@ -93,12 +93,12 @@ class CacheFigures(Cache):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the states of layers without entries, which no budget changes."""
+        """Bytes of states, which no budget changes."""
         return sum(tensor.nbytes for layer in self.layers for tensor in state_tensors(layer))
 
     @property
     def share_text(self) -> str:
-        """Requested share, if known, and stored bytes with the bytes of states."""
+        """Requested share, if known, stored bytes, and states."""
         text = share_text(self.retained_bytes, self.full_bytes, self.profile.target_text)
         return f"{text}, states {size(self.state_bytes)}" if self.state_bytes else text
 
@@ -144,9 +144,9 @@ class CacheFigures(Cache):
     def kept_by_kind(self) -> dict[str, tuple[float, int]] | None:
         """Entries that stay of each kind of token, and tokens of that kind that were seen.
 
-        A kind is ``"text"`` or one of `kvalloc.models.structure.token_kinds`, such as ``"image"``.
-        The first number is the mean over KV heads of full-attention layers; both are sums over
-        rows. None unless called under `kvalloc.apply`, which knows the token ids.
+        A kind is ``"text"`` or one of `kvalloc.models.structure.token_kinds`. The first number is
+        the mean over KV heads of full-attention layers; both are sums over rows. None unless under
+        `kvalloc.apply`.
         """
         if (ids := self.read_ids) is None or self.token_kinds is None or not self.batch:
             return None
@@ -182,7 +182,7 @@ class CacheFigures(Cache):
         return (tensor for layer in self.layers for read in of_layer for tensor in read(layer))
 
     def kept_indices(self, layer: int) -> Tensor:
-        """Return the original positions of the prompt's entries that a layer keeps.
+        """Return the positions of the prompt's entries that a layer keeps.
 
         While a prompt arrives in chunks: of the chunks so far. Later: also of tokens up to the
         latest eviction.
@@ -190,7 +190,6 @@ class CacheFigures(Cache):
         Parameters
         ----------
         layer : int
-            A layer with budgets.
 
         Returns
         -------

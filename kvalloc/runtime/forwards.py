@@ -1,4 +1,4 @@
-"""Forwards with reduced caches, shared by hooks and compiled graphs."""
+"""Forwards with reduced caches, for hooks and compiled graphs."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ caches: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 class HookedCache:
-    """The type by which hooks and graphs know a cache; `BudgetCache` implements it."""
+    """Type by which hooks and graphs know a cache."""
 
     layers: list[Any]
     number: Tensor  # its own, by which the operations of a compiled forward find it
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Give each cache, and each copy, a number."""
+        """Number each cache, and each copy."""
         cache = super().__new__(cls)
         number = next(_counter)
         cache.number = torch.full((1, 1, 1, 1), number, device="cpu")
@@ -61,20 +61,10 @@ returns that function's result, or None."""
 
 
 class Forward:
-    """A forward with a cache: begun, answered layer by layer, and ended.
+    """A forward with a cache.
 
-    Attributes
-    ----------
-    outputs : list
-        Outputs of its first pieces.
-    running : Running or None
-        Its new tokens and planned evictions; None before it begins.
-    token : Token or None
-        Restores the switch.
-    mask : Tensor, (batch, n_columns), or None
-        2-D mask of a compiled forward, for layers that store every column.
-    callback : callable or None
-        Callback of Dynamo that is restored after the forward.
+    `outputs` are of its first pieces. A compiled forward has a `mask`, (batch, n_columns), for
+    layers that store every column. Its end restores the switch and Dynamo's `callback`.
     """
 
     def __init__(self, cache: Any, outputs: Sequence[Any] = ()) -> None:
@@ -88,13 +78,7 @@ class Forward:
         self._checks = Checks()
 
     def begin(self, decoder: nn.Module, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Check a forward before it runs, and plan its evictions.
-
-        Returns
-        -------
-        mapping
-            Arguments to change: the mask of known padding if the caller gave none.
-        """
+        """Check a forward, and plan its evictions; return the mask of padding if none was given."""
         cache, door, (rows, new) = self.cache, self.cache.door, new_tokens_shape(arguments)
         cache.check_owner(decoder)
         refusals.check_forward(decoder, arguments, cache.batch)
@@ -135,7 +119,7 @@ class Forward:
         return {"attention_mask": door.mask(next(iter(cache.stores.values())).device)}
 
     def attend(self, states: AttentionStates, compute: Compute) -> Any:
-        """Answer one layer's attention over all its entries; then evict."""
+        """Answer one layer's attention, then evict."""
         self.attended.append(states.layer)
         index = self.cache.reads.get(states.layer, states.layer)
         store, running = self.cache.layers[index], self.running
@@ -169,7 +153,6 @@ class Forward:
     def _answer(
         self, store: Any, states: AttentionStates, compute: Compute, running: Running
     ) -> Any:
-        """Answer new tokens, in order, from a reduced layer."""
         batch = running.batch
         if batch.new == 1:
             for one in self.cache.extensions:
@@ -188,7 +171,6 @@ class Forward:
         return batch.in_columns(attend(call, store.attended())), None
 
     def _evict(self, layer: int, store: Store, running: Running) -> None:
-        """Evict once a layer has read a forward of the prompt, or let its policy observe."""
         planned = running.of_layers([layer])
         with self._checks.collected():  # the host reads its checks once a forward
             evicted = [row for eviction, _ in planned for row in eviction.rows]
@@ -210,7 +192,7 @@ class Forward:
             self.cache.layers[layer].notes.queries.trim(running.n_queries_after)
 
     def end(self, *, completed: bool) -> None:
-        """Clean up after a forward, also a failed one."""
+        """Clean up, also after a failure."""
         cache, running = self.cache, self.running
         if running is None or cache.forward is not self:  # `reset` has tidied up before this
             return
@@ -231,7 +213,6 @@ class Forward:
             turns.catch_up(cache)
 
     def _fail(self, batch: Batch) -> None:
-        """Clean up after a forward that failed."""
         cache = self.cache
         cache.door.abandon()
         for store in cache.stores.values():
@@ -252,10 +233,7 @@ class Forward:
 
 
 def _check_shown(store: Store, states: AttentionStates) -> None:
-    """Refuse a layer that attends to anything but the cache's output.
-
-    `kvalloc.models.probe` checks this first, but it may have failed.
-    """
+    """Refuse a layer that attends to anything but the cache's output."""
     shown = states.latents or (states.keys, states.values)
     pairs = zip(shown, (store.keys, store.values), strict=True)
     if not all(shown is stored or shown.is_set_to(stored) for shown, stored in pairs):
@@ -266,7 +244,6 @@ def _check_shown(store: Store, states: AttentionStates) -> None:
 
 
 def _without_tokens(states: AttentionStates) -> AttentionStates:
-    """Return the part of a layer's attention that is the same in all forwards of a prompt."""
     queries, keys, values = (  # a view would keep them all alive
         tensor[:1, :, :0].detach().clone()
         for tensor in (states.queries, states.keys, states.values)
@@ -275,10 +252,9 @@ def _without_tokens(states: AttentionStates) -> AttentionStates:
 
 
 def _free_slid_out(layer: Any, states: AttentionStates) -> None:
-    """Free the storage of prompt tokens that have left a sliding window.
+    """Free prompt tokens that have left a sliding window.
 
-    One entry more than the view stays after a decoded token: to free it would copy the window for
-    each token.
+    A decoded token leaves one entry more: to free it would copy the window.
     """
     if states.queries.shape[2] == 1:
         return
@@ -294,7 +270,7 @@ lock = threading.RLock()
 
 @dataclass(slots=True)
 class Installed:
-    """The hooks of one model, and the forwards that run on it, by thread."""
+    """Hooks of one model, and its forwards by thread."""
 
     switch: AttentionSwitch
     handles: tuple[RemovableHandle, RemovableHandle]
@@ -310,7 +286,7 @@ class Installed:
     def begin(
         self, module: nn.Module, cache: Any, arguments: Mapping[str, Any], *, decoded: bool = False
     ) -> dict[str, Any]:
-        """Begin a forward with a cache, or a compiled one of one token; return its arguments."""
+        """Begin a forward; return its arguments."""
         outputs, arguments = _read_ahead(module, cache, arguments)
         running, thread = self.open_forwards, threading.get_ident()
         forward = Forward(cache, outputs)
@@ -340,7 +316,7 @@ class Installed:
         return arguments
 
     def close(self, *, completed: bool) -> Sequence[Any]:
-        """End this thread's forward, if one is open; return the outputs of its first pieces."""
+        """End this thread's forward; return the outputs of its first pieces."""
         with lock:  # another thread may be looking through them
             forward = self.open_forwards.pop(threading.get_ident(), None)
         if forward is None:
@@ -366,24 +342,14 @@ which change when a model is collected."""
 
 
 def installed(module: nn.Module) -> Installed | None:
-    """Return kvalloc's hooks on a module, or None."""
+    """Return a module's hooks, or None."""
     return getattr(module, INSTALLED, None)
 
 
 def _read_ahead(
     decoder: nn.Module, cache: Any, arguments: Mapping[str, Any]
 ) -> tuple[list[Any], Mapping[str, Any]]:
-    """Run all pieces of a forward but the last.
-
-    It is cut to fit the memory, and as extensions ask.
-
-    Returns
-    -------
-    list
-        The decoder's outputs.
-    mapping
-        Arguments of the last piece.
-    """
+    """Run all pieces of a forward but the last; return outputs, and the last one's arguments."""
     outputs = list[Any]()
     if cache.in_pieces:
         return outputs, arguments
@@ -413,6 +379,6 @@ def _read_ahead(
 
 
 def hooked_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the reduced cache among a decoder's arguments, or None."""
+    """Return the reduced cache among arguments, or None."""
     among = (names.cache_among(kwargs), *args)
     return next((one for one in among if isinstance(one, HookedCache)), None)

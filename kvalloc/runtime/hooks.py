@@ -1,9 +1,7 @@
 """Hook pair that lets ``model.generate(cache=cache)`` work.
 
-Making a cache puts one pre-hook and one post-hook on the model's decoder, since `generate` offers
-no place for a ``with``. They carry no state: they look for a `HookedCache` among the arguments of
-the forward, and do nothing without one. ``torch.compile`` does not see them. They are counted, and
-removed with the last cache made for the model.
+Making a cache puts both on the model's decoder, since `generate` offers no place for a ``with``.
+They do nothing without a `HookedCache`, and go with the model's last cache.
 """
 
 from __future__ import annotations
@@ -52,17 +50,10 @@ _HOOK = -1
 def retain(cache: Any, decoder: nn.Module) -> None:
     """Keep the hooks on `decoder` as long as `cache` lives.
 
-    Parameters
-    ----------
-    cache : BudgetCache
-        Not kept alive by this.
-    decoder : nn.Module
-        The model without its language-model head.
-
     Raises
     ------
     UnsupportedModelError
-        If the model's attention does not go through transformers' attention interface.
+        If attention does not go through transformers' attention interface.
     """
     with lock:
         entry = installed(decoder)
@@ -73,14 +64,9 @@ def retain(cache: Any, decoder: nn.Module) -> None:
 
 
 def serve(decoder: nn.Module, method: Serve) -> None:
-    """Call a method for the cache of each forward that would make one; the latest method serves.
+    """Call the latest method for the cache of each forward that would make one.
 
-    Parameters
-    ----------
-    decoder : nn.Module
-        Carries the hooks, and does not keep a cache alive.
-    method : callable
-        Not kept alive by this.
+    The hooks keep neither method nor cache alive.
     """
     entry: Installed = vars(decoder)[INSTALLED]
     entry.serving.append(weakref.WeakMethod(method))
@@ -90,7 +76,7 @@ def serve(decoder: nn.Module, method: Serve) -> None:
 
 
 def end_serving(decoder: nn.Module, method: Serve) -> None:
-    """Undo one `serve`."""
+    """Undo `serve`."""
     entry: Installed = vars(decoder)[INSTALLED]
     entry.serving.remove(weakref.WeakMethod(method))
     if not entry.serving and entry.forward is not None:
@@ -100,13 +86,13 @@ def end_serving(decoder: nn.Module, method: Serve) -> None:
 
 
 def watch_calls(model: nn.Module) -> RemovableHandle:
-    """Note calls of a model without a cache: some models then make one for their decoder."""
+    """Note calls without a cache: some models then make one."""
     keep_from_copies(model, _without_hooks)
     return model.register_forward_pre_hook(_note_call, with_kwargs=True)
 
 
 def end_watching(model: nn.Module, handle: RemovableHandle) -> None:
-    """Undo one `watch_calls`."""
+    """Undo `watch_calls`."""
     handle.remove()
     give_to_copies(model, _without_hooks)
 
@@ -150,7 +136,7 @@ def _release(decoder: weakref.ref[nn.Module]) -> None:
 
 
 def _clear(module: nn.Module, entry: Installed) -> bool:
-    """Remove a module's hooks if no cache is left; return whether they are off."""
+    """Remove hooks if no cache is left; return whether they are off."""
     with lock:
         if entry.caches or installed(module) is not entry:
             return entry.caches == 0
@@ -162,10 +148,7 @@ def _clear(module: nn.Module, entry: Installed) -> bool:
 
 
 class _PlainState:
-    """The `__getstate__` of a hooked module, which leaves the hooks out.
-
-    Python looks it up on the instance at each copy and pickle of the module.
-    """
+    """The `__getstate__` of a hooked module."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
@@ -183,20 +166,15 @@ class _PlainState:
 
 
 def keep_from_copies(module: nn.Module, change: Callable[[dict[str, Any]], None]) -> None:
-    """Leave lent attributes out of copies and pickles of a module, until `give_to_copies`.
+    """Let copies and pickles of a module leave lent attributes out, until `give_to_copies`.
 
-    Parameters
-    ----------
-    module : nn.Module
-        Holds one lent attribute, which copies do not get.
-    change : callable
-        Removes lent attributes from a copy's state; a dict within it is not the copy's.
+    ``change`` removes them from a copy's state; a dict within it is not the copy's.
     """
     vars(module).setdefault("__getstate__", _PlainState(module)).changes.append(change)
 
 
 def give_to_copies(module: nn.Module, change: Callable[[dict[str, Any]], None]) -> None:
-    """Undo one `keep_from_copies`."""
+    """Undo `keep_from_copies`."""
     state: _PlainState = vars(module)["__getstate__"]
     state.changes.remove(change)
     if not state.changes:
@@ -263,16 +241,10 @@ def _before_eager(
 
 
 def _given_above(decoder: nn.Module, other: Any) -> tuple[Any, bool]:
-    """Return a cache that a caller was given and did not pass to the decoder, and the caller.
+    """Return a cache that a caller got and did not pass on, if any; and whether kvalloc calls.
 
-    The frames of module methods are searched, up to the first other caller. Guidance, for one, runs
-    a model beside another with a cache of its own. The cache is None if there is none; the second
-    part is whether kvalloc is the caller.
-
-    Raises
-    ------
-    UnsupportedRequestError
-        If the cache has seen tokens, or another one is passed in its place.
+    Frames of module methods are searched, up to the first other caller. Guidance runs a model
+    beside another with its own cache.
     """
     frame = inspect.currentframe()
     while frame is not None:
@@ -321,7 +293,7 @@ def _after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
 def named_arguments(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments of a call by name."""
+    """Return a call's arguments by name."""
     if not args:
         return kwargs
     try:

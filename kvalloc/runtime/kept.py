@@ -1,6 +1,6 @@
 """Kept entries of a layer: segments of any length, flat and without padding.
 
-A segment is one KV head of one row; head h of row b is segment ``b * n_kv_heads + h``.
+Head h of row b is segment ``b * n_kv_heads + h``.
 """
 
 from __future__ import annotations
@@ -62,22 +62,21 @@ WORK_BYTES = 20
 
 
 def on_device(array: IntArray, device: torch.device) -> Tensor:
-    """Return a tensor of numbers, without a wait for the device."""
+    """Return numbers on a device, without a wait."""
     return torch.from_numpy(array).to(device, non_blocking=device.type == "cuda")
 
 
 def index_of(indices: IntArray, device: torch.device) -> slice | Tensor:
-    """Return an index of increasing places: a slice, which copies nothing, or a tensor."""
+    """Return an index of increasing places, a slice if possible."""
     if len(indices) and int(indices[-1] - indices[0]) == len(indices) - 1:
         return slice(int(indices[0]), int(indices[-1]) + 1)
     return on_device(indices, device)
 
 
 def halved(*tensors: Tensor, lengths: IntArray) -> list[Tensor]:
-    """Return numbers at 16 bits: float16, or bfloat16 if float16 does not hold them.
+    """Return numbers as float16, or bfloat16 if any overflow or a segment loses digits.
 
-    bfloat16 is used if any overflow, or if all of a segment are so small that they lose digits. On
-    other devices than a CPU, the host waits once.
+    Beyond CPUs the host waits once.
     """
     if all(tensor.itemsize <= HALF_BYTES for tensor in tensors) or not lengths.any():
         return [tensor if tensor.itemsize <= HALF_BYTES else tensor.half() for tensor in tensors]
@@ -89,7 +88,7 @@ def halved(*tensors: Tensor, lengths: IntArray) -> list[Tensor]:
 
 
 def segment_max(values: Tensor, lengths: IntArray) -> Tensor:
-    """Return the largest values of each non-empty segment, by column."""
+    """Return each non-empty segment's largest values, by column."""
     counts = lengths[lengths > 0]
     if values.is_cpu:  # several times as fast there
         return torch.stack(
@@ -101,59 +100,52 @@ def segment_max(values: Tensor, lengths: IntArray) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Spans:
-    """Start and end of each segment; made once for each eviction.
-
-    Attributes
-    ----------
-    lengths : ndarray of int64, (n_segments,)
-        Entries of each segment, back to back.
-    """
+    """Start and end of segments that are back to back."""
 
     lengths: IntArray
     device: torch.device
 
     @cached_property
     def ends(self) -> IntArray:
-        """The entry after the last of each segment, (n_segments,)."""
+        """Entry after each segment."""
         return np.cumsum(self.lengths)
 
     @cached_property
     def starts(self) -> IntArray:
-        """The first entry of each segment, (n_segments,)."""
+        """First entries."""
         return self.ends - self.lengths
 
     @cached_property
     def blocks(self) -> IntArray:
-        """Blocks of keys of each segment, (n_segments,): of `KEY_BLOCK_TOKENS` entries each."""
+        """Blocks of keys of each segment."""
         return np.asarray(-(-self.lengths // KEY_BLOCK_TOKENS))
 
     @cached_property
     def first_scales(self) -> IntArray:
-        """Index of each segment's first key scale, then the number of scales, (n_segments + 1,)."""
+        """Index of each segment's first key scale, then the number of scales."""
         return np.concatenate([[0], np.cumsum(self.blocks)]).astype(np.int64)
 
     @cached_property
     def runs(self) -> list[tuple[int, int]]:
-        """First and last plus 1 of runs of equally long segments."""
+        """First, and last plus 1, of runs of equally long segments."""
         first = [0, *(np.flatnonzero(np.diff(self.lengths)) + 1).tolist()]
         return list(zip(first, [*first[1:], len(self.lengths)], strict=True))
 
     def key_blocks(self) -> tuple[IntArray, IntArray]:
-        """Return the first entry of each block of keys and the one after its last, (n_blocks,)."""
+        """Return start and end of each block of keys."""
         segment = np.repeat(np.arange(len(self.blocks)), self.blocks)
         place = np.arange(len(segment)) - self.first_scales[segment]  # of each block in its segment
         starts = self.starts[segment] + place * KEY_BLOCK_TOKENS
         return starts, np.minimum(starts + KEY_BLOCK_TOKENS, self.ends[segment])
 
     def block_places(self) -> Tensor:
-        """Return the entries of each block of keys, (n_blocks, 64); a short one repeats its end."""
+        """Return each block's entries, (n_blocks, 64); a short one repeats its end."""
         starts, ends = self.key_blocks()
         places = np.minimum(starts[:, None] + np.arange(KEY_BLOCK_TOKENS), ends[:, None] - 1)
         return on_device(places, self.device)
 
 
 def _gathered(firsts: IntArray, counts: IntArray, device: torch.device) -> Tensor:
-    """Return the indices of ``counts`` entries from each start."""
     ends = np.cumsum(counts)
     places = np.repeat(firsts - (ends - counts), counts) + np.arange(int(counts.sum()))
     return on_device(places, device)
@@ -163,26 +155,24 @@ def _gathered(firsts: IntArray, counts: IntArray, device: torch.device) -> Tenso
 class Part:
     """Kept entries of one width, as every attention backend reads them.
 
-    Segments are back to back, entries in the order of their positions. Keys and values own their
-    storage, not one entry larger.
+    Segments are back to back, entries in the order of their positions. Tensors own their storage,
+    no entry larger.
 
     Attributes
     ----------
     keys, values : Tensor, (n_entries, head_dim) and (n_entries, value_dim)
-        Contiguous. Numbers of the model's type, or `halved`. At fewer bits: packed rows of uint8,
-        values followed by their scales and minima.
+        Contiguous, of the model's type, or `halved`. At fewer bits: packed rows of uint8, values
+        followed by their scales and minima.
     tokens : Tensor of int32 or int16, (n_entries,)
         Token of its row that each entry is; once `compact`, its lowest 16 bits.
     segments : ndarray of int64, (n_segments,)
         Increasing.
-    bits : int
-        Of `kvalloc.accounting.costs.WIDTHS`.
     key_scales : Tensor of float16 or bfloat16, (n_key_blocks, 2, head_dim), or None
         None at 16 bits. Scales of values have its type.
     width_of : Tensor of int16, (n_entries,), or None
-        Width at which each entry will be stored, if a segment has several.
+        Width to store each entry at, if a segment has several.
     pages : ndarray of int64, (n_segments, n_pages), or None
-        Entries of each segment in each page; None if all are in the first.
+        Entries in each page; None if all are in the first.
     """
 
     keys: Tensor
@@ -197,12 +187,12 @@ class Part:
 
     @cached_property
     def spans(self) -> Spans:
-        """Start and end of each segment."""
+        """Spans of segments."""
         return Spans(self.lengths, self.keys.device)
 
     @property
     def positions(self) -> Tensor:
-        """Token of its row that each entry is, int32, (n_entries,)."""
+        """Uncompressed `tokens`, int32."""
         if self.tokens.dtype == torch.int32:
             return self.tokens
         low = self.tokens.int().bitwise_and_(PAGE_TOKENS - 1)
@@ -213,7 +203,7 @@ class Part:
         return low + on_device(each, low.device).int()
 
     def compact(self, end: int) -> Part:
-        """Return the part with positions of 2 bytes; all are below ``end``."""
+        """Return the part with tokens of 2 bytes, all below ``end``."""
         if self.tokens.dtype == torch.int16:
             return self
         pages = None
@@ -225,30 +215,30 @@ class Part:
         return replace(self, tokens=self.tokens.short(), pages=pages)
 
     def pages_of(self, n_pages: int) -> IntArray:
-        """Return the first ``n`` pages."""
+        """Return `pages`, in ``n_pages`` columns."""
         known = self.lengths[:, None] if self.pages is None else self.pages
         return np.pad(known, ((0, 0), (0, n_pages - known.shape[1])))
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Key that is equal for parts that can be stored as one."""
+        """Key, equal for parts that can be one."""
         scales = None if self.key_scales is None else self.key_scales.dtype
         return -self.bits, str(self.keys.dtype), str(self.values.dtype), str(scales)
 
     def has_wide_scales(self, fresh: Part) -> bool:
-        """Whether scales are bfloat16 since float16 did not hold them all."""
+        """Whether float16 did not hold its scales."""
         if self.key_scales is not None:
             return self.key_scales.dtype == torch.bfloat16
         stored = self.keys.dtype, self.values.dtype
         return fresh.keys.dtype != torch.bfloat16 and torch.bfloat16 in stored
 
     def tensors(self) -> list[Tensor]:
-        """Return all stored tensors."""
+        """Return all tensors."""
         stored = (self.keys, self.values, self.key_scales, self.tokens)
         return [one for one in stored if one is not None]
 
     def taken(self, places: IntArray) -> Part:
-        """Return a copy of the segments at these places, in this order; itself if they are all."""
+        """Return a copy of these segments; itself if they are all."""
         if np.array_equal(places, np.arange(len(self.segments))):
             return self
         spans, device = self.spans, self.keys.device
@@ -277,7 +267,7 @@ class Part:
         )
 
     def by_layer(self, n_layers: int, n_heads: int) -> Iterator[tuple[int, Part]]:
-        """Yield copies of each layer's segments, from a part that holds several layers."""
+        """Yield copies of each layer's segments."""
         rows, heads = np.divmod(self.segments, n_layers * n_heads)
         layers, heads = np.divmod(heads, n_heads)
         for layer in np.unique(layers).tolist():
@@ -286,7 +276,7 @@ class Part:
             yield layer, replace(self.taken(places), segments=segments)
 
     def unpacked(self, like: tuple[Tensor, Tensor]) -> Part:
-        """Return the unpacked entries, of the types of ``like``."""
+        """Return unpacked entries, of ``like``'s types."""
         keys, values, scales = self.keys, self.values, self.key_scales
         if scales is not None:
             starts, ends = self.spans.key_blocks()
@@ -300,7 +290,7 @@ class Part:
 
 
 def joined(several: Sequence[Part]) -> tuple[Part, ...]:
-    """Return one part for each kind, the widest first."""
+    """Return a part for each kind, the widest first."""
     by_kind: dict[tuple[object, ...], list[Part]] = {}
     for one in several:
         if len(one.segments):
@@ -326,7 +316,6 @@ def joined(several: Sequence[Part]) -> tuple[Part, ...]:
 
 
 def _most_pages(*parts: Part) -> int:
-    """Return the largest number of pages; 0 if all entries are in the first."""
     return max(0 if one.pages is None else one.pages.shape[1] for one in parts)
 
 
@@ -342,11 +331,8 @@ def pack(
 ) -> Part:
     """Return numbers of the model's type at a width, rounded in ``n_steps`` steps.
 
-    Scales are float16, or bfloat16 if `fits_float16` says so.
-
-    The first block of each segment keeps its key scales from ``before`` if they still cover it. It
-    holds the sinks, which are attended to most: each rounding by other scales would add an error.
-    Values from ``before`` keep their codes.
+    Scales are bfloat16 unless `fits_float16`. From ``before`` values keep their codes. The first
+    block of each segment, with the sinks, keeps its key scales if they cover it.
     """
     if bits == 16:
         keys, values = halved(part.keys, part.values, lengths=part.lengths)
@@ -369,7 +355,6 @@ def pack(
 def _coded_before(
     part: Part, bits: int, before: Sequence[Part], n_steps: int
 ) -> Sequence[Tensor] | Iterator[None]:
-    """Return in steps which entries belong to segments that had this width before."""
     segments = [one.segments for one in before if one.bits == bits]
     if not segments:
         return repeat(None)
@@ -378,13 +363,6 @@ def _coded_before(
 
 
 def _fits(fits: Tensor, kind: torch.dtype, *exact: Tensor) -> bool:
-    """Return whether scales hold their numbers; always on a GPU, where the host does not wait.
-
-    Raises
-    ------
-    UnsupportedRequestError
-        If numbers are not finite, or on a GPU if they do not fit.
-    """
     if kind == torch.bfloat16:
         fits = torch.stack([one.isfinite().all() for one in exact]).all()
     elif fits.is_cpu:
@@ -403,7 +381,6 @@ def _refuse_scales() -> None:
 def _packed_segments(
     fresh: Part, bits: int, n_steps: int, before: Sequence[Part], kind: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return keys, their scales and exact scales of all segments; see `pack`."""
     spans = fresh.spans
     places = spans.block_places()
     known: Tensor | None = None
@@ -429,14 +406,13 @@ def _packed_segments(
 
 
 def _without_ends(keys: Tensor, spans: Spans) -> Tensor:
-    """Return rows of full blocks without the repeated ends of segments."""
     if int(spans.blocks.sum()) * KEY_BLOCK_TOKENS == int(spans.lengths.sum()):
         return keys
     return keys[_gathered(spans.first_scales[:-1] * KEY_BLOCK_TOKENS, spans.lengths, keys.device)]
 
 
 def by_width(part: Part, counts: Mapping[int, IntArray]) -> Iterator[tuple[int, Part]]:
-    """Yield the entries of each width, the widest first, not yet packed."""
+    """Yield the entries of each width, the widest first, not packed."""
     lengths, width_of = part.lengths, part.width_of
     ensure(_fit(part, counts), _refuse_counts)
     empty = lengths == 0  # segments that are in the widest part
@@ -464,7 +440,6 @@ def by_width(part: Part, counts: Mapping[int, IntArray]) -> Iterator[tuple[int, 
 
 
 def _fit(part: Part, counts: Mapping[int, IntArray]) -> Tensor:
-    """Return whether the entries have the counted widths."""
     width_of = part.width_of
     fits = torch.tensor(np.array_equal(sum(counts.values()), part.lengths), device="cpu")
     if width_of is None or not fits:
@@ -486,14 +461,9 @@ def packed(
     counts: Mapping[int, IntArray],
     before: Sequence[Part] = (),
 ) -> list[Part]:
-    """Return numbers of the model's type as they are stored, each at its width.
+    """Return numbers of the model's type as they are stored.
 
-    Parameters
-    ----------
-    counts : mapping of int to ndarray of int64, (n_segments,)
-        Entries of each segment at each width; they add up to its length.
-    before : sequence of Part
-        Stored parts of the same segments; see `pack`.
+    ``counts`` of each width, (n_segments,), add up to the lengths. For ``before`` see `pack`.
     """
     blocks = {bits: -(-owned // KEY_BLOCK_TOKENS) for bits, owned in counts.items()}
     all_blocks = max(sum(int(owned.sum()) for owned in blocks.values()), 1)
@@ -510,9 +480,9 @@ def added(
     part: Part,
     counts: Mapping[int, IntArray],
 ) -> list[Part]:
-    """Return stored parts with new entries of each width appended; see `packed`.
+    """Return stored parts with new entries appended; see `packed`.
 
-    If a segment has no entry of a width, its new entries become a part of their own.
+    New entries of a width that their segment did not have become a part of their own.
     """
     result, more = [], dict(by_width(part, counts))
     for one in stored:
@@ -536,15 +506,9 @@ def added(
 
 
 def extended(part: Part, more: Part) -> Part:
-    """Return a part with new entries appended, segment by segment.
+    """Return a part with entries appended to the same segments.
 
-    Stored values stay as they are. A block of keys that was not full is rounded once more, with the
-    keys that fill it.
-
-    Parameters
-    ----------
-    part, more : Part
-        With the same segments.
+    Stored values stay. A block of keys that was not full is rounded once more.
     """
     old, new = part.lengths, more.lengths
 
@@ -587,12 +551,10 @@ def extended(part: Part, more: Part) -> Part:
 
 
 def _of_a_type(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both halves as bfloat16 if either of them is."""
     return (one, other) if one.dtype == other.dtype else (one.bfloat16(), other.bfloat16())
 
 
 def _interleaved(*pieces: tuple[Tensor, IntArray]) -> Tensor:
-    """Return the pieces of each segment back to back; pieces come with their lengths."""
     divided = [torch.split(tensor, lengths.tolist()) for tensor, lengths in pieces]
     return torch.cat([one for segment in zip(*divided, strict=True) for one in segment])
 
@@ -602,17 +564,10 @@ def _interleaved(*pieces: tuple[Tensor, IntArray]) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Work:
-    """Kept entries of a layer in tiles of equal length, one a program.
+    """Kept entries in tiles of equal `length`.
 
-    Attributes
-    ----------
-    length : int
-        Entries of a tile, at most.
-    room : int
-        Upper bound of the tiles for this number of entries and pieces; the last piece holds the
-        exact number.
-    pieces : Tensor of int32, (n_segments, n_pieces, 5)
-        `Kept.pieces`, and the number of tiles up to the end of each.
+    `pieces`, int32, (n_segments, n_pieces, 5), are `Kept.pieces` and the number of tiles up to
+    their ends, at most `room`.
     """
 
     length: int
@@ -622,14 +577,9 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Run:
-    """Adjacent segments of equal length in the same parts, computed together.
+    """Adjacent segments of equal length in the same parts.
 
-    Attributes
-    ----------
-    segments : ndarray of int64, (n_segments,)
-        Increasing.
-    pieces : list of (Part, int)
-        Parts with their entries, as in `Kept.pieces`, and the place of the first segment in each.
+    `pieces` are parts with entries, and the first segment's place in each.
     """
 
     segments: IntArray
@@ -640,12 +590,8 @@ class Run:
 class Kept:
     """Kept entries of all rows and KV heads of a layer.
 
-    Attributes
-    ----------
-    parts : tuple of Part
-        A segment is in one part, or in several of different widths.
-    like : tuple of Tensor
-        Empty keys and values, (0, head_dim), with the model's sizes and type.
+    A segment is in one part, or in several of different widths. `like` are empty keys and values of
+    the model's type.
     """
 
     parts: tuple[Part, ...]
@@ -655,16 +601,15 @@ class Kept:
 
     @cached_property
     def lengths(self) -> IntArray:
-        """Entries of each row and head, (rows, heads)."""
+        """Entries of each head, (rows, heads)."""
         counts = np.diff(self.pieces[:, :, :2]).sum(axis=(1, 2))
         return np.asarray(counts.reshape(self.rows, self.heads))
 
     @cached_property
     def pieces(self) -> IntArray:
-        """Pieces of each segment, (n_segments, n_pieces, 4).
+        """Start, end, first key scale and part of pieces, (n_segments, n_pieces, 4).
 
-        Start, end, first key scale and part; those with turned values first. Segments in fewer
-        parts end in empty pieces.
+        Pieces with turned values come first, empty ones last.
         """
         dim = int(self.like[1].shape[-1])
         rows = []
@@ -703,16 +648,13 @@ class Kept:
 
     @property
     def is_rounded(self) -> bool:
-        """Whether anything is stored at fewer bits than the model has."""
+        """Whether entries have fewer bits than in the model."""
         return any(part.keys.dtype != self.like[0].dtype for part in self.parts)
 
     def work(self, length: int) -> Work:
-        """Return tiles of ``length`` entries, made once for each eviction and cached.
+        """Return tiles, made once for each eviction.
 
-        Parameters
-        ----------
-        length : int
-            A multiple of `KEY_BLOCK_TOKENS`, or a divisor of it.
+        ``length`` is a multiple or a divisor of `KEY_BLOCK_TOKENS`.
         """
         if length not in self._work:
             self._work.clear()
@@ -733,24 +675,23 @@ class Kept:
         return {}
 
     def tensors(self) -> list[Tensor]:
-        """Return all stored tensors: K and V, scales, positions, and lists of tiles."""
+        """Return all tensors, positions and tiles included."""
         stored = [tensor for part in self.parts for tensor in part.tensors()]
         return stored + [one.pieces for one in self._work.values()]
 
     def _numbers_of(self, rows: IntArray, head: int | None = None) -> IntArray:
-        """Return the segments of rows, row by row, of all KV heads or of one."""
         heads = np.arange(self.heads) if head is None else np.array([head])
         return (np.asarray(rows)[:, None] * self.heads + heads).ravel()
 
     def of_rows(self, rows: IntArray, head: int | None = None) -> list[Part]:
-        """Return the segments of different rows, a copy a part, or the part itself if all."""
+        """Return the segments of different rows."""
         segments = self._numbers_of(rows, head)
         inside = [np.flatnonzero(np.isin(part.segments, segments)) for part in self.parts]
         pairs = zip(self.parts, inside, strict=True)
         return [part.taken(places) for part, places in pairs if len(places)]
 
     def select(self, rows: IntArray) -> Kept:
-        """Return a copy that has row ``rows[i]`` in place i."""
+        """Let row i go on with row ``rows[i]``."""
         parts, segments = [], self._numbers_of(rows)
         for part in self.parts:
             place = np.full(self.rows * self.heads, -1)
@@ -762,16 +703,9 @@ class Kept:
         return replace(self, parts=tuple(parts), rows=len(rows))
 
     def padded(self, rows: IntArray, head: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return keys, values and positions of rows, padded to the longest head.
+        """Return keys, values and positions of rows, padded at the end to the longest head.
 
-        All KV heads, or one.
-
-        Returns
-        -------
-        keys, values : Tensor, (n_rows, n_kv_heads, most, head_dim)
-            Of the model's type; 0 at padding, which comes last.
-        positions : Tensor of int32, (n_rows, n_kv_heads, most)
-            Beyond all columns at padding.
+        They have shape (n_rows, n_kv_heads, most, ...). Padding is 0, at `NO_COLUMN`.
         """
         lengths = self.lengths[rows] if head is None else self.lengths[rows, head, None]
         shape = (*lengths.shape, int(lengths.max(initial=0)))

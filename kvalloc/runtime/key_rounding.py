@@ -1,4 +1,4 @@
-"""Rounding of kept keys before they are stored, with little effect on the queries of an answer."""
+"""Rounding of kept keys with little effect on an answer's queries."""
 
 from __future__ import annotations
 
@@ -28,23 +28,22 @@ def round_kept_keys(
     """Round kept keys of each row and head to the keys that storage will return, in place.
 
     Later channels make up for the rounding of a channel, as far as queries do not tell them apart.
-    The ends of a block's range stay, so that storing the rounded keys changes them no more.
+    The ends of a block's range stay, so that storage rounds no more.
 
     Parameters
     ----------
     keys : Tensor, (batch, n_kv_heads, n_tokens, head_dim)
         The kept keys come first.
     counts : mapping of int to ndarray of int64, (batch, n_kv_heads)
-        Number of keys that are stored at each width.
+        Number of keys at each width.
     width_of : Tensor of int, (batch, n_kv_heads, n_tokens), optional
-        Width of each key, if a head has several.
+        Widths, if a head has several.
     moments : Tensor of float64, (batch, n_kv_heads, head_dim, head_dim), optional
-        Mean outer product of the queries that read them. None rounds each number independently.
+        Mean outer product of the queries. None rounds each number independently.
 
     References
     ----------
-    GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers (Frantar et
-    al., 2022), there for weights and their inputs.
+    GPTQ (Frantar et al., 2022), there for weights and their inputs.
     """
     if moments is not None:
         _round_for_queries(keys, counts, width_of, moments.flatten(0, 1))
@@ -65,7 +64,6 @@ def round_kept_keys(
 
 
 def _first_rounded(keys: Tensor, counts: IntArray, width: int) -> Tensor:
-    """Return keys (batch, n_heads, n, head_dim), with the first of each row and head rounded."""
     n_tokens, device = int(keys.shape[2]), keys.device
     ends = torch.from_numpy(counts).to(device)[..., None]
     places = torch.arange(n_tokens + -n_tokens % KEY_BLOCK_TOKENS, device=device)
@@ -81,10 +79,6 @@ def _first_rounded(keys: Tensor, counts: IntArray, width: int) -> Tensor:
 def _round_for_queries(
     keys: Tensor, counts: Mapping[int, IntArray], width_of: Tensor | None, moments: Tensor
 ) -> None:
-    """Round kept keys in place, blocks of all widths and heads at once; see `round_kept_keys`.
-
-    ``moments`` has shape (n_rows * n_heads, head_dim, head_dim).
-    """
     n_tokens, head_dim = keys.shape[2:]
     flat, device = keys.view(-1, head_dim), keys.device
     segments, places, levels = list[Tensor](), list[Tensor](), list[Tensor]()
@@ -118,18 +112,7 @@ def _round_for_queries(
 
 
 def _with_feedback(blocks: Tensor, levels: Tensor, segments: Tensor, moments: Tensor) -> Tensor:
-    """Return rounded keys; later channels make up for the rounding of a channel.
-
-    Parameters
-    ----------
-    blocks : Tensor of float32, (n_blocks, 64, head_dim)
-        Contiguous.
-    levels : Tensor of float32, (n_blocks,)
-        Largest code of each block.
-    segments : Tensor of int64, (n_blocks,)
-        Index of each block's moments.
-    moments : Tensor of float64, (n_segments, head_dim, head_dim)
-    """
+    """Return rounded ``blocks``, (n_blocks, 64, head_dim), contiguous and perhaps changed."""
     order, passed = _passed_on(moments)
     library = kernel_library() if blocks.is_cpu else "C is for the CPU"
     if isinstance(library, str):
@@ -143,14 +126,7 @@ def _with_feedback(blocks: Tensor, levels: Tensor, segments: Tensor, moments: Te
 
 
 def _passed_on(moments: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each segment's order of channels, and what a channel passes on to later ones.
-
-    Returns
-    -------
-    Tensor of int64, (n_segments, head_dim)
-    Tensor of float32, (n_segments, head_dim, head_dim)
-        In this order. Zeros if queries overflow: numbers are then rounded independently.
-    """
+    """Return each segment's order of channels, and shares that each passes on to later ones."""
     diagonal = moments.diagonal(dim1=-2, dim2=-1)
     order = diagonal.argsort(dim=-1, descending=True)
     mean = diagonal.mean(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
@@ -164,7 +140,6 @@ def _passed_on(moments: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rounded_by_torch(blocks: Tensor, levels: Tensor, order: Tensor, passed: Tensor) -> Tensor:
-    """Return `_with_feedback` for the order and shares of each block's segment."""
     rest = blocks.gather(-1, order[:, None].expand(blocks.shape)).movedim(-1, 0).contiguous()
     plain, shares = rest.clone(), passed.permute(1, 2, 0)[..., None].contiguous()
     minimum, most = plain.amin(-1, keepdim=True), plain.amax(-1, keepdim=True)

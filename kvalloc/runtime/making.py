@@ -1,4 +1,4 @@
-"""Construction of a reduced cache for a model, checked before anything runs."""
+"""Construction of a reduced cache."""
 
 from __future__ import annotations
 
@@ -29,14 +29,12 @@ __all__ = ["Way", "build_rows", "make_layers"]
 
 
 def make_layers(model: nn.Module, shape: ModelShape) -> list[Any]:
-    """Return cache layers for the model, with a `Store` for each layer with budgets.
-
-    All others are transformers' own, of constant size.
+    """Return cache layers for the model: a `Store` where budgets apply, else transformers' own.
 
     Raises
     ------
     UnsupportedModelError
-        If a layer is of a kind that kvalloc does not know.
+        If kvalloc does not know a layer's kind.
     """
     layers = cached_layers(model)
     for index, one in enumerate(shape.by_layer):
@@ -64,24 +62,21 @@ def build_rows(
     ways : sequence of Way
         One for each row, or one for all; rows of one way share its memory.
     prompt_tokens : int, optional
-        Length, padding included, of a prompt that arrives in several forwards: its budgets hold
-        from the first one on. By default the first forward is the whole prompt, since a second
-        chunk looks like a follow-up question.
+        Length, padding included, of a prompt in several forwards; its budgets hold from the first
+        one on. By default the first forward is the whole prompt.
     lengths : sequence of int, optional
         Tokens of each row of an announced prompt.
-    shape : ModelShape, optional
-        Sizes of the model, if known: to read all weights takes time.
 
     Raises
     ------
     ModelMismatchError
         If a profile was made for another model.
     UnsupportedModelError
-        If the model's attention or cache is of a kind that cannot be reduced.
+        If the model cannot be reduced.
     UnsupportedRequestError
-        If a single layer of the model is compiled, or the policy cannot bound the memory.
+        If a layer is compiled, or the policy cannot bound the memory.
     InputError
-        If the budgets or the scorer do not fit sinks and window, or there is no such policy.
+        If budgets or scorer do not fit sinks and window, or there is no such policy.
     """
     warn_if_untested()
     model = uncompiled(model)
@@ -101,7 +96,6 @@ def build_rows(
 
 
 def _method(way: Way, shape: ModelShape, probe: Probe, *, wide: bool) -> Method:
-    """Return a checked way."""
     options, profile = way.options, way.options.with_policy(way.profile)
     tokens, other = options.decode_every, options.allow_other_model
     refusals.check_profile(profile)

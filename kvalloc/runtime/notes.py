@@ -1,4 +1,4 @@
-"""Notes of a layer until its next eviction: latest queries, and observations of policies."""
+"""Notes of a layer until its next eviction."""
 
 from __future__ import annotations
 
@@ -18,22 +18,16 @@ _NOTHING = [torch.empty(1, 1, 0, 1, device="cpu")], np.zeros(1, np.int64)
 
 
 class Queries(Latest):
-    """The latest queries of each row; none at first."""
+    """Latest queries of each row."""
 
     def __init__(self) -> None:
         super().__init__(*_NOTHING)
         self._before = self.buffers, self.tokens, self.starts
 
     def note(self, queries: Tensor, lengths: IntArray, limit: int) -> None:
-        """Add the queries of a forward, and keep the latest ``limit`` of each row.
+        """Add queries, and keep the latest ``limit`` of each row.
 
-        Single tokens are trimmed only once twice that number, or a block, is stored.
-
-        Parameters
-        ----------
-        queries : Tensor, (rows, n_query_heads, n_new, head_dim)
-        lengths : ndarray of int64, (rows,)
-            New tokens of each row, the last ones.
+        Single tokens are trimmed once twice as many, or a block, are stored.
         """
         self._before, n_new = (self.buffers, self.tokens, self.starts), int(queries.shape[2])
         if n_new > limit:
@@ -48,31 +42,31 @@ class Queries(Latest):
             self.trim(limit)
 
     def undo(self) -> None:
-        """Undo the latest `note`: its forward failed."""
+        """Undo the latest `note`."""
         self.buffers, self.tokens, self.starts = self._before
 
     def trim(self, limit: int) -> None:
-        """Forget all but the latest ``limit`` of each row."""
+        """Forget all but the latest ``limit``."""
         if self.buffers[0].shape[2] > limit:
             lengths = np.minimum(self.lengths, limit)
             self._keep(self.tokens - int(lengths.max()), lengths)
 
     def signature(self, row: int) -> int:
-        """Return a key that is equal for rows with queries of one shape."""
+        """Return a key, equal for rows of one shape."""
         return int(self.lengths[row]) if self.tokens else 0
 
     def cut(self, removed: IntArray) -> None:
-        """Forget up to (rows,) latest queries of each row."""
+        """Forget up to (rows,) latest queries."""
         if self.tokens:
             super().cut(np.minimum(removed, self.lengths))
 
     def forget(self, rows: IntArray) -> None:
-        """Forget the queries of some rows."""
+        """Forget the queries of rows."""
         if self.tokens:
             super().forget(rows)
 
     def select(self, rows: Tensor) -> None:
-        """Let row i go on with the queries of row ``rows[i]``."""
+        """See `Latest.select`."""
         if self.tokens:
             super().select(rows)
         else:
@@ -85,15 +79,7 @@ NotesByRow: TypeAlias = "dict[tuple[int, int | None], Observed]"
 
 @dataclass(slots=True)
 class Notes:
-    """Notes about a layer's rows.
-
-    Attributes
-    ----------
-    observed : dict of Observed
-        Notes of the policy.
-    later : dict of Observed
-        Notes of the scorer during the second read.
-    """
+    """Notes about a layer's rows: `observed` by policies, `later` by the second read."""
 
     queries: Queries = field(default_factory=Queries)
     noted_until: int = 0
@@ -101,20 +87,19 @@ class Notes:
     later: NotesByRow = field(default_factory=dict)
 
     def forget(self, rows: IntArray, *, observed: bool) -> None:
-        """Forget the scorer's notes about rows; with ``observed`` the policy's too."""
+        """Forget the scorer's notes about rows, or the policy's too."""
         for notes in (self.later, self.observed) if observed else (self.later,):
             for key in [key for key in notes if key[0] in rows]:
                 del notes[key]
 
     def select(self, rows: Tensor) -> None:
-        """Let row i go on with the notes of row ``rows[i]``."""
+        """See `Latest.select`."""
         self.queries.select(rows)
         self.observed = _selected(self.observed, rows.tolist())
         self.later = _selected(self.later, rows.tolist())
 
 
 def _selected(notes: NotesByRow, rows: Sequence[int]) -> NotesByRow:
-    """Return notes in which row i has the notes of row ``rows[i]``."""
     return {
         (to, head): note
         for to, place in enumerate(rows)
@@ -126,7 +111,7 @@ def _selected(notes: NotesByRow, rows: Sequence[int]) -> NotesByRow:
 def of_rows(
     notes: NotesByRow, rows: IntArray, head: int | None, n_kv_heads: int
 ) -> Observed | None:
-    """Return the notes of rows, or of one KV head of a row, or None."""
+    """Return notes of rows, or of a KV head, or None."""
     result = []
     for row in rows.tolist():
         note = notes.get((row, head))
@@ -139,10 +124,7 @@ def of_rows(
 
 
 def by_kv_head(tensors: Sequence[Tensor], n_kv_heads: int) -> Tensor:
-    """Return tensors of the query heads of several layers, (rows, n_query_heads, ...), as one.
-
-    Query heads that share a KV head are adjacent.
-    """
+    """Return tensors of several layers, (rows, n_query_heads, ...), as one, grouped by KV head."""
     if len(tensors) == 1:
         return tensors[0]
     grouped = [one.reshape(len(one), n_kv_heads, -1, *one.shape[2:]) for one in tensors]
@@ -150,28 +132,27 @@ def by_kv_head(tensors: Sequence[Tensor], n_kv_heads: int) -> Tensor:
 
 
 def _as_one(notes: Sequence[Observed], change: Callable[[list[Tensor]], Tensor]) -> Observed:
-    """Return notes with tensors that combine the tensors of the given ones."""
     columns = [one.columns for one in notes if one.columns is not None]
     totals = {name: change([one.totals[name] for one in notes]) for name in notes[0].totals}
     return replace(notes[0], columns=change(columns) if columns else None, totals=totals)
 
 
 def of_readers(notes: Sequence[Observed], n_kv_heads: int) -> Observed:
-    """Return the notes of several layers that read the same entries, as one layer's."""
+    """Return notes of layers that read the same entries, as one."""
     return _as_one(
         notes, lambda each: by_kv_head(each, n_kv_heads) if each[0].ndim > 1 else each[0]
     )
 
 
 def of_row(observed: Observed, row: int) -> Observed:
-    """Return a copy of the notes of one row of a batch."""
+    """Return a copy of a row's notes."""
     return _as_one([observed], lambda each: each[0][row, None].clone())
 
 
 def of_head(observed: Observed, head: int, n_kv_heads: int) -> Observed:
     """Return the notes of one KV head.
 
-    In sums over tokens, axis 1 counts KV heads, or query heads, which are grouped by KV head.
+    In sums, axis 1 counts KV heads, or query heads by KV head.
     """
 
     def cut(each: list[Tensor]) -> Tensor:

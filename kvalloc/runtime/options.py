@@ -18,9 +18,8 @@ class CacheOptions:
     Attributes
     ----------
     policy : str or Policy, optional
-        How entries are picked, instead of the profile's policy. A policy, or the name of a policy
-        or scorer, with parameters such as ``"nacl:seed=1"``; see
-        `kvalloc.runtime.policies.changed_policy`.
+        Replaces the profile's policy: a policy, or the name of a policy or scorer, with parameters
+        such as ``"nacl:seed=1"``; see `kvalloc.runtime.policies.changed_policy`.
     decode_every : int, optional
         Tokens after which kept and new entries are ranked together, within the budget of all tokens
         seen; by default 64, or a sixteenth of the tokens seen. 1 keeps the budget at every token.
@@ -32,8 +31,7 @@ class CacheOptions:
     memory : int, optional
         Bytes that the cache never exceeds, however long a conversation grows.
     fitted : str or Path, optional
-        For the default: what ``kvalloc fit`` wrote for the model, instead of the file in the cache
-        folder.
+        For the default: a file of ``kvalloc fit``, instead of the one in the cache folder.
     across : {"rows"}, optional
         For the default: the rows of a batch share the bytes of all by their predicted losses.
     """

@@ -1,4 +1,4 @@
-"""Pieces of a forward: its arguments cut, the outputs joined."""
+"""Pieces of a forward."""
 
 from __future__ import annotations
 
@@ -14,12 +14,7 @@ from kvalloc.models import names
 def part(arguments: Mapping[str, Any], new: slice, columns: int | None = None) -> dict[str, Any]:
     """Return a forward's arguments for a slice of its new tokens.
 
-    Parameters
-    ----------
-    arguments : mapping
-        Arguments of a decoder's forward, by name.
-    columns : int, optional
-        Tokens that the mask then covers, with those seen before; by default unchanged.
+    The mask covers ``columns`` tokens, seen ones included.
     """
     result = dict(arguments)
     for name, value in arguments.items():
@@ -36,7 +31,7 @@ def part(arguments: Mapping[str, Any], new: slice, columns: int | None = None) -
 
 
 def joined(outputs: Sequence[Any]) -> Any:
-    """Return the output of a decoder for all pieces of a forward."""
+    """Return the decoder's output for all pieces."""
     last = outputs[-1]
     last.last_hidden_state = torch.cat([one.last_hidden_state for one in outputs], dim=1)
     if last.get("hidden_states") is not None:

@@ -1,4 +1,4 @@
-"""Plan of evictions: when they are due and how many entries stay, computed without a tensor."""
+"""Plan of evictions: when they are due, and how many entries stay."""
 
 from __future__ import annotations
 
@@ -31,19 +31,14 @@ less than the same bits of still fewer entries."""
 
 
 def default_interval(seen: int) -> int:
-    """Return the default number of tokens between two evictions."""
+    """Return the default of `interval`."""
     return max(MIN_INTERVAL, seen // OF_SEEN)
 
 
 def interval(row: Row, memory: int | None, seen: int) -> int:
-    """Return the number of tokens between two evictions.
+    """Return the number of tokens between two evictions, the latest at ``seen``.
 
-    Parameters
-    ----------
-    memory : int or None
-        Bytes that the row may take; new tokens take at most a quarter.
-    seen : int
-        Tokens seen at the latest eviction.
+    They take at most a quarter of ``memory``, in bytes.
     """
     tokens = row.method.options.decode_every or default_interval(seen)
     if memory is None:
@@ -52,7 +47,7 @@ def interval(row: Row, memory: int | None, seen: int) -> int:
 
 
 def token_bytes(profile: BudgetProfile) -> int:
-    """Return the bytes of a token in all reduced layers, before rounding."""
+    """Return a token's bytes in all reduced layers, before rounding."""
     shape = profile.shape
     return len(shape.full_layers) * shape.n_kv_heads * shape.plain_bytes_per_entry
 
@@ -60,8 +55,7 @@ def token_bytes(profile: BudgetProfile) -> int:
 def layers_together(tokens: int, profile: BudgetProfile, memory: int | None) -> int:
     """Return in how many layers a prompt evicts at once; ``tokens`` counts all rows.
 
-    Evictions of few entries take the time of their calls. Layers wait for each other only if memory
-    has no bound and heads of a layer do not share budgets.
+    Layers wait only if memory has no bound and heads do not share budgets.
     """
     limited = memory is not None or profile.fits_a_peak
     if limited or profile.by_prompt or tokens > SHORT_TOKENS:
@@ -70,7 +64,7 @@ def layers_together(tokens: int, profile: BudgetProfile, memory: int | None) -> 
 
 
 def cuts(row: Row, memory: int | None, start: int, end: int) -> Iterator[int]:
-    """Yield the columns before `end` at which a row evicts again after `start`."""
+    """Yield columns before `end` at which a row evicts again after `start`."""
     while (start := start + interval(row, memory, start)) < end:
         yield start
 
@@ -83,26 +77,10 @@ def prompt_targets(
     padded: IntArray,
     rounded: Container[int],
 ) -> dict[int, dict[int, IntArray]]:
-    """Return how many prompt entries each layer of rows keeps, if any has too many.
+    """Return how many prompt entries layers keep, (n_kv_heads,), by row and layer with too many.
 
-    Parameters
-    ----------
-    rows : sequence of Row
-    among : iterable of int
-        Rows to look at.
-    tokens : ndarray of int64, (n_rows,)
-        Tokens of the whole prompt.
-    entries : ndarray of int64, (n_rows, n_layers, n_kv_heads)
-        Entries stored now.
-    padded : ndarray of bool, (n_rows,)
-        Whether a layer that stores every column stores padding too.
-    rounded : container of int
-        Layers that are rounded now.
-
-    Returns
-    -------
-    dict of int to dict of int to ndarray of int64, (n_kv_heads,)
-        By row and layer.
+    ``tokens``, (n_rows,), count the whole prompt, ``entries``, (n_rows, n_layers, n_kv_heads), are
+    stored now. In ``padded`` rows, whole layers store padding too. ``rounded`` layers always evict.
     """
     targets = {}
     for number in among:
@@ -121,7 +99,7 @@ def prompt_targets(
 
 
 def grown(row: Row, left: int | None) -> BudgetProfile:
-    """Return the profile that a conversation goes on with."""
+    """Return the profile to go on with."""
     now, later, within = row.profile, row.method.longer_profile, row.method.within
     if left is None:  # the share of a short text holds a little later
         if later is None or later.share_at(row.seen) > (later.target_share or 0):
@@ -137,7 +115,7 @@ def grown(row: Row, left: int | None) -> BudgetProfile:
 
 
 def turn_budgets(row: Row, left: int | None) -> IntArray:
-    """Return the budgets of all tokens that a row has seen, (n_layers, n_kv_heads)."""
+    """Return the budgets of all tokens seen, (n_layers, n_kv_heads)."""
     profile = row.profile
     budgets = np.maximum(row.budgets(row.seen), profile.policy.protected_tokens)
     full, shape = list(profile.shape.full_layers), profile.shape
@@ -152,11 +130,6 @@ def turn_budgets(row: Row, left: int | None) -> IntArray:
 
 
 def _within(memory: int, budgets: IntArray, row: Row) -> IntArray:
-    """Return budgets of full layers within ``memory`` bytes.
-
-    If only memory is requested, they fill as much of it as the row's tokens can, in the decided
-    proportions.
-    """
     profile = row.profile
     shape = profile.shape
     if not row.widths:  # nothing is rounded: entries are as the model makes them
@@ -173,16 +146,10 @@ def _within(memory: int, budgets: IntArray, row: Row) -> IntArray:
 
 
 def new_alone(row: Row, budgets: IntArray, kept: IntArray, new: IntArray) -> bool:
-    """Return whether a row keeps its stored entries, and only new ones are ranked.
+    """Return whether a row keeps its stored entries, and only ``new`` ones are ranked.
 
-    True if heads share their budgets, some entry was evicted, and the newest tokens fit as entries
-    and as bytes with scales.
-
-    Parameters
-    ----------
-    budgets, kept : ndarray of int64, (n_full_layers, n_kv_heads)
-    new : ndarray of int64, (n_full_layers, 1)
-        Tokens since the latest eviction.
+    True if heads share budgets, some entry was evicted, and the newest tokens fit in number and
+    bytes.
     """
     profile, after = row.profile, row.after
     if after.observes or (after.combines and not after.fits_new) or not profile.by_prompt:
@@ -199,24 +166,18 @@ def new_alone(row: Row, budgets: IntArray, kept: IntArray, new: IntArray) -> boo
 def turn_targets(room: IntArray, entries: IntArray, *, protected: int, shared: bool) -> IntArray:
     """Return how many candidates of a row stay, (n_full_layers, n_kv_heads).
 
-    Parameters
-    ----------
-    room, entries : ndarray of int64, (n_full_layers, n_kv_heads)
-        Entries that may stay, and all candidates.
-    protected : int
-        Latest tokens, and sinks if they are candidates, which always stay.
-    shared : bool
-        Whether the heads of all layers share the sum of their budgets.
+    ``room`` are entries that may stay, ``entries`` all candidates. ``protected`` counts latest
+    tokens, and sinks if they are candidates. If ``shared``, heads share their sum.
     """
     few = (entries <= protected).all(axis=1, keepdims=True)
     return np.where(few, entries, room if shared else np.minimum(room, entries))
 
 
 def widest(profile: BudgetProfile) -> int:
-    """Return the width, or mix of widths, of all heads of a profile that is `by_prompt`."""
+    """Return the width, or mix of widths, of a `by_prompt` profile."""
     return int(profile.widths[list(profile.shape.full_layers)].max())
 
 
 def evicted(row: Row, *, ranked: bool) -> Row:
-    """Return a row after an eviction of all its tokens."""
+    """Return a row after an eviction."""
     return replace(row, evicted_at=row.seen, ranked_at=row.seen if ranked else row.ranked_at)

@@ -1,7 +1,4 @@
-"""Prompts: which layers evict after reading, and the second read.
-
-Each function takes the `kvalloc.runtime.cache.BudgetCache` that reads it.
-"""
+"""Prompts: which layers evict after reading, and the second read."""
 
 from __future__ import annotations
 
@@ -30,15 +27,9 @@ from kvalloc.scorers import Scorer
 class ReadTokens:
     """Tokens and positions of a prompt, stored for its second read.
 
-    Attributes
-    ----------
-    positions : Tensor of int64, (n_axes, rows, n_columns)
-        On the host.
-    tokens : dict of str to Tensor, each (rows, n_columns, ...)
-        Arguments of the decoder, such as ids or embeddings. `IMAGE_PLACES` holds the place of each
-        token in `features`, or -1.
-    features : list of Tensor, each (n_image_tokens, hidden_size)
-        Image features, under `IMAGE_FEATURES`.
+    `positions`, int64, (n_axes, rows, n_columns), are on the host. `tokens`, (rows, n_columns,
+    ...), are the decoder's arguments; `IMAGE_PLACES` are places in `features`, or -1. These,
+    (n_image_tokens, hidden_size), are for the first layers.
     """
 
     def __init__(self) -> None:
@@ -47,7 +38,7 @@ class ReadTokens:
         self.features: list[Tensor] = []
 
     def add(self, arguments: Mapping[str, Any], batch: Batch) -> None:
-        """Note a forward of the prompt; one that failed may come again."""
+        """Note a forward of the prompt; a failed one may come again."""
         seen, end = batch.seen, batch.seen + batch.new
         read = {
             name: one.detach()
@@ -83,7 +74,6 @@ class ReadTokens:
         self.positions = positions
 
     def _places(self, arguments: Mapping[str, Any], batch: Batch) -> Tensor:
-        """Note the features of a forward's images; return each token's place in them, or -1."""
         features, before = arguments.get(names.IMAGE_FEATURES), self.features if batch.seen else []
         places = torch.full((batch.rows, batch.new), -1, device="cpu")
         if features:
@@ -96,7 +86,7 @@ class ReadTokens:
         return places
 
     def next_position(self, row: int, columns: Any) -> int:
-        """Return the position of a row's next token: one more than the largest of any axis.
+        """Return a row's next position, after the largest of any axis.
 
         The first of four axes belongs to text, and counts each token of an image.
         """
@@ -105,14 +95,14 @@ class ReadTokens:
 
 
 def begin(cache: Any, running: Running, arguments: Mapping[str, Any]) -> None:
-    """Plan the evictions of each layer once it has read a forward of the prompt.
+    """Plan the evictions of a forward of the prompt.
 
     Raises
     ------
     UnsupportedRequestError
-        If this prompt does not go with the cache's budgets or policy.
+        If the prompt does not go with budgets or policy.
     InputError
-        If it does not fit the model's limit with its second read.
+        See `check_context`.
     """
     batch, door = running.batch, cache.door
     rows: list[Row] = cache.rows if batch.seen else _new_rows(cache, batch)
@@ -174,7 +164,6 @@ def begin(cache: Any, running: Running, arguments: Mapping[str, Any]) -> None:
 
 
 def _new_rows(cache: Any, batch: Batch) -> list[Row]:
-    """Return the rows of a new prompt; refuse one that does not fit their methods."""
     if cache.spent:
         raise UnsupportedRequestError(
             "the budgets of this cache were decided from another prompt; make a new cache"
@@ -202,7 +191,6 @@ def _new_rows(cache: Any, batch: Batch) -> list[Row]:
 
 
 def _check_room(cache: Any, rows: Sequence[Row], left: IntArray) -> None:
-    """Refuse an unfinished prompt that would exceed the model's limit with its second read."""
     decoder = cache.decoder()
     if decoder is None or (limit := context_limit(decoder)) is None:
         return
@@ -214,7 +202,7 @@ def _check_room(cache: Any, rows: Sequence[Row], left: IntArray) -> None:
 
 @torch.no_grad()
 def end(cache: Any) -> None:
-    """Evict in rows that stayed whole until now, after a second read if needed."""
+    """Evict in rows that stayed whole, after a second read if needed."""
     rows, tokens = cache.rows, cache.tokens
     whole = [number for number, row in enumerate(rows) if row.holds]
     padded, entries = tokens < cache.get_seq_length(), cache.kept_tokens_by_row
@@ -237,7 +225,6 @@ def end(cache: Any) -> None:
 
 
 def _read_again(cache: Any, rows: Sequence[int], scorer: Scorer, layers: Sequence[int]) -> None:
-    """Let the model read the prompts of rows once more; the scorer takes notes."""
     decoder, door, stores, seen = cache.decoder(), cache.door, cache.stores, cache.get_seq_length()
     assert decoder is not None, "it has just read the prompt"
     sinks, read = cache.rows[rows[0]].profile.policy.sinks, cache.prompt_read

@@ -1,8 +1,6 @@
 """Keys and values at fewer bits, as measuring and the runtime store them.
 
-The layout of optimum-quanto and torchao does not fit. Their tensors have one shape, with scales of
-the model's type. Here heads and rows keep different numbers of entries, and all bytes, scales
-included, must be the bytes of `kvalloc.accounting.costs`.
+Heads and rows keep different numbers of entries, in the bytes of `kvalloc.accounting.costs`.
 """
 
 from __future__ import annotations
@@ -54,10 +52,6 @@ def quantised_keys(keys: Tensor, bits: int) -> Tensor:
         In storage order.
     bits : int
         Of `WIDTHS`; 16 returns them unchanged.
-
-    Returns
-    -------
-    Tensor, as ``keys``
     """
     if bits == 16:
         return keys
@@ -65,18 +59,7 @@ def quantised_keys(keys: Tensor, bits: int) -> Tensor:
 
 
 def quantised_values(values: Tensor, bits: int) -> Tensor:
-    """Return values as decoded from storage: rounded per token, in blocks of 64 channels.
-
-    Parameters
-    ----------
-    values : Tensor, (batch, n_kv_heads, n_tokens, head_dim)
-    bits : int
-        Of `WIDTHS`; 16 returns them unchanged.
-
-    Returns
-    -------
-    Tensor, as ``values``
-    """
+    """Return values, as `quantised_keys`: rounded per token, in blocks of 64 channels."""
     if bits == 16:
         return values
     turned, width = turns(bits, int(values.shape[-1])), WIDTHS[bits].values
@@ -86,18 +69,10 @@ def quantised_values(values: Tensor, bits: int) -> Tensor:
 
 
 def rotated(vectors: Tensor) -> Tensor:
-    """Return vectors times the orthonormal Hadamard matrix; twice gives them back.
+    """Return vectors, (..., dim), times the orthonormal Hadamard matrix, float32.
 
-    Outliers of a channel spread over all channels, so that fewer bits lose less. The product is in
-    float64, so that the float32 result does not depend on the number of vectors.
-
-    Parameters
-    ----------
-    vectors : Tensor, (..., dim)
-
-    Returns
-    -------
-    Tensor of float32, (..., dim)
+    Twice gives them back. Outliers spread over all channels. The float64 product does not depend on
+    the number of vectors.
 
     Raises
     ------
@@ -116,7 +91,6 @@ def rotated(vectors: Tensor) -> Tensor:
 
 @cache
 def _hadamard(dim: int, device: torch.device) -> Tensor:
-    """Return Hadamard's matrix over the root of its size, float64, (dim, dim)."""
     with torch.inference_mode(False):  # gradients may go through it later
         step = torch.tensor([[1.0, 1.0], [1.0, -1.0]], device="cpu").double()
         matrix = step[:1, :1]
@@ -127,12 +101,12 @@ def _hadamard(dim: int, device: torch.device) -> Tensor:
 
 
 def from_codes(codes: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
-    """Return decoded numbers, float32; scale and minimum are broadcast, and may be float16."""
+    """Return decoded numbers, float32."""
     return codes.float().mul_(scale).add_(minimum)
 
 
 def scales_of(scales: Tensor, bits: int, dim: int = -1) -> tuple[Tensor, Tensor]:
-    """Return scale and minimum of blocks along an axis, which has only the scale around 0."""
+    """Return scale and minimum of blocks; around 0 only the scale is stored."""
     if scales.shape[dim] == 1:
         return scales, scales.float() * (-(2**bits - 1) / 2)
     scale, minimum = torch.split(scales, 1, dim=dim)
@@ -150,32 +124,21 @@ def coded(
     centred: bool = False,
     recoded: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return blocks of float32 along an axis as codes and scales.
+    """Return blocks of float32 along an axis as codes, scales and exact scales.
+
+    Scales are scale and minimum along the axis; exact ones are float32, before rounding.
 
     Parameters
     ----------
-    blocks : Tensor
-    bits : int
-    dim : int
-        The axis.
-    before : Tensor of the kind, optional
-        Scales from an earlier rounding, NaN for none. They are kept if they cover the whole block
-        to half a step; earlier rounded numbers then do not change. Not for blocks around 0.
+    before : Tensor, optional
+        Earlier scales, NaN for none. They stay if they cover the block to half a step; numbers
+        rounded with them do not change. Not for blocks around 0.
     kind : torch.dtype
-        Type of the scales, float16 or bfloat16; see `fits_float16`.
+        Of the scales, float16 or bfloat16.
     centred : bool
-        Whether codes are around 0: blocks, along the last axis, then have a scale and no minimum.
+        Whether codes are around 0, along the last axis, without a minimum.
     recoded : Tensor of bool, (n,), optional
-        Which blocks around 0, along the first axis, may be rounded already; rounded ones do not
-        change.
-
-    Returns
-    -------
-    codes : Tensor of uint8, as ``blocks``
-    scales : Tensor of the kind
-        As ``blocks``, with scale and minimum, or only the scale, along the axis.
-    exact : Tensor of float32, as ``scales``
-        Scales before they are rounded to the kind.
+        Which blocks around 0 may be rounded already; rounded ones do not change.
     """
     levels, wide = float(2**bits - 1), kind == torch.bfloat16
     if centred:
@@ -193,7 +156,6 @@ def coded(
 def _ranges(
     blocks: Tensor, levels: float, dim: int, before: Tensor | None, *, wide: bool
 ) -> Tensor:
-    """Return the exact scales and minima of blocks, along the axis; see `coded`."""
     sizes = list(blocks.shape)
     sizes[dim] = 2
     exact = blocks.new_empty(sizes)
@@ -211,7 +173,6 @@ def _ranges(
 
 
 def _best_steps(blocks: Tensor, bits: int, recoded: Tensor | None) -> Tensor:
-    """Return the exact scales of blocks around 0 along the last axis; see `coded`."""
     codes, end = torch.empty_like(blocks), 2 ** (bits - 1) - 1
 
     def norm(of: Tensor) -> Tensor:
@@ -240,7 +201,7 @@ def _best_steps(blocks: Tensor, bits: int, recoded: Tensor | None) -> Tensor:
 
 
 def magnitudes(exact: Tensor, bits: int, dim: int = -1) -> Tensor:
-    """Return the largest magnitude in each block, or a bound, by its exact scales along an axis."""
+    """Return each block's largest magnitude, or a bound."""
     span = exact.select(dim, 0) * (2**bits - 1)
     return span if exact.shape[dim] == 1 else torch.maximum(exact.select(dim, 1).abs(), span)
 
@@ -248,16 +209,8 @@ def magnitudes(exact: Tensor, bits: int, dim: int = -1) -> Tensor:
 def fits_float16(magnitudes: Tensor, bits: int | None = None) -> Tensor:
     """Return whether float16 holds the scales of heads; if not, bfloat16 does.
 
-    Parameters
-    ----------
-    magnitudes : Tensor of float32, (n_heads, n_channels)
-        Largest magnitude in each channel; one channel if channels share scales.
-    bits : int, optional
-        Bits of a code; with it, heads and channels must not be too small.
-
-    Returns
-    -------
-    Tensor of bool, ()
+    ``magnitudes``, (n_heads, n_channels), are the largest, in one channel if they share scales.
+    With ``bits`` they must not be too small.
     """
     levels = 0 if bits is None else 2**bits - 1
     return within(magnitudes, _LARGEST, _MIN_STEP * levels, _MIN_CHANNEL_STEP * levels)
@@ -266,18 +219,8 @@ def fits_float16(magnitudes: Tensor, bits: int | None = None) -> Tensor:
 def within(channels: Tensor, end: float, minimum: float, channel_minimum: float) -> Tensor:
     """Return whether magnitudes are below an end, and neither heads nor channels too small.
 
-    Parameters
-    ----------
-    channels : Tensor, (n_heads, n_channels)
-        Largest magnitude in each channel.
-    end : float
-    minimum, channel_minimum : float
-        A head is too small if all of its channels are below the first, a channel if it is below
-        the second; zeros are not too small.
-
-    Returns
-    -------
-    Tensor of bool, ()
+    A head is too small if all of its ``channels``, (n_heads, n_channels), are below ``minimum``, a
+    channel below ``channel_minimum``; zeros are not.
     """
     heads = channels.amax(dim=1)
     small = (heads > 0) & (heads < minimum)
@@ -286,7 +229,7 @@ def within(channels: Tensor, end: float, minimum: float, channel_minimum: float)
 
 
 def _upper_half(values: Tensor, away: Tensor | int) -> Tensor:
-    """Return float32 numbers rounded to bfloat16, away from 0 if ``away``, else towards 0."""
+    """Return float32 numbers rounded to bfloat16, away from 0 or towards it."""
     bits = values.view(torch.int32) + 0xFFFF * away
     return bits.bitwise_and_(-0x10000).view(torch.float32)
 
@@ -294,7 +237,7 @@ def _upper_half(values: Tensor, away: Tensor | int) -> Tensor:
 def in_blocks(values: Tensor, block: int, dim: int = -1) -> Tensor:
     """Return numbers in blocks, float32: the axis becomes (n_blocks, block).
 
-    An axis shorter than a block is one block of its own length.
+    A shorter axis is one block.
     """
     dim = dim % values.ndim
     size = int(values.shape[dim])
@@ -309,7 +252,6 @@ def in_blocks(values: Tensor, block: int, dim: int = -1) -> Tensor:
 
 
 def _rounded(values: Tensor, block: int, bits: int, dim: int, *, centred: bool = False) -> Tensor:
-    """Return numbers (batch, n_kv_heads, n, dim) rounded to codes, in blocks along an axis."""
     if not values.numel():
         return values
     dim = dim % values.ndim
@@ -327,25 +269,9 @@ def _rounded(values: Tensor, block: int, bits: int, dim: int, *, centred: bool =
 def encode_keys(
     blocks: Tensor, bits: int, before: Tensor | None = None, kind: torch.dtype = torch.float16
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return blocks of keys of one head each as they are stored.
+    """Return blocks of keys, (n_blocks, 64, head_dim), as they are stored; see `coded`.
 
-    Parameters
-    ----------
-    blocks : Tensor, (n_blocks, 64, head_dim)
-    bits : int
-        Of `WIDTHS`, but not 16.
-    before : Tensor of the kind, (n_blocks, 2, head_dim), optional
-        Earlier scales; see `coded`.
-    kind : torch.dtype
-        Type of the scales.
-
-    Returns
-    -------
-    keys : Tensor of uint8, (n_blocks * 64, key_bytes)
-    key_scales : Tensor of the kind, (n_blocks, 2, head_dim)
-        Scale and minimum of each block and channel.
-    exact : Tensor of float32, as ``key_scales``
-        Scales before they are rounded.
+    Keys are uint8, (n_blocks * 64, key_bytes), scales (n_blocks, 2, head_dim).
     """
     width = WIDTHS[bits].keys
     codes, scales, exact = coded(blocks.float(), width, dim=1, before=before, kind=kind)
@@ -355,10 +281,9 @@ def encode_keys(
 def encode_values(
     values: Tensor, bits: int, kind: torch.dtype, recoded: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return values (n, head_dim) as they are stored, of uint8, (n, value_bytes), and exact scales.
+    """Return values (n, head_dim) as stored, uint8, (n, value_bytes), and exact scales.
 
-    The codes of a token are followed by the scale of each block of its channels, and its minimum if
-    values are not turned. For ``recoded`` see `coded`.
+    Scale and, unless turned, minimum of each block of channels follow the codes.
     """
     dim, width = int(values.shape[1]), WIDTHS[bits].values
     turned = turns(bits, dim)
@@ -372,23 +297,14 @@ def encode_values(
 def key_numbers(rows: Tensor, scales: Tensor, bits: int) -> Tensor:
     """Return decoded keys, float32, (n, head_dim).
 
-    Parameters
-    ----------
-    rows : Tensor of uint8, (n, key_bytes)
-    scales : Tensor of float16 or bfloat16, (n, 2, head_dim)
-        Scale and minimum of each row's block.
-    bits : int
-        Of `WIDTHS`, but not 16.
+    ``scales``, (n, 2, head_dim), are of each row's block.
     """
     codes = unpacked_codes(rows, WIDTHS[bits].keys, int(scales.shape[-1]))
     return from_codes(codes, *scales.unbind(1))
 
 
 def value_numbers(rows: Tensor, bits: int, head_dim: int, kind: torch.dtype) -> Tensor:
-    """Return values, float32, (n, head_dim), of packed rows with their scales, (n, value_bytes).
-
-    Turned values stay `rotated`.
-    """
+    """Return decoded values, float32, (n, head_dim); turned ones stay `rotated`."""
     width = WIDTHS[bits].values
     n_bytes = code_bytes(width, head_dim)
     # A copy even of one row: float16 cannot begin at an odd byte.
@@ -402,7 +318,7 @@ def value_numbers(rows: Tensor, bits: int, head_dim: int, kind: torch.dtype) -> 
 
 
 def packed_codes(codes: Tensor, bits: int) -> Tensor:
-    """Return codes (n, head_dim) as bytes, in `PLANES`, the first channel in the lowest bits."""
+    """Return codes (n, head_dim) as bytes, in `PLANES`, first channels in the lowest bits."""
     low, *more = PLANES[bits]
     if not more:
         return _packed_plane(codes, low).contiguous()
@@ -411,7 +327,7 @@ def packed_codes(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpacked_codes(packed: Tensor, bits: int, head_dim: int) -> Tensor:
-    """Return the codes (n, head_dim) of `packed_codes`."""
+    """Undo `packed_codes`."""
     low, *more = PLANES[bits]
     end = code_bytes(low, head_dim)
     codes = _unpacked_plane(packed[:, :end], low, head_dim)
@@ -425,7 +341,6 @@ _WORDS = {4: torch.int16, 2: torch.int32, 1: torch.int64}
 
 
 def _packed_plane(codes: Tensor, width: int) -> Tensor:
-    """Return codes (n, head_dim) of ``width`` bits as bytes."""
     if width == 8:
         return codes.contiguous()
     # the product shifts each number to its bits in the word's last byte, without overlap
@@ -436,7 +351,6 @@ def _packed_plane(codes: Tensor, width: int) -> Tensor:
 
 
 def _unpacked_plane(packed: Tensor, width: int, head_dim: int) -> Tensor:
-    """Return the numbers (n, head_dim) of `_packed_plane`."""
     if width == 8:
         return packed
     codes = (packed[:, :, None] >> _places(width, packed.device)).bitwise_and_(2**width - 1)
@@ -445,12 +359,10 @@ def _unpacked_plane(packed: Tensor, width: int, head_dim: int) -> Tensor:
 
 @cache
 def _places(width: int, device: torch.device) -> Tensor:
-    """Return the first bit of each code in a byte, uint8, (8 / width,)."""
     with torch.inference_mode(False):
         return torch.arange(0, 8, width, dtype=torch.uint8, device=device)
 
 
 def _padded(codes: Tensor, multiple: int) -> Tensor:
-    """Return numbers (n, m) with zeros appended, so that m is a multiple."""
     missing = -codes.shape[1] % multiple
     return torch.nn.functional.pad(codes, (0, missing)) if missing else codes

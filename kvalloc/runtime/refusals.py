@@ -1,4 +1,4 @@
-"""Refusals of requests that the runtime cannot serve, before anything runs."""
+"""Refusals of requests that the runtime cannot serve."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ OFFLOADED = "a reduced cache cannot be offloaded; it is small enough to stay on 
 
 
 def check_profile(profile: BudgetProfile) -> None:
-    """Refuse budgets that this runtime does not enforce.
+    """Refuse bits that the profile's policy does not allow.
 
     Raises
     ------
     UnsupportedRequestError
-        For bits that are not stored or not with this policy.
     """
     name, kind = profile.policy.name, policy_class(profile.policy.name)
     rounded = profile.widths[profile.widths != 16]
@@ -44,14 +43,14 @@ def check_profile(profile: BudgetProfile) -> None:
 
 
 def check_model(model: nn.Module, prompt_tokens: int | None) -> None:
-    """Refuse a model that is set up in a way the cache cannot work with.
+    """Refuse a model that the cache cannot work with.
 
     Raises
     ------
     UnsupportedRequestError
-        For a model with compiled layers, or with another cache in its generation config.
+        For compiled layers, or another cache in the generation config.
     InputError
-        For a prompt length that is not positive.
+        For a prompt length below 1.
     """
     if prompt_tokens is not None and prompt_tokens < 1:
         raise InputError(f"prompt_tokens is {prompt_tokens}, expected >= 1")
@@ -82,12 +81,11 @@ def _check_outputs(*, uses_cache: Any, weights: Any) -> None:
 
 
 def check_positions(policy: EvictionPolicy, *, scattered: bool) -> None:
-    """Refuse a policy that rotates by token numbers if positions differ from them.
+    """Refuse a policy that rotates by token numbers if a row is `scattered`.
 
     Raises
     ------
     UnsupportedRequestError
-        If a row is `scattered`.
     """
     if scattered and policy.rotates:
         raise UnsupportedRequestError(
@@ -103,7 +101,6 @@ def check_owner(model: nn.Module, cache: Any) -> None:
     Raises
     ------
     ModelMismatchError
-        If it was.
     """
     owner = getattr(cache, "decoder", None)
     if owner is not None and owner() is not decoder_of(model):
@@ -114,19 +111,19 @@ def check_owner(model: nn.Module, cache: Any) -> None:
 
 
 def setting(model: nn.Module, arguments: Mapping[str, Any], name: str) -> Any:
-    """Return a setting of a ``generate()`` call, from arguments, config or model; else None."""
+    """Return a setting of a ``generate()`` call, config or model, or None."""
     configs = (arguments.get("generation_config"), getattr(model, "generation_config", None))
     values = (arguments.get(name), *(getattr(config, name, None) for config in configs))
     return next((value for value in values if value is not None), None)
 
 
 def check_generate(model: nn.Module, arguments: Mapping[str, Any]) -> None:
-    """Refuse a ``generate()`` call that no reduced cache can serve.
+    """Refuse a ``generate()`` call.
 
     Raises
     ------
     UnsupportedRequestError
-        For another cache implementation, attention weights, or no cache at all.
+        For another cache implementation, attention weights, or no cache.
     """
     setting_of = partial(setting, model, arguments)
     if "offloaded" in (setting_of("cache_implementation") or ""):
@@ -136,7 +133,7 @@ def check_generate(model: nn.Module, arguments: Mapping[str, Any]) -> None:
 
 
 def check_goes_on(tokens: int, seen: int) -> None:
-    """Refuse a text without tokens beyond those already read."""
+    """Refuse a text without new tokens."""
     if tokens <= seen:
         raise InputError(
             f"a turn of no tokens: these are {tokens}, and the cache has seen {seen} already; pass "
@@ -145,7 +142,7 @@ def check_goes_on(tokens: int, seen: int) -> None:
 
 
 def check_turn(decoder: nn.Module, seen: int, new: int) -> None:
-    """Refuse a forward of no tokens, and a turn beyond the model's limit."""
+    """Refuse a turn without tokens, or beyond the model's limit."""
     check_goes_on(seen + new, seen)
     limit = context_limit(decoder) if seen and new > 1 else None
     if limit is not None and seen + new > limit:
@@ -156,12 +153,12 @@ def check_turn(decoder: nn.Module, seen: int, new: int) -> None:
 
 
 def check_forward(decoder: nn.Module, arguments: Mapping[str, Any], stored_rows: int) -> None:
-    """Refuse a forward that the cache cannot serve.
+    """Refuse a forward.
 
     Raises
     ------
     UnsupportedRequestError
-        If the attention implementation, the arguments, the batch size or the mask do not fit.
+        If the attention implementation, the arguments or the batch size do not fit.
     """
     base, batch = base_implementation(decoder.config), new_tokens_shape(arguments)[0]
     weights = arguments.get("output_attentions")
@@ -200,7 +197,7 @@ def selected_rows(indices: Any, n_rows: int) -> Tensor:
     Raises
     ------
     InputError
-        If no row is selected, or one that is not there.
+        If no row is selected, or a missing one.
     """
     rows = torch.as_tensor(indices, device="cpu")  # whatever the default device is
     is_mask, dtype = rows.dtype == torch.bool, rows.dtype
@@ -223,12 +220,12 @@ def selected_rows(indices: Any, n_rows: int) -> Tensor:
 
 
 def new_tokens_shape(arguments: Mapping[str, Any]) -> tuple[int, int]:
-    """Return rows and new tokens of a forward, from its embeddings or ids.
+    """Return rows and new tokens of a forward.
 
     Raises
     ------
     UnsupportedRequestError
-        If there is neither.
+        Without embeddings and ids.
     """
     tokens = arguments.get("inputs_embeds")
     tokens = arguments.get("input_ids") if tokens is None else tokens

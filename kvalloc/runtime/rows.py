@@ -1,4 +1,4 @@
-"""Rows of a cache: each has its own budgets and method."""
+"""Rows of a cache."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Way:
     Attributes
     ----------
     longer_profile : BudgetProfile or None
-        Budgets of a longer text, used once the conversation is long enough for their share to hold.
+        Budgets of a longer text, used once their share holds.
     within : callable or None
-        Returns the budgets of a conversation that outgrows the memory, from a share and a number of
-        tokens. Without it, the first budgets are made smaller.
+        Returns budgets of a conversation that outgrows the memory. By default the first ones
+        shrink.
     once : bool
-        Whether the budgets were decided from one prompt, and hold for no other.
+        Whether the budgets hold for one prompt only.
     """
 
     profile: BudgetProfile
@@ -48,12 +48,7 @@ class Way:
 class Method(Way):
     """A `Way` checked for a model; its profile has the policy of its options.
 
-    Attributes
-    ----------
-    policy, after : EvictionPolicy
-        For the entries of a prompt, and for a turn's kept and new entries.
-    wide : bool
-        Whether the model's numbers take more than 16 bits.
+    `policy` ranks a prompt, `after` kept and new entries. `wide` numbers take more than 16 bits.
     """
 
     policy: EvictionPolicy
@@ -61,10 +56,7 @@ class Method(Way):
     wide: bool = False
 
     def holds(self, *, in_chunks: bool) -> bool:
-        """Return whether all layers evict at the end of the prompt.
-
-        If not, a layer evicts once it has read a forward of the prompt.
-        """
+        """Return whether all layers evict at the end of the prompt, not as they read it."""
         across_layers = self.profile.by_prompt and not self.options.by_layer
         return (
             self.policy.scorer.later is not None
@@ -74,23 +66,23 @@ class Method(Way):
 
     @cached_property
     def goes_on(self) -> bool:
-        """Whether rows evict after their prompt, too."""
+        """Whether rows evict after their prompt."""
         return self.profile.reduces or self.options.memory is not None
 
     @cached_property
     def after_in_place(self) -> EvictionPolicy:
-        """Policy `after` for scattered rows, in which no query is rotated to other positions."""
+        """Policy `after` for scattered rows, which moves no query."""
         return self.policy.turn_policy(rotates=False)
 
     def widths(self, profile: BudgetProfile) -> Widths:
-        """Return the widths of the layers that a profile rounds."""
+        """Return the widths of rounded layers."""
         all_layers = self.wide and self.profile.reduces
         widths = profile.widths
         full = profile.shape.full_layers
         return {layer: widths[layer] for layer in full if all_layers or (widths[layer] != 16).any()}
 
     def halves(self) -> Widths:
-        """Return the widths of layers while a prompt is read: 16 bits for wide numbers."""
+        """Return the widths while a prompt is read: 16 bits for wide numbers."""
         return {
             layer: np.full_like(widths, 16)
             for layer, widths in (self.widths(self.profile) if self.wide else {}).items()
@@ -112,16 +104,16 @@ class Row:
 
     @property
     def after(self) -> EvictionPolicy:
-        """The policy for a turn's kept and new entries."""
+        """Policy for kept and new entries."""
         return self.method.after_in_place if self.scattered else self.method.after
 
     @property
     def goes_on_observing(self) -> bool:
-        """Whether the policy's notes of a prompt go on with later tokens."""
+        """Whether notes of a prompt go on after it."""
         return self.method.goes_on and self.after.observes
 
     def budgets(self, tokens: int) -> IntArray:
-        """Return the budgets of a text of this length, (n_layers, n_kv_heads)."""
+        """Return a text's budgets."""
         if not tokens:
             return np.zeros_like(self.profile.budgets)
         return self.profile.budgets_for(tokens)
@@ -133,10 +125,9 @@ class Row:
 
 
 def scattered_rows(arguments: Mapping[str, Any], n_rows: int) -> list[bool]:
-    """Return in which rows of a forward a token's position differs between axes.
+    """Return in which rows a token's position differs between axes.
 
-    Image tokens do in models with several axes (M-RoPE), and later text does not continue from its
-    number.
+    Image tokens do with M-RoPE; later text does not continue from its number.
     """
     positions = arguments.get("position_ids")
     if not isinstance(positions, Tensor) or positions.ndim < 3 or positions.shape[-1] < 2:
@@ -146,7 +137,7 @@ def scattered_rows(arguments: Mapping[str, Any], n_rows: int) -> list[bool]:
 
 
 def with_scattered(rows: Sequence[Row], arguments: Mapping[str, Any]) -> list[Row]:
-    """Return rows that know which of them are `scattered_rows`, now or before."""
+    """Return rows that know whether they are `scattered_rows`."""
     scattered = scattered_rows(arguments, len(rows))
     return [
         replace(row, scattered=row.scattered or one)
@@ -155,7 +146,7 @@ def with_scattered(rows: Sequence[Row], arguments: Mapping[str, Any]) -> list[Ro
 
 
 def alike(rows: Sequence[Row], among: Sequence[int]) -> list[list[int]]:
-    """Return groups of rows that evict together, with equal method, widths and policy."""
+    """Return groups of rows that evict together."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for row in among:
         one = rows[row]

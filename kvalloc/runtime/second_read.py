@@ -34,20 +34,10 @@ from kvalloc.scorers.later_pass import (
 
 
 class LaterLayer(DynamicLayer):  # type: ignore[no-untyped-call]
-    """Cache layer of a prompt for one forward of later tokens.
+    """Cache layer of a prompt for one forward of later tokens, which it does not store.
 
-    It stores no later token, so that its output is freed after the layer's attention.
-
-    Parameters
-    ----------
-    prompt : sequence of two Tensor
-        Keys and values, (n_rows, n_kv_heads, n, head_dim) each.
-    places : Tensor of int64, (n_shown,), or None
-        Tokens of the prompt that later ones see; None for all.
-    tokens : int
-        Tokens of the prompt.
-    sliding : bool
-        Whether its attention has a sliding window.
+    ``prompt`` are keys and values, (n_rows, n_kv_heads, n, head_dim). Later tokens see ``places``,
+    (n_shown,), or all.
     """
 
     def __init__(
@@ -60,7 +50,7 @@ class LaterLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return all keys and values, later tokens last."""
+        """Return all keys and values."""
         shown: Any = slice(None)
         if self._places is not None:
             shown = index_of(self._places.numpy(), key_states.device)
@@ -69,11 +59,11 @@ class LaterLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         return keys, values
 
     def get_seq_length(self) -> int:
-        """Return the number of tokens of the prompt."""
+        """Return the prompt's tokens."""
         return self._tokens
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
-        """Return length and offset of the tokens that new ones see, shown ones counted last."""
+        """Return length and offset of visible tokens, shown ones last."""
         new = query_length.shape[0] if isinstance(query_length, Tensor) else query_length
         shown = int(self._held[0].shape[2]) if self._places is None else len(self._places)
         return shown + int(new), self._tokens - shown
@@ -81,19 +71,10 @@ class LaterLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptLayer:
-    """Entries of prompts in one layer.
+    """Entries of prompts in `rows` of a source layer.
 
-    Attributes
-    ----------
-    entries : sequence of two Tensor, or None
-        Keys and values, (n_rows, n_kv_heads, n_tokens, head_dim), only the last tokens of a sliding
-        layer; None if it stores none.
-    slides : bool
-        Whether its attention has a sliding window.
-    source : transformers' layer
-        With its state, if it has one.
-    rows : Tensor of int64, (n_rows,)
-        Rows of the source that hold the prompts.
+    `entries` are keys and values, (n_rows, n_kv_heads, n_tokens, head_dim), only the last tokens of
+    a sliding layer; None if it stores none.
     """
 
     source: Any
@@ -102,7 +83,7 @@ class PromptLayer:
     slides: bool = False
 
     def layer(self, shown: Tensor | None, tokens: int) -> Any:
-        """Return a cache layer that continues the prompts with later tokens; see `LaterLayer`."""
+        """Return a `LaterLayer` with the source's state, if any."""
         other = state_of(self.source, self.rows)
         if self.entries is None:
             return other
@@ -115,16 +96,7 @@ class PromptLayer:
 class HeldPrompt:
     """Prompts of equal length in a full cache, which the model can continue.
 
-    Attributes
-    ----------
-    decoder : nn.Module
-        The model without its language-model head.
-    positions : Tensor of int64, (n_axes, n_rows, n_tokens)
-        Positions of the prompts, on the host.
-    read : mapping of str to Tensor, each (n_rows, n_tokens, ...)
-        The prompts, as `kvalloc.runtime.prompt.ReadTokens` stores them.
-    features : sequence of Tensor
-        Features that the first layers add to image tokens.
+    For `positions`, `read` and `features` see `kvalloc.runtime.prompt.ReadTokens`.
     """
 
     decoder: nn.Module
@@ -142,23 +114,10 @@ class HeldPrompt:
     def read_again(
         self, scorer: Scorer, layers: Collection[int], reads: Mapping[int, int], *, sinks: int
     ) -> dict[int, Observed]:
-        """Let the model read the prompts again, as a scorer requests; the prompts do not change.
+        """Let the model read the unchanged prompts again; return the scorer's notes by layer.
 
-        Parameters
-        ----------
-        scorer : Scorer
-            Its `Scorer.later` describes the read.
-        layers : collection of int
-            Layers to observe.
-        reads : mapping of int to int
-            For each layer that reads another one's entries, that layer, which is observed as well.
-        sinks : int
-            First tokens of the prompt that are never evicted.
-
-        Returns
-        -------
-        dict of int to Observed
-            Notes of the scorer by layer.
+        ``reads`` maps each layer that reads another one's entries to that layer; their notes become
+        one.
         """
         notes: dict[int, Observed] = {}
         assert scorer.later is not None
@@ -181,16 +140,7 @@ class HeldPrompt:
         return notes
 
     def _run(self, piece: slice, shown: Tensor | None) -> None:
-        """Let the decoder read a slice of the prompts after them, in a new cache.
-
-        Distances between positions do not change, on each axis. The first of four axes
-        belongs to text, and counts each token of an image.
-
-        Parameters
-        ----------
-        shown : Tensor of int64, (n_shown,), or None
-            Tokens that they see in full-attention layers; None for all.
-        """
+        """Let the decoder read a slice of the prompts after them, in a new cache."""
         cache = Cache(layers=[one.layer(shown, self.tokens) for one in self.layers])
         read: dict[str, Any] = {name: one[:, piece] for name, one in self.read.items()}
         places, device = read.pop(names.IMAGE_PLACES), next(iter(read.values())).device
@@ -210,21 +160,13 @@ class HeldPrompt:
 
 
 def check_context(later: Later, place: int, tokens: int, limit: int) -> None:
-    """Refuse a prompt that does not fit the model's positions together with its repetition.
+    """Refuse a row that with its repetition exceeds the model's positions.
 
-    Parameters
-    ----------
-    later : Later
-        Repetition after the prompt.
-    place : int
-        Position of the first token after a row of the prompt.
-    limit : int
-        Positions of the model.
+    ``place`` is the position of the first token after the row.
 
     Raises
     ------
     InputError
-        If the row or its repetition does not fit.
     """
     extent = later.furthest(tokens)
     if place + extent <= limit:
@@ -238,7 +180,6 @@ def check_context(later: Later, place: int, tokens: int, limit: int) -> None:
 
 
 def _pieces(n_prompt: int, later: Later, sinks: int) -> list[tuple[slice, LaterStep]]:
-    """Return the prompt tokens that each repetition reads, and its description."""
     places, pieces = torch.arange(n_prompt, device="cpu"), []
     for begin in range(0, n_prompt, later.tokens):
         repeated = places[begin : begin + later.tokens]

@@ -1,4 +1,4 @@
-"""Selection of the entries that a KV head keeps: sinks, window, and the best others."""
+"""Selection of the entries that a KV head keeps."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def keep_best(
     Parameters
     ----------
     scores : Tensor, (batch, n_kv_heads, n_tokens)
-        Importance of each entry, any float type; finite if the entry is evictable.
+        Finite if the entry is evictable.
     budgets : Tensor of int64, (batch, n_kv_heads)
-        Entries that each KV head keeps, sinks and window included; best on the host.
+        Entries to keep, sinks and window included; best on the host.
     sinks, window : int
         First and last tokens of each row that are never evicted.
     absent, counts : Tensor, optional
-        Padding, and the number of entries of each head; see `AttentionStates`.
+        See `AttentionStates`.
 
     Returns
     -------
@@ -47,8 +47,7 @@ def keep_best(
     Raises
     ------
     InputError
-        If a budget is below sinks and window or above the row's number of tokens, or a score is not
-        finite.
+        If a budget does not fit, or a score is not finite.
 
     Examples
     --------
@@ -65,20 +64,10 @@ def keep_best(
 def chosen_widths(
     scores: Tensor, kept: Tensor, counts: Mapping[int, IntArray], free: Tensor
 ) -> Tensor:
-    """Return the width of each kept entry: the best ones have the widest.
+    """Return the width of each kept entry, int16, as ``scores``; evicted ones have 0.
 
-    Parameters
-    ----------
-    scores : Tensor, (batch, n_kv_heads, n_tokens)
-    kept, free : Tensor of bool, as ``scores``
-        Entries that stay, and all `evictable` entries; protected ones come first.
-    counts : mapping of int to ndarray of int64, (batch, n_kv_heads)
-        Number of entries at each width, the widest first.
-
-    Returns
-    -------
-    Tensor of int16, as ``scores``
-        0 if an entry is evicted. Among equal scores the earlier position is the better one.
+    Widths in ``counts``, (batch, n_kv_heads), decrease. Protected entries, kept but not ``free``,
+    have the widest, then the best, earlier ones first.
     """
     ranked = scores.masked_fill(~free, inf).masked_fill_(~kept, -inf)
     order = ranked.argsort(dim=-1, descending=True, stable=True)
@@ -91,7 +80,6 @@ def chosen_widths(
 
 
 def _ends(counts: Mapping[int, IntArray]) -> Iterator[tuple[int, IntArray]]:
-    """Yield each width, and the number of entries at it or a wider one."""
     total: Any = 0
     for width, count in counts.items():
         total = total + count
@@ -108,12 +96,7 @@ def evictable(
 ) -> Tensor:
     """Return the mask of entries that a policy may evict, (batch, n_kv_heads, n_tokens).
 
-    Parameters
-    ----------
-    entries : Tensor, (batch, n_kv_heads, n_tokens, ...)
-        Scores or keys; only their shape and device are used.
-    absent, counts : Tensor, optional
-        Padding, and the number of entries of each head; see `AttentionStates`.
+    ``entries`` may have one axis more; for other tensors see `AttentionStates`.
     """
     if absent is not None and counts is not None:
         place = (~absent).cumsum(dim=-1) - 1  # of each entry in its head
@@ -146,25 +129,15 @@ def free_counts(
 
 
 def kept_places(kept: Tensor, counts: Tensor) -> Tensor:
-    """Return the places of kept entries in their heads, row by row and head by head, (n_kept,).
+    """Return places of kept entries in their heads, row by row and head by head.
 
-    Parameters
-    ----------
-    kept : Tensor of bool, (batch, n_kv_heads, n_tokens)
-    counts : Tensor of int64, (batch, n_kv_heads)
-        Number of kept entries, on the host, so that it does not wait for the device.
+    Their ``counts`` are on the host: nothing waits.
     """
     return kept.nonzero_static(size=int(counts.sum()), fill_value=0)[:, 2]
 
 
 def gathered(states: Tensor, indices: Tensor) -> Tensor:
-    """Return a contiguous copy of the entries at ``indices`` of each KV head.
-
-    Parameters
-    ----------
-    states : Tensor, (batch, n_kv_heads, n_tokens, head_dim)
-    indices : Tensor of int64, (batch, n_kv_heads, n_wanted)
-    """
+    """Return a contiguous copy of the entries at ``indices``, (batch, n_kv_heads, n_wanted)."""
     entries, index = flat_entries(states, *_segments(indices), indices)
     return entries.index_select(0, index.flatten()).view(*indices.shape, -1)
 
@@ -176,7 +149,6 @@ def put_at(states: Tensor, indices: Tensor, entries: Tensor) -> None:
 
 
 def _segments(indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Return row and head indices that broadcast against (batch, n_kv_heads, n)."""
     rows, heads = (torch.arange(size, device=indices.device) for size in indices.shape[:2])
     return rows[:, None, None], heads[:, None]
 
@@ -184,16 +156,10 @@ def _segments(indices: Tensor) -> tuple[Tensor, Tensor]:
 def flat_entries(
     states: Tensor, rows: Tensor, heads: Tensor, tokens: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return a view of all entries in storage order, (n, dim), and the places of the selected ones.
+    """Return a view of all entries in storage order, (n, dim), and places of selected ones.
 
-    Indexing whole entries takes a fifth of the time of a `gather` of their numbers.
-
-    Parameters
-    ----------
-    states : Tensor, (batch, n_kv_heads, n_tokens, dim)
-        Copied only if its vectors do not stand at multiples of their size.
-    rows, heads, tokens : Tensor of int64
-        Indices of entries, broadcast against each other.
+    ``states``, (batch, n_kv_heads, n_tokens, dim), are copied only if vectors do not stand at
+    multiples of their size. Indices broadcast.
     """
     dim = int(states.shape[-1])
     if states.stride(-1) != 1 or any(step % dim for step in states.stride()[:3]):
@@ -205,24 +171,15 @@ def flat_entries(
 
 
 def best_entries(scores: Tensor, counts: Tensor, *, among: Tensor) -> Tensor:
-    """Return the mask of the highest scores along the last axis, ties to the lower index.
+    """Return the mask of the highest scores ``among`` some, (batch, n_kv_heads, n_tokens).
 
-    It uses a threshold: `topk` may pick any of several equal scores, but the value of the last one
-    is certain. All scores above it are taken, and the first scores equal to it.
-
-    Parameters
-    ----------
-    scores : Tensor, (batch, n_kv_heads, n_tokens)
-        Finite if `among` is True.
-    counts : Tensor of int64, (batch, n_kv_heads)
-        Entries to take, no more than `among` offers; best on the host.
-    among : Tensor of bool, (batch, n_kv_heads, n_tokens)
-        Entries that may be taken.
+    Ties go to the lower index: `topk` may pick any, so only its threshold is used. ``counts``, best
+    on the host, take no more than `among` offers.
 
     Raises
     ------
     InputError
-        If a score that counts is not finite.
+        If a score in `among` is not finite.
     """
     dtype = scores.dtype
 
@@ -247,23 +204,17 @@ def best_entries(scores: Tensor, counts: Tensor, *, among: Tensor) -> Tensor:
 
 
 def handed_out(scores: Sequence[Tensor], total: int, *, protected: int) -> IntArray:
-    """Return how many entries each head keeps of one prompt.
+    """Return how many entries each head keeps of one prompt, (n_layers, n_kv_heads).
+
+    They sum to `total`, within ``protected`` sinks and window and all entries of each head. Among
+    equal scores the earlier layer wins, and in it the earlier head.
 
     Parameters
     ----------
     scores : sequence of Tensor, each (n_kv_heads, n_evictable)
-        Scores of each layer's evictable entries, comparable across layers and heads. Layers may
-        differ in n_evictable, and a shorter head ends in -inf.
+        Comparable across layers and heads. A shorter head ends in -inf.
     total : int
         Entries of all heads, sinks and window included.
-    protected : int
-        Sinks and window of each head.
-
-    Returns
-    -------
-    ndarray of int64, (n_layers, n_kv_heads)
-        Sums to `total`, within sinks and window and all entries of each head. Among equal scores
-        the earlier layer wins, and in it the earlier head.
     """
     device = scores[0].device
     layers = [layer.to(device, torch.float32).mT for layer in scores]

@@ -1,4 +1,4 @@
-"""Store of one full-attention layer: whole until its first eviction, then row by row."""
+"""Store of one full-attention layer."""
 
 from __future__ import annotations
 
@@ -21,15 +21,9 @@ from kvalloc.runtime.tail import Tail, rows_of
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Candidates:
-    """Entries of rows, the same number for each row and head.
+    """Entries of rows, (n_rows, n_kv_heads, n), the same number for each.
 
-    Attributes
-    ----------
-    keys, values : Tensor, (n_rows, n_kv_heads, n, head_dim)
-    positions : Tensor of int32, (n_rows, n_kv_heads, n)
-        Token of its row that each entry is.
-    absent, counts : Tensor, (n_rows, n_kv_heads, n) and (n_rows, n_kv_heads), or None
-        Padding, and the number of entries of each head, if they differ; see `AttentionStates`.
+    `positions` count tokens of the row. For `absent` and `counts` see `AttentionStates`.
     """
 
     keys: Tensor
@@ -52,12 +46,10 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
         All columns of a whole layer, or the tail of a reduced one.
     fresh : bool
         Whether an eviction follows the next `update`, which then copies nothing that may go.
-    notes : Notes
-        Queries and observations until the next eviction.
     template : AttentionStates or None
-        The part of its attention that is the same in all forwards of a prompt.
+        The part of its attention that all forwards of a prompt share.
     latent : bool
-        Whether it stores latents and rotary keys, which the layer expands.
+        Whether it stores latents and rotary keys.
     readers : int
         Other layers that attend to its entries.
     """
@@ -81,11 +73,11 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
 
     @property
     def rows(self) -> int:
-        """Rows that are stored; 0 before the first update."""
+        """Stored rows; 0 at first."""
         return 0 if self.keys is None or self.keys.ndim < 4 else int(self.keys.shape[0])
 
     def latest(self, tokens: IntArray) -> IntArray:
-        """Return the number of tokens of each row since its latest eviction, (rows,)."""
+        """Return each row's tokens since its latest eviction."""
         return tokens if self.tail is None else self.tail.lengths
 
     @property
@@ -96,11 +88,11 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
         return self.kept.lengths
 
     def counts(self, tokens: IntArray) -> IntArray:
-        """Return the entries of each row and KV head, (rows, n_kv_heads)."""
+        """Return the number of entries, (rows, n_kv_heads)."""
         return np.asarray(self.kept_counts + self.latest(tokens)[:, None])
 
     def stored_tensors(self) -> list[Tensor]:
-        """Return all allocated tensors, positions of kept entries included."""
+        """Return all tensors, positions included."""
         if self.kept is None or self.tail is None:
             return [] if self.keys is None else [self.keys, self.values]
         return [*self.tail.buffers, *self.kept.tensors()]
@@ -110,12 +102,7 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
     def update(
         self, key_states: Tensor, value_states: Tensor, batch: Batch, *args: Any, interval: int
     ) -> tuple[Tensor, Tensor]:
-        """Add new tokens; return all columns of a whole layer, else the tail.
-
-        Parameters
-        ----------
-        key_states, value_states : Tensor, (rows, n_kv_heads, n_new, head_dim)
-        """
+        """Add new tokens; return `keys` and `values`."""
         self.seen += int(key_states.shape[-2])
         if self.tail is not None:
             states = batch.aligned(key_states), batch.aligned(value_states)
@@ -130,7 +117,7 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
         return self.keys, self.values
 
     def attended(self) -> Kept:
-        """Return kept entries as attention reads them; latents are expanded."""
+        """Return kept entries as attention reads them."""
         assert self.kept is not None
         if not self.latent:
             return self.kept
@@ -143,24 +130,24 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
     # What there is to choose from
 
     def seen_as(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values as `AttentionStates` hold them."""
+        """Return keys and values for `AttentionStates`."""
         return latent_states(keys, values) if self.latent else (keys, values)
 
     def stored_as(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return stored entries from keys and values of `seen_as`."""
+        """Undo `seen_as`."""
         if not self.latent:
             return keys, values
         first = int(values.shape[-1])
         return keys[..., :first], keys[..., first:]
 
     def alike(self, row: int, place: Callable[[int], object]) -> tuple[object, ...]:
-        """Return a key that is equal for rows with candidates of one shape."""
+        """Return a key, equal for rows of one shape."""
         if self.kept is None or self.tail is None:
             return (place(row),)
         return int(self.tail.lengths[row]), *self.kept.lengths[row].tolist()
 
     def is_even(self, row: int) -> bool:
-        """Return whether all KV heads of a row have equally many entries."""
+        """Return whether all KV heads have equally many entries."""
         return len({*self.kept_counts[row].tolist()}) == 1
 
     def candidates(
@@ -172,18 +159,10 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
         head: int | None = None,
         latest: bool = False,
     ) -> Candidates:
-        """Return the entries of rows that are `alike`, or of one KV head of a row.
+        """Return the entries of increasing rows that are `alike`, or of one KV head.
 
-        Parameters
-        ----------
-        rows : ndarray of int64, (n_rows,)
-            Increasing.
-        columns : callable
-            Returns the columns of a row.
-        tokens : int, optional
-            Tokens of each of these rows; by default the stored ones.
-        latest : bool
-            Leave out entries kept by earlier evictions.
+        ``columns`` returns a row's columns; ``tokens`` are by default the stored ones. ``latest``
+        leaves kept entries out.
         """
         if self.kept is None or self.tail is None:
             places = columns(int(rows[0]))
@@ -221,18 +200,10 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
         *,
         beside_kept: bool = False,
     ) -> list[Part]:
-        """Return entries of some rows as they will be stored.
+        """Return entries of increasing rows, of the model's type, as they will be stored.
 
-        Parameters
-        ----------
-        fresh : Part
-            Numbers of the model's type: segments of these rows.
-        rows : ndarray of int64, (n_rows,)
-            Increasing.
-        counts : mapping of int to ndarray of int64, (n_segments,), or None
-            How many entries of each segment are stored at each width; None as they are.
-        beside_kept : bool
-            Whether entries kept before stay; the new ones follow kept ones of their width.
+        ``counts`` of each width have shape (n_segments,); None changes nothing. If kept entries
+        stay, new ones follow those with their width.
         """
         stored = [] if self.kept is None else self.kept.of_rows(rows)
         fresh = fresh.compact(self.seen)
@@ -241,16 +212,9 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
         return [fresh] if counts is None else packed(fresh, counts, stored)
 
     def replace(self, rows: IntArray, new: Sequence[Part], whole_rows: Sequence[Part] = ()) -> None:
-        """Keep these entries of some rows, and free all their others.
+        """Keep these entries of increasing rows, and free all others.
 
-        Parameters
-        ----------
-        rows : ndarray of int64, (n_rows,)
-            Increasing.
-        new : sequence of Part
-            Segments of these rows.
-        whole_rows : sequence of Part
-            All that other rows have, of a layer that has been whole.
+        ``whole_rows`` are the other rows of a whole layer.
         """
         before = self.kept
         if before is None:
@@ -272,28 +236,25 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
     # What transformers calls
 
     def get_seq_length(self) -> int:
-        """Return the columns seen, so that positions stay true after eviction."""
+        """Return the columns seen: positions stay true after eviction."""
         return self.seen
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
-        """Return sizes as if nothing had been evicted, which a 2-D attention mask covers.
+        """Return sizes as if nothing had been evicted, as a 2-D mask.
 
-        Parameters
-        ----------
-        query_length : int or Tensor
-            New tokens; older transformers pass their positions.
+        Older transformers pass the positions of new tokens.
         """
         new = query_length.shape[0] if isinstance(query_length, Tensor) else query_length
         return self.seen + int(new), 0
 
     def write(self, begin: int, keys: Tensor, values: Tensor) -> None:
-        """Write keys and values, (rows, n_kv_heads, n, head_dim), from a column on."""
+        """Write keys and values from a column on."""
         place = begin - (self.seen - int(self.keys.shape[2]))
         for states, new in ((self.keys, keys), (self.values, values)):
             states[:, :, place : place + int(new.shape[2])] = new
 
     def take_back(self, columns: int, tokens: IntArray) -> None:
-        """Remove the latest columns; they hold these tokens of each row."""
+        """Remove the latest columns, with these tokens of each row."""
         self.seen -= columns
         if self.tail is not None:
             self.tail.cut(tokens)
@@ -307,13 +268,13 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
             )
 
     def reset(self) -> None:
-        """Forget everything, and free it."""
+        """Free everything."""
         self.keys = self.values = None
         self.is_initialized = False
         self._forget()
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Keep only these rows; one may be kept more than once."""
+        """Keep only these rows."""
         if self.tail is None or self.kept is None:
             super().reorder_cache(beam_idx)
         else:

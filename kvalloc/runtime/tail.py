@@ -1,4 +1,4 @@
-"""Latest tokens of each row, since a layer's latest eviction."""
+"""Latest tokens of each row."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ less than the prompt."""
 
 
 def room_for(tokens: int, interval: int) -> int:
-    """Return the capacity, in tokens, for decoded tokens.
+    """Return the capacity for decoded tokens: no spare one at first, then whole blocks.
 
-    The first tokens alone, then whole blocks, but no more than before the next eviction.
+    It lasts to the next eviction at most.
     """
     if tokens <= FIRST_TOKENS:
         return tokens
@@ -31,52 +31,39 @@ def room_for(tokens: int, interval: int) -> int:
 
 
 class Latest:
-    """Latest states of each row, such as keys and values, with spare capacity.
+    """Latest states of each row, with spare capacity, padded in front.
 
-    Shorter rows are padded in front.
-
-    Attributes
-    ----------
-    buffers : tuple of Tensor, each (rows, heads, room, head_dim)
-    tokens : int
-        Places in use, from the first.
-    starts : ndarray of int64, (rows,), or None
-        Padding in front of each row; None without any.
+    The first `tokens` places of `buffers`, (rows, heads, room, head_dim) each, are in use.
+    `starts`, (rows,), is padding.
     """
 
     def __init__(self, buffers: Iterable[Tensor], lengths: IntArray) -> None:
         self._fill(buffers, lengths)
 
     def _fill(self, buffers: Iterable[Tensor], lengths: IntArray) -> None:
-        """Store the states in these buffers, without spare capacity."""
         self.buffers = tuple(buffers)
         self._use(int(self.buffers[0].shape[2]), lengths)
 
     def _use(self, tokens: int, lengths: IntArray) -> None:
-        """Set the number of places in use, and of tokens of each row in them."""
         self.tokens, starts = tokens, tokens - lengths
         self.starts: IntArray | None = starts if starts.any() else None
 
     @property
     def lengths(self) -> IntArray:
-        """Tokens of each row, (rows,)."""
+        """Tokens of each row."""
         rows = len(self.buffers[0])
         return np.full(rows, self.tokens) if self.starts is None else self.tokens - self.starts
 
     @property
     def states(self) -> tuple[Tensor, ...]:
-        """Views of the places in use, (rows, heads, tokens, head_dim) each."""
+        """Views of the places in use."""
         return tuple(buffer.narrow(2, 0, self.tokens) for buffer in self.buffers)
 
     def append(self, states: tuple[Tensor, ...], lengths: IntArray, room: int = 0) -> None:
         """Append states of new tokens, (rows, heads, n_new, head_dim) each.
 
-        Parameters
-        ----------
-        lengths : ndarray of int64, (rows,)
-            Tokens of each row among the new places, the last ones.
-        room : int
-            Places to allocate if there are none left for the new tokens.
+        The last ``lengths``, (rows,), are tokens. If they do not fit, ``room`` places are
+        allocated.
         """
         n_new = int(states[0].shape[2])
         end, in_all_rows = self.tokens + n_new, min(lengths.tolist()) == n_new
@@ -105,7 +92,7 @@ class Latest:
             self._use(end, both)
 
     def cut(self, removed: IntArray) -> None:
-        """Remove up to (rows,) latest tokens of each row, and free them."""
+        """Remove and free up to (rows,) latest tokens."""
         lengths = self.lengths - removed
         end = int(lengths.max())
         if (removed == removed[0]).all():
@@ -116,7 +103,6 @@ class Latest:
             self._use(end, lengths)
 
     def _gather(self, states: Sequence[Tensor], places: IntArray) -> None:
-        """Keep these places, (rows, n); those below 0 are padding."""
         index = on_device(np.maximum(places, 0), states[0].device)[:, None, :, None]
         self.buffers = tuple(
             tensor.gather(2, index.expand(*tensor.shape[:2], -1, tensor.shape[3]))
@@ -124,30 +110,30 @@ class Latest:
         )
 
     def forget(self, rows: IntArray) -> None:
-        """Remove all tokens of some rows, and free places that no row uses."""
+        """Remove all tokens of rows, and free unused places."""
         lengths = self.lengths.copy()
         lengths[rows] = 0
         self._keep(self.tokens - int(lengths.max()), lengths)
 
     def _keep(self, first: int, lengths: IntArray) -> None:
-        """Copy the longest row's places from ``first`` on: a slice would keep all alive."""
+        """Copy the longest row's places: a slice would keep all alive."""
         places = (buffer.narrow(2, first, int(lengths.max())) for buffer in self.buffers)
         copies = [one.clone(memory_format=torch.contiguous_format) for one in places]
         self._fill(copies, lengths)
 
     def select(self, rows: Tensor) -> None:
-        """Let row i go on with the states of row ``rows[i]``."""
+        """Let row i go on with row ``rows[i]``."""
         states = [state[rows.to(state.device)] for state in self.states]
         self._fill(states, self.lengths[rows.cpu().numpy()])
 
     def of(self, rows: IntArray, limit: int | None = None) -> tuple[Tensor, ...]:
-        """Return the latest states of rows of equal length, (n_rows, heads, n, dim) each."""
+        """Return the latest states of rows of equal length."""
         count = int(self.lengths[rows[0]])
         count = count if limit is None else min(count, limit)
         return tuple(rows_of(state, rows)[:, :, self.tokens - count :] for state in self.states)
 
     def _frozen(self, states: tuple[Tensor, ...]) -> bool:
-        """Whether the storage must not change: gradients go through it, or torch forbids it."""
+        """Whether gradients or torch forbid changes of the storage."""
         if self.buffers[0].is_inference() and not torch.is_inference_mode_enabled():
             return True
         needs = torch.is_grad_enabled() and any(one.requires_grad for one in states)
@@ -155,7 +141,7 @@ class Latest:
 
 
 class Tail(Latest):
-    """Keys and values of the tokens since a layer's latest eviction; contiguous."""
+    """Contiguous keys and values since a layer's latest eviction."""
 
     def _fill(self, buffers: Iterable[Tensor], lengths: IntArray) -> None:
         self._n_single = 0  # tokens that came one at a time
@@ -163,14 +149,11 @@ class Tail(Latest):
 
     @property
     def has_room(self) -> bool:
-        """Whether one more token fits the allocated storage."""
+        """Whether one more token fits."""
         return self.tokens < int(self.buffers[0].shape[2])
 
     def add(self, states: tuple[Tensor, ...], lengths: IntArray, *, interval: int) -> None:
-        """Append keys and values, with spare capacity for single tokens.
-
-        Several tokens at once get none: a turn may be as long as memory allows.
-        """
+        """Append keys and values; only single tokens get spare capacity."""
         room, is_single = 0, states[0].shape[2] == 1
         self._n_single += is_single
         if is_single and self._n_single > FIRST_TOKENS and not self.has_room:
@@ -179,5 +162,5 @@ class Tail(Latest):
 
 
 def rows_of(states: Tensor, rows: IntArray) -> Tensor:
-    """Return rows of a tensor: a view if they are adjacent."""
+    """Return rows, a view if they are adjacent."""
     return states[index_of(rows, states.device)]

@@ -1,7 +1,4 @@
-"""Turns and answers after a prompt: when rows evict again, and how much memory is free.
-
-Each function takes a `kvalloc.runtime.cache.BudgetCache`.
-"""
+"""Turns and answers after a prompt: when rows evict again."""
 
 from __future__ import annotations
 
@@ -25,18 +22,17 @@ from kvalloc.runtime.store import Store
 
 
 def memory_of(cache: Any, row: Row) -> int | None:
-    """Return the bytes that a row may take: rows of a method share its memory."""
+    """Return a row's bytes: rows of a method share its memory."""
     memory = row.method.options.memory
     return None if memory is None else memory // sum(row.method is r.method for r in cache.rows)
 
 
 def interval(cache: Any, row: Row) -> int:
-    """Return the number of tokens between a row's latest eviction and its next one."""
+    """Return the tokens between a row's evictions."""
     return plan.interval(row, memory_of(cache, row), row.evicted_at)
 
 
 def _free_tokens(cache: Any) -> int | None:
-    """Return how many more tokens fit the memory; None without a bound."""
     memory = [memory_of(cache, row) for row in cache.rows]
     if not memory or None in memory:
         return None
@@ -55,7 +51,7 @@ def cuts(cache: Any, seen: int, end: int) -> Iterator[int]:
 
 
 def room_tokens(cache: Any) -> int:
-    """Return the capacity of a layer between two evictions, in tokens, at most."""
+    """Return how many tokens a layer may allocate for."""
     tokens = min((interval(cache, row) for row in cache.rows if row.method.goes_on), default=None)
     if tokens is None:
         return plan.MIN_INTERVAL
@@ -66,7 +62,7 @@ def room_tokens(cache: Any) -> int:
 
 
 def note_positions(cache: Any, arguments: Mapping[str, Any]) -> None:
-    """Note scattered rows of a turn, and warn if other scores rank from now on."""
+    """Note scattered rows, and warn if other scores rank from now on."""
     before, cache.rows = cache.rows, with_scattered(cache.rows, arguments)
     if any(
         row.method.goes_on and row.after.rotates and now.scattered
@@ -79,7 +75,7 @@ def note_positions(cache: Any, arguments: Mapping[str, Any]) -> None:
 
 
 def noted_queries(cache: Any, batch: Batch) -> int:
-    """Return the number of latest queries stored of a forward that follows the prompt."""
+    """Return how many latest queries of a turn to store."""
     end, count = batch.seen + batch.new, 0
     for row in cache.rows:
         after = row.after
@@ -90,7 +86,7 @@ def noted_queries(cache: Any, batch: Batch) -> int:
 
 
 def catch_up(cache: Any) -> None:
-    """Evict in rows with enough tokens since the latest eviction."""
+    """Evict in rows with enough new tokens."""
     if not cache.door.complete:
         return
     full = _is_full(cache)
@@ -104,13 +100,12 @@ def catch_up(cache: Any) -> None:
 
 
 def end(cache: Any) -> None:
-    """Evict down to the budget of all tokens seen, ranking kept and new entries together."""
+    """Evict down to the budgets of all tokens seen."""
     if cache.door.complete:
         _settle(cache, _followed(cache))
 
 
 def _followed(cache: Any) -> list[int]:
-    """Return the rows with new tokens that evict after their prompt."""
     return [
         number
         for number, row in enumerate(cache.rows)
@@ -119,7 +114,6 @@ def _followed(cache: Any) -> list[int]:
 
 
 def _is_full(cache: Any) -> bool:
-    """Return whether the memory has no room for one more token."""
     if all(row.method.options.memory is None for row in cache.rows):
         return False
     tail = next(iter(cache.stores.values())).tail
@@ -129,7 +123,6 @@ def _is_full(cache: Any) -> bool:
 
 @torch.no_grad()
 def _settle(cache: Any, rows: Sequence[int]) -> None:
-    """Evict down to the budgets of all tokens of these rows, if a policy ranks them."""
     stores: dict[int, Store] = cache.stores
     query_counts = [store.notes.queries.lengths for store in stores.values()]
     queries = np.min([np.broadcast_to(counts, len(cache.rows)) for counts in query_counts], axis=0)
@@ -158,15 +151,7 @@ def _settle(cache: Any, rows: Sequence[int]) -> None:
 def _goal(
     cache: Any, number: int, kept: IntArray, new: IntArray
 ) -> tuple[Row, bool, dict[int, IntArray]]:
-    """Return the continuing row, whether only new entries are ranked, and the number that stays.
-
-    Parameters
-    ----------
-    kept : ndarray of int64, (n_full_layers, n_kv_heads)
-        Entries kept by earlier evictions.
-    new : ndarray of int64, (n_full_layers, 1)
-        Tokens since the latest eviction.
-    """
+    """Return the row, whether only new entries are ranked, and how many stay."""
     before: Row = cache.rows[number]
     left = _left(cache, before)
     profile = plan.grown(before, left)
@@ -196,10 +181,7 @@ def _goal(
 
 
 def _left(cache: Any, row: Row) -> int | None:
-    """Return the bytes that the memory leaves for a row's entries.
-
-    Layers without budgets, the tail, and lists of tiles are subtracted.
-    """
+    """Return the bytes for a row's entries, without other layers, tail, and lists of tiles."""
     if (memory := memory_of(cache, row)) is None:
         return None
     plain_layers = (layer for layer in cache.layers if not isinstance(layer, Store))

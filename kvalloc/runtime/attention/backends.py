@@ -1,9 +1,7 @@
-"""Choice of the backend that attends: a kernel that reads entries as stored, or torch's operations.
+"""Choice of the backend that attends.
 
-On the CPU the kernel is written in C (`kvalloc.runtime.attention.cpu`). Others, such as the one on
-CUDA, come through the entry-point group ``kvalloc.attention`` and are asked first. torch's
-operations (`kvalloc.runtime.attention.torch`) serve every call. A backend that cannot serve a call
-gives a reason, which is logged once.
+Plug-ins of the entry-point group ``kvalloc.attention``, such as the kernel on CUDA, come first,
+then C on the CPU, then torch's operations, which serve every call. Each refusal is logged once.
 """
 
 from __future__ import annotations
@@ -24,25 +22,19 @@ _LOG = logging.getLogger(__name__)
 
 @cache
 def backends() -> tuple[Backend, ...]:
-    """Return all backends in the order of preference; the last one serves everything.
+    """Return all backends in the order of preference.
 
     Raises
     ------
     SolverError
-        If a backend of another package cannot be imported, or is not a backend.
+        If a plug-in cannot be imported, or is not a backend.
     """
     plugged = [load(ATTENTION, name, Backend)() for name in names(ATTENTION)]
     return (*plugged, CpuBackend(), TorchBackend())
 
 
 def attend(call: AttentionCall, kept: Kept) -> Tensor:
-    """Attend from one layer's new tokens to kept entries and later tokens.
-
-    Returns
-    -------
-    Tensor, (batch, n_new_tokens, n_query_heads, value_dim)
-        Of the queries' type, contiguous.
-    """
+    """Return the `chosen` backend's output; see `Backend.attend`."""
     return chosen(call, kept).attend(call, kept)
 
 

@@ -1,4 +1,4 @@
-"""Contract of a backend: a call of attention over kept entries."""
+"""Contract of a backend."""
 
 from __future__ import annotations
 
@@ -19,20 +19,18 @@ KERNEL_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 class AttentionCall:
     """New tokens of one layer, and the tokens since the latest eviction.
 
-    All kept entries precede these tokens, so each new token sees all kept entries; only later
-    tokens need a mask.
+    Each new token sees all kept entries, which precede these; only later tokens need a mask.
 
     Attributes
     ----------
     queries : Tensor, (batch, n_query_heads, n_new_tokens, head_dim)
-        The new tokens, positions applied.
+        Positions applied.
     keys, values : Tensor, (batch, n_kv_heads, n_following, head_dim)
         Tokens since the latest eviction, the new ones last.
     scaling : float
         Factor on the logits.
     starts : Tensor of int64, (batch,), or None
-        First token of each row among these tokens; None if it is 0 for all. A token always sees
-        itself, so that no row is empty.
+        First token of each row among these; None for 0. A token always sees itself.
     softcap : float or None
         Logits are ``softcap * tanh(logits / softcap)``.
     sink_logits : Tensor, (n_query_heads,), or None
@@ -61,7 +59,7 @@ class AttentionCall:
         return logits if cap is None else (logits / cap).tanh() * cap
 
     def with_dense_vectors(self) -> AttentionCall:
-        """Return the call with each vector contiguous; copies only if needed."""
+        """Return the call with contiguous vectors; copies only if needed."""
         queries, keys, values = (
             one if one.stride(-1) == 1 else one.contiguous()
             for one in (self.queries, self.keys, self.values)
@@ -103,4 +101,7 @@ class Backend(ABC):
 
     @abstractmethod
     def attend(self, call: AttentionCall, kept: Kept) -> Tensor:
-        """Return the attention output, (batch, n_new_tokens, n_query_heads, value_dim)."""
+        """Return the attention output, (batch, n_new_tokens, n_query_heads, value_dim).
+
+        It is contiguous, and of the queries' type.
+        """

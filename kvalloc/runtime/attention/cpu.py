@@ -1,7 +1,6 @@
-"""Attention of a few new tokens over kept entries in one pass on the CPU, written in C.
+"""Attention of a few new tokens over kept entries on the CPU, in C.
 
-Each entry is read once, as stored: float32, half precision, or codes of at most 8 bits. Without the
-kernel (`kvalloc.runtime.attention.library`) torch's operations do the same, slower.
+Each entry is read once, as stored: float32, half precision, or codes of at most 8 bits.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ class _Part(ctypes.Structure):
 
     @classmethod
     def of(cls, kept: Part, value_dim: int) -> _Part:
-        """Describe the entries of one width."""
         width, scales = WIDTHS[kept.bits], kept.key_scales
         return cls(
             keys=kept.keys.data_ptr(),
@@ -70,17 +68,17 @@ _ENTRIES: WeakKeyDictionary[Kept, tuple[_Arguments, tuple[int, ...], Any]] = Wea
 
 
 class CpuBackend(Backend):
-    """Serves entries on the CPU with compiled code."""
+    """Compiled code for entries on the CPU."""
 
     name = "CPU kernel"
 
     def unavailable(self) -> str | None:
-        """Return a sentence if there is no compiled code on this machine."""
+        """Return why there is no compiled code, or None."""
         library = kernel_library()
         return library if isinstance(library, str) else None
 
     def refusal(self, call: AttentionCall, kept: Kept) -> str | None:
-        """Refuse types that it does not read, gradients, too long a question, no compiler."""
+        """Refuse other types, gradients, too long a question, no compiled code."""
         if not call.queries.is_cpu:
             return "the entries are not on the CPU"
         rows = call.queries.shape[1] // call.keys.shape[1] * call.queries.shape[2]
@@ -94,9 +92,8 @@ class CpuBackend(Backend):
         Raises
         ------
         MemoryError
-            If working memory cannot be allocated.
         UnsupportedModelError
-            If heads, sizes or types of the call and of the kept entries do not match.
+            If call and kept entries do not match.
         """
         return cpu_attention(call, kept, threads=torch.get_num_threads())
 
@@ -136,7 +133,7 @@ def cpu_attention(call: AttentionCall, kept: Kept, *, threads: int) -> Tensor:
 
 
 def _entries(kept: Kept, *sizes: int) -> _Arguments:
-    """Return arguments with the addresses of a layer's entries; their sizes are checked once."""
+    """Return the addresses of entries, checked once."""
     known = _ENTRIES.get(kept)
     if known is None or known[1] != sizes:
         batch, n_kv_heads, key_dim, value_dim = sizes
@@ -156,7 +153,7 @@ def _entries(kept: Kept, *sizes: int) -> _Arguments:
 
 
 def _check_call(call: AttentionCall) -> None:
-    """Raise if tensors for C do not match: C reads storage unchecked."""
+    """Raise unless tensors match: C reads storage unchecked."""
     queries, keys, values = states = call.queries, call.keys, call.values
     batch, n_query_heads, n_new, key_dim = queries.shape
     _, n_kv_heads, n_following, value_dim = values.shape
@@ -181,7 +178,6 @@ def _check_call(call: AttentionCall) -> None:
 
 
 def _check_kept(kept: Kept, batch: int, n_kv_heads: int, key_dim: int, value_dim: int) -> None:
-    """Raise if the kept entries are not of these sizes, or not stored as C reads them."""
     segments = {segment for part in kept.parts for segment in part.segments.tolist()}
     fits = segments == {*range(batch * n_kv_heads)} and len(segments) == kept.rows * kept.heads
     for part in kept.parts:

@@ -1,8 +1,7 @@
 """The library of compiled C for the CPU: attention over kept entries, and the rounding of keys.
 
-`cpu.c` and `rounding.c` are built at installation if there is a compiler (setup.py), and by ``make
-kernel``: on x86 twice, and the faster build that runs is loaded. Without it torch's operations do
-the same, slower.
+It is built at installation if there is a compiler (setup.py), and by ``make kernel``, on x86 twice:
+the faster build that runs is loaded. Without it torch does the same, slower.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _SOURCES = [Path(__file__).with_name(name) for name in ("cpu.c", "rounding.c")]
 
 @cache
 def kernel_library() -> ctypes.CDLL | str:
-    """Load the kernel once in a process, or return why it cannot be loaded, which is logged."""
+    """Load the library once, or return why not, which is logged."""
     kernel = _load()
     if isinstance(kernel, str):
         _LOG.info("the compiled C is not used, torch's operations are: %s", kernel)
@@ -68,7 +67,7 @@ def _load() -> ctypes.CDLL | str:
 
 
 def built() -> list[Path]:
-    """Return the kernel's builds for this processor, the fastest first."""
+    """Return builds for this processor, the fastest first."""
     wide = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
     names = ("_cpu_avx512", "_cpu") if wide else ("_cpu",)
     return [path for name in names for path in sorted(_SOURCES[0].parent.glob(f"{name}.*so"))]

@@ -1,4 +1,4 @@
-"""Attention masks for layers that store fewer entries than tokens seen."""
+"""Attention masks for reduced layers."""
 
 from __future__ import annotations
 
@@ -14,14 +14,8 @@ from kvalloc.shape import WINDOWED
 def shown_columns(arguments: Mapping[str, Any]) -> tuple[Any, bool]:
     """Return the columns that a forward's mask shows, and whether the mask is ready-made.
 
-    Returns
-    -------
-    Tensor of bool, (batch, n_columns), or the mask itself
-        Of a ready-made mask of queries and keys, (batch, n, n_new_tokens, n_columns): True or 0 if
-        a key is visible. A model with images makes one for each kind of layer. Any other mask is
-        returned as it is.
-    bool
-        Whether it is ready-made.
+    A ready-made mask, (batch, n, n_new_tokens, n_columns), has True or 0 where a key is visible;
+    its columns are bool, (batch, n_columns). Other masks are returned as they are.
     """
     passed_mask = arguments.get("attention_mask")
     mask = _of_full_attention(passed_mask)
@@ -31,10 +25,10 @@ def shown_columns(arguments: Mapping[str, Any]) -> tuple[Any, bool]:
 
 
 def with_columns(decoder: nn.Module, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a forward's arguments, with a ready-made mask replaced by the columns it shows.
+    """Return a forward's arguments, with a ready-made mask replaced by its columns.
 
-    Only if the mask is the same for every kind of layer. In Gemma 4, for one, only sliding layers
-    let tokens of an image see each other.
+    Only if each kind of layer has its usual mask. In Gemma 4, sliding layers let tokens of an image
+    see each other.
     """
     passed_mask, (columns, ready) = arguments.get("attention_mask"), shown_columns(arguments)
     config: Any = decoder.config
@@ -56,19 +50,9 @@ def with_columns(decoder: nn.Module, arguments: Mapping[str, Any]) -> Mapping[st
 
 
 def seen_among_new(mask: Any, columns: Tensor) -> Tensor | None:
-    """Return which new tokens each new token sees, bool, (batch, n_new_tokens, n_new_tokens).
+    """Return which new tokens each new token sees, (batch, n_new_tokens, n_new_tokens).
 
-    Parameters
-    ----------
-    mask : object
-        The ready-made mask of a forward, as `shown_columns` reads it.
-    columns : Tensor of bool, (batch, n_columns)
-        Result of `shown_columns` for it.
-
-    Returns
-    -------
-    Tensor or None
-        None if heads see different tokens, or new tokens see different ones of the past.
+    None if heads see different tokens, or new tokens different past ones.
     """
     shown = _shown(_of_full_attention(mask))
     past = shown.shape[-1] - shown.shape[-2]
@@ -78,10 +62,6 @@ def seen_among_new(mask: Any, columns: Tensor) -> Tensor | None:
 
 
 def _of_full_attention(mask: Any) -> Any:
-    """Return the mask of full-attention layers, from masks by kind of layer.
-
-    Masks that are no tensors, such as flex attention's, stay as they are.
-    """
     if not isinstance(mask, Mapping) or any(
         not isinstance(one, Tensor | None) for one in mask.values()
     ):

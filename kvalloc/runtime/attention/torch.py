@@ -28,7 +28,7 @@ class TorchBackend(Backend):
     name = "torch"
 
     def attend(self, call: AttentionCall, kept: Kept) -> Tensor:
-        """Return the attention output; memory beside it is bounded by `SCRATCH_NUMBERS`."""
+        """Return the attention output; `SCRATCH_NUMBERS` bounds its scratch."""
         n_new, key_dim = call.queries.shape[2:]
         n_segments, value_dim = kept.rows * kept.heads, int(call.values.shape[-1])
         output = call.queries.new_empty(*call.queries.shape[:3], value_dim)
@@ -53,7 +53,7 @@ class TorchBackend(Backend):
 class _Entries(NamedTuple):
     """Kept entries of equally long segments, (n_segments, length, ...), in the work type.
 
-    If values are ``turned``, their weighted sum has to be turned back.
+    The weighted sum of ``turned`` values is turned back.
     """
 
     keys: Tensor
@@ -62,7 +62,6 @@ class _Entries(NamedTuple):
 
 
 def _equal_segments(call: AttentionCall, kept: Kept) -> Iterator[tuple[Run, slice]]:
-    """Yield runs of equally long segments that fit the scratch together."""
     n_numbers = call.queries.shape[-1] + call.values.shape[-1]
     for run in kept.runs:
         converted = [part for part, _ in run.pieces if part.keys.dtype != call.work_type]
@@ -75,7 +74,6 @@ def _equal_segments(call: AttentionCall, kept: Kept) -> Iterator[tuple[Run, slic
 
 
 def _unpacked(call: AttentionCall, part: Part, first: int, places: slice) -> _Entries:
-    """Return the entries of segments of a run; its first one has this place in the part."""
     spans, count, start = part.spans, places.stop - places.start, first + places.start
     length = int(part.lengths[first])
     entries = slice(int(spans.starts[start]), int(spans.starts[start]) + count * length)
@@ -102,7 +100,6 @@ def _answers(
     segments: slice | Tensor,
     tokens: slice,
 ) -> Tensor:
-    """Return the answers of segments to new tokens, (n, group, n_tokens, dim)."""
     (n_segments, group, n_tokens, _), work = queries.shape, call.work_type
     n_kept = sum(one.keys.shape[1] for one in kept)
     keys, values = (states.to(work) for states in following)

@@ -1,7 +1,4 @@
-"""Policies: which entries stay within the budgets.
-
-One file a policy.
-"""
+"""Policies: which entries stay within the budgets."""
 
 from __future__ import annotations
 
@@ -42,23 +39,12 @@ def policy_class(name: str) -> type[EvictionPolicy]:
 
 
 def get_policy(name: str, *, scorer: Scorer, **parameters: Any) -> EvictionPolicy:
-    """Return a policy by name.
-
-    Parameters
-    ----------
-    name : str
-        A registered name.
-    scorer : Scorer
-        The profile's scorer.
-    **parameters
-        Parameters of the policy.
+    """Return a policy by name; see `policy_class`.
 
     Raises
     ------
     InputError
-        If there is no such policy or parameter, or a value is out of range; lists the choices.
-    SolverError
-        If the plug-in is broken.
+        If a name or value is wrong; lists the choices.
     """
     return build(policy_class(name), parameters, what=f"policy {name}", scorer=scorer)
 
@@ -69,8 +55,7 @@ def policy_of(policy: Policy) -> EvictionPolicy:
     Raises
     ------
     InputError
-        If there is no such policy, scorer or parameter, or the scorer reads more last tokens than
-        the policy protects.
+        If it cannot be built, or its scorer reads more last tokens than its window.
     """
     scorer = get_scorer(policy.scorer, **policy.scorer_parameters)
     if scorer.window > policy.window:
@@ -86,18 +71,16 @@ def changed_policy(policy: Policy, name: str, options: Mapping[str, Any] | None 
 
     Parameters
     ----------
-    policy : Policy
-        Policy of the profile.
     name : str
-        A registered policy, which keeps the profile's scorer, or a registered scorer, for the
-        policy ``score``. Parameters may follow, such as ``"critical:alpha=0.25"``.
+        A registered policy, which keeps the profile's scorer, or a scorer, for the policy
+        ``score``. Parameters may follow, such as ``"critical:alpha=0.25"``.
     options : mapping, optional
-        Parameters of the policy or scorer. A scorer uses the profile's window by default.
+        More parameters. A scorer uses the profile's window by default.
 
     Raises
     ------
     InputError
-        If there is neither a policy nor a scorer of that name; lists them.
+        If nothing has that name; lists all.
     """
     name, named = read_named(name)
     parameters = {**named, **(options or {})}

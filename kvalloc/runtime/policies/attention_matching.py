@@ -1,13 +1,12 @@
 """Attention matching: fitted values of kept entries make up for evicted entries.
 
-Reference queries r have attention weights a over all entries of a head. S are the kept entries, b
-is the softmax over S. The new values V' minimise:
+Reference queries r have attention weights a over all entries of a head, and b over the kept entries
+S. The new values V' minimise:
 
     sum_r |sum_S b_rj v'_j - sum_all a_rj v_j|^2 + lambda |V' - V|^2.
 
-lambda is the ridge times the mean of the diagonal of the normal matrix. For entries at fewer bits,
-keys are rounded with little effect on these queries, and b uses the rounded keys. Values of wider
-entries make up for the rounding of narrower entries.
+lambda is the ridge times the mean of the diagonal of the normal matrix. At fewer bits, b uses the
+rounded keys, and values of wider entries make up for the rounding of narrower ones.
 """
 
 from __future__ import annotations
@@ -60,35 +59,25 @@ _AHEADS = (2, 8, 20, 33, 50, 75, 100, 150, 200, 300)
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionMatching(Score):
-    """Keep the best scores, with values that match attention over all entries.
+    """The best scores, with values that match attention over all entries.
 
-    The prompt's last queries stand for later ones. They are moved to where the answer begins, as
-    unmoved queries attend to their neighbours, which later queries do not have. The values of each
-    KV head's kept entries are fitted to their attention output: see `match_attention`. Keys change
-    by rounding only: see `kvalloc.runtime.key_rounding.round_kept_keys`. A prompt in chunks is
-    evicted once it is complete. At the end of a turn only the turn's values are fitted: values that
-    are fitted twice, to different queries, lose.
+    The prompt's last queries stand for later ones. They are moved to where the answer begins:
+    unmoved, they attend to their neighbours. The values of each KV head's kept entries are fitted
+    to their attention output; keys change by rounding only. A prompt in chunks is evicted once
+    complete, and a turn changes only its own values.
 
     Parameters
     ----------
-    scorer : Scorer
-        Selects the kept entries.
     rows : int
         Number of the prompt's last queries.
     interval : int
-        Step between matched rows. On SmolLM2-135M with 64 rows, the loss with step 2 is that with
-        step 1, in half the time.
-
-    Raises
-    ------
-    InputError
-        If a parameter is out of range.
+        Step between matched rows.
 
     References
     ----------
-    Fast KV Compaction via Attention Matching (Zweiger et al., 2026, arXiv 2602.16284). There the
-    queries come from repeating the context or from questions about it. The ridges, and queries of
-    the prompt's end, are kvalloc's.
+    Fast KV Compaction via Attention Matching (Zweiger et al., 2026, arXiv 2602.16284), there with
+    thousands of queries from repeating the context or from questions about it. The ridges, which
+    make a few queries enough, are kvalloc's.
     """
 
     name = "attention_matching"
@@ -101,30 +90,30 @@ class AttentionMatching(Score):
     interval: Positive = 2
 
     def turn_policy(self, *, rotates: bool) -> Score:
-        """Return the policy of turns, which fits the values of a turn's entries only."""
+        """Return a policy that fits only a turn's values; `Score` if queries cannot be moved."""
         scorer = self._turn_scorer(rotates=rotates)
         return replace(self, scorer=scorer) if rotates else Score(scorer=scorer)
 
     @property
     def holds(self) -> bool:
-        """Return True: every chunk would change values that the next one has to match."""
+        """True: every chunk would change values that the next one has to match."""
         return True
 
     def query_rows(self, n_tokens: int) -> int:
-        """Return the number of last queries that the scorer or the fit needs."""
+        """Return how many last queries the scorer or the fit needs."""
         return max(super().query_rows(n_tokens), min(self.rows, n_tokens))
 
     def combine(
         self, states: AttentionStates, kept: Tensor, budgets: Tensor, **limits: Unpack[Limits]
     ) -> tuple[Tensor, Tensor] | None:
-        """Give kept entries their new values; see `EvictionPolicy.combine`.
+        """Fit values of kept entries; see `EvictionPolicy.combine`.
 
-        A head that keeps all of its entries, none of them below 8 bits, stays as it is.
+        A head that keeps all entries, none below 8 bits, stays as it is.
 
         Raises
         ------
         UnsupportedModelError
-            If the prompt's queries cannot be moved to other positions.
+            If queries cannot be moved.
         """
         widths, changes = states.widths, budgets < kept.shape[2]
         if widths is not None:
@@ -186,7 +175,6 @@ class AttentionMatching(Score):
         return keys, values
 
     def _known(self, states: AttentionStates, heads: slice) -> tuple[Tensor, Tensor] | None:
-        """Return `known_rows` of the references, if the scorer used the same queries."""
         if (rows := known_rows(states, _AHEAD_TOKENS)) is not None:
             return rows[0][:, heads], rows[1][:, heads]
         voted = [states.kv_head(head) for head in range(heads.start, heads.stop)]
@@ -200,12 +188,11 @@ class AttentionMatching(Score):
         return weights, divisors
 
     def scores(self, states: AttentionStates, *, sinks: int) -> Tensor:
-        """Return the scorer's scores, and store its attention of the reference queries."""
+        """Return scores, and store attention of the reference queries."""
         want_rows(states, self.rows, self.interval)
         return super().scores(states, sinks=sinks)
 
     def _moments(self, states: AttentionStates) -> Tensor:
-        """Return each KV head's mean outer product of an answer's queries, float64."""
         queries = self._references(states, _AHEADS).double()
         batch, n_heads, _, head_dim = states.keys.shape
         by_head = queries.reshape(batch, n_heads, -1, head_dim)
@@ -213,7 +200,6 @@ class AttentionMatching(Score):
         return moments
 
     def _references(self, states: AttentionStates, aheads: Sequence[int]) -> Tensor:
-        """Return queries moved behind the prompt, (batch, n_query_heads, n, head_dim)."""
         end = int(states.queries.shape[2])
         first = end - min(self.rows, end)
         places = (
@@ -227,10 +213,7 @@ class AttentionMatching(Score):
 
 
 def _alike(sizes: list[int]) -> list[tuple[slice, int]]:
-    """Return slices of heads with similar numbers of entries, and the maximum of each slice.
-
-    Heads of size 0 are left out.
-    """
+    """Return slices of heads with similar sizes, and each slice's maximum."""
     groups: list[tuple[slice, int]] = []
     first, low, high = 0, sizes[0], sizes[0]
     for head, size in enumerate([*sizes[1:], 0], start=1):
@@ -255,40 +238,25 @@ def match_attention(
     widths: ChosenWidths | None = None,
     has_sinks: bool = False,
 ) -> Tensor:
-    """Fit values of kept entries to the attention over all entries.
+    """Fit values of kept entries, (..., n_kept, head_dim), to the attention over all entries.
 
     Parameters
     ----------
     weights : Tensor of float32, (..., n_queries, n_tokens)
-        Attention weights of the reference queries, for any number of heads at once.
+        Attention weights of the reference queries.
     values : Tensor, (..., n_tokens, head_dim)
     kept : Tensor of int64, (..., n_kept)
         No entry twice in a head.
     changes : Tensor of bool, (..., 1, 1)
-        Whether the values of a head may change.
+        Whether a head's values may change.
     sizes : Tensor of int64, (...), optional
-        Number of first places of `kept` that count, if heads keep different numbers. Other entries
-        are not kept, and are returned unchanged.
+        Number of first places of `kept` that count; others stay unchanged.
     as_stored : Tensor of float32, (..., n_queries, n_kept), optional
-        Weights of the kept entries with rounded keys, before rows sum to 1; their part of
-        `weights` by default.
+        Weights with rounded keys, before rows sum to 1; by default from `weights`.
     fixed : Tensor of bool, (..., n_kept), optional
-        Which kept entries are returned unchanged.
-    widths : ChosenWidths, optional
-        Widths at which the entries will be stored.
+        Entries that stay unchanged.
     has_sinks : bool
-        Whether sink logits, which have no entry, take part in the softmax: rows sum to less than 1.
-
-    Returns
-    -------
-    Tensor, (..., n_kept, head_dim)
-        Of the type of `values`.
-
-    References
-    ----------
-    Fast KV Compaction via Attention Matching (Zweiger et al., 2026, arXiv 2602.16284): values by
-    least squares, on thousands of queries. A ridge toward the entries' first values makes a few
-    queries enough.
+        Whether sink logits take part: rows sum to less than 1.
     """
     n_kept = int(kept.shape[-1])
     if values.dtype == torch.float64 or _LEAST_RIDGE * n_kept > VALUE_RIDGE:
@@ -318,17 +286,7 @@ def match_attention(
 
 
 def _make_up(fitted: Tensor, design: Tensor, widths: ChosenWidths, free: Tensor) -> None:
-    """Let values of wider entries make up for the rounding of narrower ones, in place.
-
-    Parameters
-    ----------
-    fitted : Tensor, (batch, n_heads, n_kept, head_dim)
-    design : Tensor, (batch, n_heads, n_queries, n_kept)
-        Weight of each value for each query.
-    widths : ChosenWidths
-    free : Tensor of bool, (batch, n_heads, n_kept)
-        Which values may change.
-    """
+    """Let values of wider entries make up for the rounding of narrower ones."""
     if widths.of is None:
         return
     ascending = sorted(widths.counts)
@@ -349,23 +307,11 @@ def _make_up(fitted: Tensor, design: Tensor, widths: ChosenWidths, free: Tensor)
 
 
 def ridge_step(design: Tensor, target: Tensor, sizes: Tensor) -> Tensor:
-    """Return ``argmin |design x - target|^2 + lambda |x|^2``.
+    """Return ``argmin |design x - target|^2 + lambda |x|^2``, (..., n_columns, n_targets).
 
-    lambda is `VALUE_RIDGE` times the mean of the diagonal of ``design^T design``.
-
-    Parameters
-    ----------
-    design : Tensor, (..., n_rows, n_columns)
-        All but the small system, which is solved in float64, is computed in its type.
-    target : Tensor, (..., n_rows, n_targets)
-    sizes : Tensor of int64, (...)
-        Number of first columns of each design that are not 0.
-
-    Returns
-    -------
-    Tensor of the design's type, (..., n_columns, n_targets)
-        The smaller system, of rows or of columns, is solved. 0 if the ridge is too small to make it
-        regular.
+    lambda is `VALUE_RIDGE` times the mean of the diagonal of ``design^T design``; ``sizes`` count
+    first columns that are not 0. The smaller system is solved in float64. If it is singular, the
+    result is 0.
     """
     by_rows = design.shape[-2] < design.shape[-1]
     system = (design @ design.mT if by_rows else design.mT @ design).double()

@@ -1,4 +1,4 @@
-"""Contract of a policy: it chooses the entries that stay, and may change them."""
+"""Contract of a policy."""
 
 from __future__ import annotations
 
@@ -23,13 +23,7 @@ would take longer than the scores."""
 
 
 class Limits(TypedDict):
-    """Entries that always stay.
-
-    Attributes
-    ----------
-    sinks, window : int
-        First and last tokens of each row.
-    """
+    """Numbers of first and last tokens of each row, which always stay."""
 
     sinks: int
     window: int
@@ -37,15 +31,11 @@ class Limits(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class EvictionPolicy(Parameterized, ABC):
-    """Chooses the entries of a layer that stay. It meets the budgets exactly.
+    """Choice of the entries of a layer that stay. It meets the budgets exactly.
 
-    A policy is a frozen, keyword-only dataclass; its fields are the scorer and its parameters. Its
-    observations of a prompt belong to the cache, so that one policy serves any number of caches.
-
-    Parameters
-    ----------
-    scorer : Scorer
-        The profile's scorer, which a policy may ignore.
+    A policy is a frozen, keyword-only dataclass; its fields are the profile's scorer, which it may
+    ignore, and its parameters. An invalid value raises `InputError`. The cache stores its
+    observations of a prompt, so that one policy serves any number of caches.
 
     Attributes
     ----------
@@ -77,10 +67,9 @@ class EvictionPolicy(Parameterized, ABC):
             One layer's attention when the prompt is complete, without padding. ``states.observed``
             holds the notes of `observe` about earlier chunks.
         budgets : Tensor of int64, (batch, n_kv_heads)
-            Entries that each KV head keeps, sinks and window included. On the host, so that it does
-            not wait for the device.
+            Entries that each KV head keeps, sinks and window included; on the host.
         **limits
-            Sinks and window; see `Limits`.
+            See `Limits`.
 
         Returns
         -------
@@ -108,14 +97,14 @@ class EvictionPolicy(Parameterized, ABC):
         Returns
         -------
         keys, values : Tensor, (batch, n_kv_heads, n_tokens, head_dim)
-            Changed only in kept columns. Other columns are not read. None, as by default, if
-            evicted entries are dropped.
+            Changed only in kept columns; others are not read. None, as by default, if evicted
+            entries are dropped.
         """
         return None
 
     @property
     def combines(self) -> bool:
-        """Return whether `combine` does anything."""
+        """Whether `combine` does anything."""
         return type(self).combine is not EvictionPolicy.combine
 
     @property
@@ -125,7 +114,7 @@ class EvictionPolicy(Parameterized, ABC):
 
     @property
     def holds(self) -> bool:
-        """Return whether the cache stores the whole prompt until it is complete; no by default."""
+        """Whether the cache stores the whole prompt until it is complete; no by default."""
         return False
 
     def observe(self, states: AttentionStates, *, sinks: int) -> Observed | None:
@@ -134,13 +123,13 @@ class EvictionPolicy(Parameterized, ABC):
 
     @property
     def observes(self) -> bool:
-        """Return whether `observe` takes notes; if not, it need not be called."""
+        """Whether `observe` takes notes; if not, it need not be called."""
         overridden = type(self).observe is not EvictionPolicy.observe
         return overridden or self.scorer.observes
 
     @property
     def across_layers(self) -> bool:
-        """Return whether heads of several layers may be passed as heads of one; no by default."""
+        """Whether heads of several layers may be passed as heads of one; no by default."""
         return False
 
     def query_rows(self, n_tokens: int) -> int:
@@ -150,15 +139,11 @@ class EvictionPolicy(Parameterized, ABC):
     def turn_policy(self, *, rotates: bool) -> EvictionPolicy:
         """Return the policy that ranks kept and new entries after the prompt.
 
-        Parameters
-        ----------
-        rotates : bool
-            Whether the model's queries can be rotated to other positions.
+        ``rotates``: whether the model's queries can be moved to other positions.
         """
         return replace(self, scorer=self._turn_scorer(rotates=rotates))
 
     def _turn_scorer(self, *, rotates: bool) -> Scorer:
-        """Return `Scorer.for_turns`, or a scorer by the latest queries."""
         scorer = self.scorer.for_turns
         if scorer is not None and (rotates or not scorer.rotates):
             return scorer
@@ -166,36 +151,33 @@ class EvictionPolicy(Parameterized, ABC):
         return replace(latest, votes=TURN_VOTES)
 
     def extension(self, *, sinks: int, window: int) -> Extension | None:
-        """Return the extension of a cache with this policy; None by default."""
+        """Return the extension of a cache, if any."""
         return None
 
     def parameters(self) -> dict[str, Any]:
-        """Return the parameters that build this policy again, without the scorer."""
+        """Return the parameters, without the scorer."""
         return {name: each for name, each in super().parameters().items() if name != "scorer"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class VotedPolicy(EvictionPolicy):
-    """Ranks entries by the summed attention of the prompt's last queries.
-
-    The scorer is not used: the cache stores these queries.
-    """
+    """Ranking by the summed attention of the prompt's last queries, without the scorer."""
 
     rotates = False
 
     @abstractmethod
     def query_rows(self, n_tokens: int) -> int:
-        """Return the number of the prompt's last queries that are summed."""
+        """Return the number of last queries that are summed."""
 
     @property
     def observes(self) -> bool:
-        """Return False: the cache stores the queries."""
+        """False: the cache stores the queries."""
         return False
 
     def votes(self, states: AttentionStates) -> Tensor:
         """Return the summed attention of the queries, (batch, n_kv_heads, n_tokens).
 
-        If the keys of some are gone, all queries of the states are summed.
+        If keys between them were evicted, all queries of the states are summed.
         """
         votes = torch.ones(states.queries.shape[2], device="cpu")
         if not states.gaps:

@@ -16,27 +16,18 @@ from kvalloc.scorers.projected_values import projected_value_norms
 
 @dataclass(frozen=True, kw_only=True)
 class Critical(EvictionPolicy):
-    """Spends the evictable budget b in two stages, on the scores A of the profile's scorer.
+    """Two stages that spend the budget b, without sinks and window, on the scorer's scores A.
 
     Stage 1 keeps the ``floor(alpha * b)`` best by A. Stage 2 takes the best others by ``(A +
-    epsilon) * || V W_O ||_1``, which bounds the change of the output. Sinks and window are not part
-    of b. Scores should be mean attention weights (``snapkv``, ``xkv``), since epsilon is on their
-    scale.
+    epsilon) * || V W_O ||_1``, which bounds the change of the output. Scores should be mean
+    attention weights (``snapkv``, ``xkv``): epsilon is on their scale.
 
     Parameters
     ----------
-    scorer : Scorer
-        Gives A.
     alpha : float
         Share of b for stage 1, 0..1. The paper's Algorithm 1 prints 0.25; its text and all its
         experiments have 0.5.
     epsilon : float
-        Added to A in stage 2.
-
-    Raises
-    ------
-    InputError
-        If a parameter is out of range.
 
     References
     ----------

@@ -1,4 +1,4 @@
-"""Merging: evicted entries are merged into the most similar kept entry."""
+"""Merging of evicted entries into the most similar kept entry."""
 
 from __future__ import annotations
 
@@ -22,39 +22,28 @@ _BLOCK_ENTRIES = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Merge(Score):
-    """Keeps the best scores, and merges each evicted entry into its nearest kept one, or drops it.
+    """The best scores, with each evicted entry merged into its nearest kept one, or dropped.
 
-    Within a KV head, entry i belongs to the kept entry j with the most similar key, by the cosine
-    u_ij. It is merged if u_ij reaches a threshold, and dropped otherwise. Keys and values become
-    the weighted mean of the kept entry and all merged into it. Sinks and window do not change.
+    Within a KV head, entry i is merged into the kept entry j with the most similar key if their
+    cosine u_ij reaches a threshold. Keys and values become the weighted mean of the kept entry and
+    all merged into it. Sinks and window do not change.
 
     Parameters
     ----------
-    scorer : Scorer
-        Picks the entries that stay.
     threshold : float, optional
         Lowest cosine, 0..1. By default the mean over the head's evicted entries of their best
         cosine, as in D2O's prefill. KVMerger takes a fixed one (0.75).
     weights : {"exponential", "gaussian"}
-        ``exp(u_ij)`` for an evicted entry and e for the kept one, as in D2O. Or ``exp(-d_ij ** 2 /
-        (2 s ** 2))`` with the distance d of the keys, and 1 for the kept one, the kernel of
-        KVMerger. Here s is the mean distance of the head's merged pairs (ours).
-
-    Raises
-    ------
-    InputError
-        If a parameter is out of range.
-
-    Notes
-    -----
-    KVMerger merges runs of neighbours around a pivot, at any budget; here the budget is fixed, and
-    the kept entry is the pivot.
+        ``exp(u_ij)`` for an evicted entry and e for the kept one, as in D2O. Or KVMerger's kernel:
+        ``exp(-d_ij ** 2 / (2 s ** 2))`` with the distance d of the keys, and 1 for the kept one.
+        Here s is the mean distance of the head's merged pairs (ours).
 
     References
     ----------
     D2O: Dynamic Discriminative Operations for Efficient Long-Context Inference of Large Language
     Models (Wan et al., 2024), token level. Model Tells You Where to Merge: Adaptive KV Cache
-    Merging for LLMs on Long-Context Tasks (Wang et al., 2024).
+    Merging for LLMs on Long-Context Tasks (Wang et al., 2024); it merges runs of neighbours around
+    a pivot, at any budget.
     """
 
     name = "merge"
@@ -67,7 +56,7 @@ class Merge(Score):
     def combine(
         self, states: AttentionStates, kept: Tensor, budgets: Tensor, **limits: Unpack[Limits]
     ) -> tuple[Tensor, Tensor]:
-        """Merge evicted entries into kept ones; see `EvictionPolicy.combine`."""
+        """See `EvictionPolicy.combine`."""
         free = evictable(states.keys, **limits)
         n_kept = free_counts(states.keys, budgets, **limits)
         n_gone = int(kept.shape[2]) - budgets
@@ -107,13 +96,12 @@ class Merge(Score):
 
 
 def _front(mask: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Return places of True, increasing, and whether each is one, (batch, n_kv_heads, most)."""
+    """Return places of True, increasing, and whether each is one."""
     order = mask.byte().argsort(dim=-1, descending=True, stable=True)[..., : int(counts.max())]
     return order, mask.gather(-1, order)
 
 
 def _mean(values: Tensor, among: Tensor) -> Tensor:
-    """Return the mean of selected numbers of each head, (batch, n_kv_heads, 1)."""
     count = among.sum(dim=-1, keepdim=True).clamp(min=1)
     return values.masked_fill(~among, 0.0).sum(dim=-1, keepdim=True) / count
 
@@ -121,10 +109,7 @@ def _mean(values: Tensor, among: Tensor) -> Tensor:
 def _nearest(
     keys: Tensor, blocks: Sequence[Tensor], targets: Tensor, taken: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the best cosine of each source, and the place of its target.
-
-    Sources go in blocks, so that the scratch is ``1024 x n_targets`` for all heads.
-    """
+    """Return each source's best cosine, and its target's place."""
     normed = normalize(gathered(keys, targets).float(), dim=-1).mT
     cosines, places = [], []
     for block in blocks:

@@ -1,4 +1,4 @@
-"""NaCl: proxy tokens score entries, and a share of the budget is drawn at random."""
+"""NaCl: proxy tokens score entries, and some are drawn at random."""
 
 from __future__ import annotations
 
@@ -18,30 +18,23 @@ from kvalloc.scorers.base import Count, Share
 
 @dataclass(frozen=True, kw_only=True)
 class NaCl(VotedPolicy):
-    """Keeps proxy tokens; their attention scores the others, and some are drawn by score.
+    """Proxy tokens, the others with most of their attention, and a random share.
 
     1. ``F = sum over proxy rows of softmax(A)``, mean over the query heads of a KV head.
     2. The proxies stay. If they exceed the budget, the last ones stay.
-    3. A share of the remaining budget is drawn without replacement from ``softmax(F)``, with
-       another seed in each layer and KV head. The best by F fill the budget.
+    3. A share of the remaining budget is drawn without replacement from ``softmax(F)``. The best by
+    F fill the budget.
 
-    A seed draws the same entries on every device and in every batch.
+    A seed draws the same entries on every device and in every batch, others in each layer and KV
+    head.
 
     Parameters
     ----------
-    scorer : Scorer
-        Not used.
     proxy_share : float
         Share of a row's tokens, at its end, that are proxies: it should hold the question.
     random_share : float
-        Share of the budget left after the proxies that is drawn at random.
+        Share of the remaining budget to draw.
     seed : int
-        Seed of the draw.
-
-    Raises
-    ------
-    InputError
-        If a parameter is out of range.
 
     References
     ----------
@@ -58,11 +51,11 @@ class NaCl(VotedPolicy):
     seed: Count = 0
 
     def query_rows(self, n_tokens: int) -> int:
-        """Return how many of a row's last tokens are proxies; see `VotedPolicy.query_rows`."""
+        """Return the number of proxies; see `VotedPolicy.query_rows`."""
         return max(math.ceil(n_tokens * self.proxy_share), 1)
 
     def keep(self, states: AttentionStates, budgets: Tensor, **limits: Unpack[Limits]) -> Tensor:
-        """Choose the entries that stay; see `EvictionPolicy.keep`."""
+        """See `EvictionPolicy.keep`."""
         scores = self.votes(states)
         free, counts = evictable(scores, **limits), free_counts(scores, budgets, **limits)
         n_tokens = int(scores.shape[2])
@@ -80,7 +73,7 @@ class NaCl(VotedPolicy):
         return ~free | kept_proxies | best | drawn
 
     def _noise(self, states: AttentionStates) -> Tensor:
-        """Return Gumbel noise, (n_kv_heads, n_tokens): the largest F + noise are a draw."""
+        """Return Gumbel noise: the largest F + noise are a draw."""
         heads = range(states.first_head, states.first_head + int(states.keys.shape[1]))
         noise = [
             np.random.default_rng([self.seed, states.layer, head]).gumbel(size=states.keys.shape[2])

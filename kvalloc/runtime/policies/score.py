@@ -15,7 +15,7 @@ from kvalloc.runtime.selection import keep_best
 
 @dataclass(frozen=True, kw_only=True)
 class Score(EvictionPolicy):
-    """Keeps sinks, window, and each KV head's best entries by the profile's scorer.
+    """Sinks, window, and each KV head's best entries by the profile's scorer.
 
     Depending on the scorer, this is SnapKV, XKV, H2O, TOVA, StreamingLLM and others.
 
@@ -30,20 +30,20 @@ class Score(EvictionPolicy):
 
     @property
     def across_layers(self) -> bool:
-        """Return the scorer's answer."""
+        """The scorer's answer."""
         return self.scorer.across_layers
 
     def scores(self, states: AttentionStates, *, sinks: int) -> Tensor:
-        """Return the scorer's scores of one layer, (batch, n_kv_heads, n_tokens)."""
+        """Return the scorer's scores."""
         return self.scorer.score(states, sinks=sinks)
 
     def keep(self, states: AttentionStates, budgets: Tensor, **limits: Unpack[Limits]) -> Tensor:
-        """Choose by the scores, one KV head at a time if there are many entries."""
+        """See `EvictionPolicy.keep`."""
         scores = self.scores_of(states, budgets < states.keys.shape[2], sinks=limits["sinks"])
         return keep_best(scores, budgets, absent=states.absent, counts=states.counts, **limits)
 
     def scores_of(self, states: AttentionStates, heads: Tensor, *, sinks: int) -> Tensor:
-        """Return scores of the selected heads (batch, n_kv_heads), one at a time if long."""
+        """Return scores of selected heads, one at a time if long."""
         few = states.keys.shape[2] <= SHORT_TOKENS or states.counts is not None
         if not self.scorer.by_head or few:
             return self.scores(states, sinks=sinks)
