@@ -1,7 +1,6 @@
 """kvalloc decides how many KV-cache entries each layer and head keeps, and applies it.
 
-The names below, and the packages beside them, are imported at their first use, so ``import
-kvalloc`` loads neither torch nor a solver.
+Names are imported at first use: ``import kvalloc`` loads no torch.
 """
 
 from __future__ import annotations
@@ -81,7 +80,6 @@ def __dir__() -> list[str]:
 
 
 def _show_in_notebook() -> None:
-    """Let a running notebook show profiles by `kvalloc.report`."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     if shell is not None:
         html = shell.display_formatter.formatters["text/html"]

@@ -1,4 +1,4 @@
-"""Errors that a user can cause, under one base class, and names of options in messages."""
+"""Errors that a user can cause, and names of options in messages."""
 
 from __future__ import annotations
 
@@ -16,17 +16,13 @@ T = TypeVar("T")
 
 
 class KVAllocError(Exception):
-    """Base of all errors that a user of kvalloc can cause.
-
-    Lines of a quoted message are joined, and control characters, which may come from a file, are
-    escaped.
-    """
+    """Base of all errors that a user can cause; its text is one `plain` line."""
 
     def __str__(self) -> str:
         return plain(" ".join(super().__str__().split()))
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Return its parts for a pickle from a worker process; no `__init__` runs."""
+        """Return its parts for a pickle; no `__init__` runs."""
         return __newobj__, (type(self), *self.args), self.__dict__
 
 
@@ -35,24 +31,13 @@ class InputError(KVAllocError):
 
 
 class SampleError(InputError):
-    """A sample that cannot be measured; other samples may be."""
+    """A sample that cannot be measured; others may be."""
 
 
 class ProfileFileError(KVAllocError):
     """A score profile, budget profile or saved cache that cannot be trusted.
 
-    Parameters
-    ----------
-    path : str or Path
-        The file.
-    field : str
-        The field inside the file, or ``"file"`` for the file as a whole.
-    value : object
-        Content of the file.
-    expected : str
-        Expected content.
-    way_out : str
-        Advice to the user.
+    ``field`` is ``"file"`` for the file as a whole; ``way_out`` advises the user.
     """
 
     def __init__(
@@ -69,26 +54,21 @@ class ProfileFileError(KVAllocError):
 
 
 class ModelMismatchError(KVAllocError):
-    """A profile that was made for another model."""
+    """A profile of another model."""
 
 
 class UnsupportedModelError(KVAllocError):
-    """A model with attention that kvalloc cannot see, or with a cache that it cannot replace."""
+    """A model with attention that kvalloc cannot see, or a cache that it cannot replace."""
 
 
 class UnsupportedRequestError(KVAllocError):
-    """Something the runtime cannot do right, refused before anything runs."""
+    """A request that the runtime cannot do right, refused before anything runs."""
 
 
 class InfeasibleError(KVAllocError):
     """A target or a capacity that no choice of budgets can meet.
 
-    Parameters
-    ----------
-    message : str
-        The impossible request, and the nearest possible one.
-    nearest : float or int, optional
-        The nearest feasible capacity (bytes) or target (in the unit of the request).
+    ``nearest`` is the nearest feasible capacity (bytes) or target (in its unit).
     """
 
     def __init__(self, message: str, *, nearest: float | int | None = None) -> None:
@@ -97,20 +77,19 @@ class InfeasibleError(KVAllocError):
 
 
 class SolverError(KVAllocError):
-    """A solver that is unknown, refuses the problem, fails, or makes a false report."""
+    """A solver that is unknown, refuses, fails, or makes a false report."""
 
 
 class MissingDependencyError(KVAllocError):
-    """An optional package that this command needs is not installed."""
+    """An optional package that is not installed."""
 
 
 def require(what: str, *packages: str, extra: str) -> None:
-    """Raise one clear line if a package of an extra is not installed.
+    """Raise, with the command that installs an extra, if a package of it is missing.
 
     Raises
     ------
     MissingDependencyError
-        Names the first missing one, and the command that installs it.
     """
     for package in packages:
         if importlib.util.find_spec(package) is None:
@@ -120,10 +99,7 @@ def require(what: str, *packages: str, extra: str) -> None:
 
 
 def outside_range(package: str) -> str:
-    """Return a warning if an installed package is outside the range in kvalloc's metadata.
-
-    It is empty if the version is inside, or if packaging, which transformers installs, is missing.
-    """
+    """Return a warning if an installed package is outside the range of kvalloc's metadata."""
     from importlib.metadata import PackageNotFoundError, requires, version
 
     with suppress(ImportError, PackageNotFoundError):
@@ -146,7 +122,7 @@ _BETWEEN = ("kvalloc", "torch", "transformers", "accelerate", "peft", "contextli
 
 
 def warn_user(message: object) -> None:
-    """Warn at the user's line, each time: Python's registry of warnings is not used."""
+    """Warn at the user's line, each time: Python's registry is not used."""
     frame = inspect.currentframe()
     assert frame is not None
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
@@ -158,18 +134,12 @@ def warn_user(message: object) -> None:
 
 
 def plain(text: str) -> str:
-    r"""Return a text with control characters escaped, which could move a terminal's cursor.
-
-    Examples
-    --------
-    >>> print(plain("a\nb \x1b[31m"))
-    a\nb \x1b[31m
-    """
+    r"""Return a text with control characters, which could move a cursor, escaped."""
     return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
 
 
 def one_line(value: object, limit: int = 200) -> str:
-    """Return a text, a value or another library's error on one line, shortened and `plain`."""
+    """Return a text, a value or an error on one line, shortened and `plain`."""
     if isinstance(value, BaseException):
         value = str(value).strip() or type(value).__name__
     if isinstance(value, list):
@@ -179,22 +149,7 @@ def one_line(value: object, limit: int = 200) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the nearest known name, as the beginning of the way out; empty if none is near.
-
-    Parameters
-    ----------
-    name : str
-        Typed name.
-    known : iterable of str
-        Known names.
-
-    Examples
-    --------
-    >>> nearest("TVOA", ["snapkv", "tova"]), nearest("xyz", ["snapkv", "tova"])
-    ("the nearest is 'tova'; ", '')
-    >>> nearest("layers-20", ["smollm2-layers-20", "smollm2-layers-10"])
-    "the nearest is 'smollm2-layers-20'; "
-    """
+    """Return the nearest known name, as the beginning of the way out, or ""."""
     from difflib import get_close_matches  # only a mistake needs it
 
     lowered = {each.lower(): each for each in known}
@@ -204,22 +159,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def in_our_words(name: str, known: Iterable[str], value: object = None) -> str:
-    """Return kvalloc's name of another tool's option, as the beginning of the way out.
-
-    Parameters
-    ----------
-    name : str
-        The unknown option, as a keyword.
-    known : iterable of str
-        Known names.
-    value : object
-        Its value.
-
-    Examples
-    --------
-    >>> in_our_words("compression_ratio", ["budget"], 0.8), in_our_words("budgt", ["budget"])
-    ("name the share that stays: budget='20%'; ", '')
-    """
+    """Return kvalloc's name of another tool's option, as `nearest` does."""
     if name != "compression_ratio" or "budget" not in known:
         return ""
     evicted = 0.8
@@ -230,13 +170,7 @@ def in_our_words(name: str, known: Iterable[str], value: object = None) -> str:
 
 
 def no_such(kind: str, name: str, known: Iterable[str]) -> str:
-    """Return the line that refuses a name: the nearest one, and all known ones.
-
-    Examples
-    --------
-    >>> no_such("task", "nedle", ["needle", "kl"])
-    "there is no task 'nedle'; the nearest is 'needle'; choose from: needle, kl"
-    """
+    """Return the line that refuses a name, with the nearest and all known ones."""
     known = [*known]
     return f"there is no {kind} {name!r}; {nearest(name, known)}choose from: {', '.join(known)}"
 
@@ -247,7 +181,6 @@ def one_of(kind: str, name: str, known: Mapping[str, T]) -> T:
     Raises
     ------
     InputError
-        If there is none; lists the names.
     """
     if name not in known:
         raise InputError(no_such(kind, name, known))
@@ -259,7 +192,7 @@ _flags: ContextVar[bool] = ContextVar("kvalloc_names_flags", default=False)
 
 @contextmanager
 def naming_flags() -> Iterator[None]:
-    """Let messages inside name options as flags, which command line users type."""
+    """Let messages inside name options as flags."""
     token = _flags.set(True)
     try:
         yield
@@ -272,23 +205,18 @@ def option(name: str, value: object = None, *, keyword: str | None = None) -> st
 
     Parameters
     ----------
-    name : str
-        The keyword of the flag.
     value : object, optional
-        Value to show: text, a number, True for a switch, or a sequence; none by default.
+        Text, a number, True for a switch, or a sequence.
     keyword : str, optional
-        The keyword, if it is not the flag's name.
+        If it is not the flag's name.
 
     Examples
     --------
-    >>> option("budget_tokens"), option("budget", "20%"), option("bits", (16, 8))
-    ('budget_tokens', "budget='20%'", 'bits=(16, 8)')
+    >>> option("budget", "20%"), option("bits", (16, 8))
+    ("budget='20%'", 'bits=(16, 8)')
     >>> with naming_flags():
-    ...     option("budget_tokens"), option("budget", "20%"), option("bits", (16, 8))
-    ('--budget-tokens', '--budget 20%', '--bits 16,8')
-    >>> with naming_flags():
-    ...     option("resume", True)
-    '--resume'
+    ...     option("budget_tokens"), option("bits", (16, 8)), option("resume", True)
+    ('--budget-tokens', '--bits 16,8', '--resume')
     """
     if not _flags.get():
         name = keyword or name
@@ -302,13 +230,7 @@ def option(name: str, value: object = None, *, keyword: str | None = None) -> st
 
 
 class OptionNames:
-    """Options for the templates of messages: ``{option[bits]}``, ``{option[level=head]}``.
-
-    Examples
-    --------
-    >>> "give {option[level=head]} or {option[resume=True]}".format(option=OptionNames())
-    "give level='head' or resume=True"
-    """
+    """Options for the templates of messages: ``{option[bits]}``, ``{option[level=head]}``."""
 
     def __getitem__(self, written: str) -> str:
         name, _, value = written.partition("=")
@@ -316,35 +238,19 @@ class OptionNames:
 
 
 def several(**options: object) -> str:
-    """Return several options in a row, as `option` writes them."""
+    """Return several options in a row."""
     between = " " if _flags.get() else ", "
     return between.join(option(name, value) for name, value in options.items())
 
 
 def command(name: str, **options: object) -> str:
-    """Return a step of the work in the reader's form: a function, or a command.
-
-    Parameters
-    ----------
-    name : str
-        Name of both.
-    **options
-        As for `option`.
-
-    Examples
-    --------
-    >>> command("profile", loss="fast")
-    "kvalloc.profile(loss='fast')"
-    >>> with naming_flags():
-    ...     command("profile", loss="fast")
-    "'kvalloc profile --loss fast'"
-    """
+    """Return a function, or a command, in the reader's form."""
     written = several(**options)
     return f"'kvalloc {name} {written}'" if _flags.get() else f"kvalloc.{name}({written})"
 
 
 def by_interface(*, python: str, flags: str) -> str:
-    """Return the text for the reader of a message, in the library or on the command line."""
+    """Return the text for a reader of the library, or of the command line."""
     return flags if _flags.get() else python
 
 

@@ -38,29 +38,19 @@ _SPECIAL = {
 
 @contextmanager
 def atomic_write(path: str | Path, *, stream: bool = False) -> Iterator[Path]:
-    """Give a temporary path in the target's folder and move it over the target on success.
+    """Give a temporary path and move it over the target on success; delete it on an error.
 
-    A link is written through. Only a plain file is replaced: a FIFO or device gets the finished
-    content in one go.
-
-    Parameters
-    ----------
-    path : str or Path
-        Path of the finished file.
-    stream : bool
-        Whether the format can be read from a stream, so that a FIFO or device may take it. Opening
-        a FIFO waits for its reader.
+    A link is written through. ``stream`` accepts a FIFO or device, which gets the finished content
+    in one go; opening a FIFO waits for its reader.
 
     Yields
     ------
     Path
-        A new path, in a folder of `temporary_beside`. The file is flushed to the disk and renamed
-        when the block ends, and deleted if it raises.
+        In a folder of `temporary_beside`.
 
     Raises
     ------
     InputError
-        As `check_writable`, or if writing fails.
     """
     check_writable(path, stream=stream)
     target = _destination(path)
@@ -87,24 +77,16 @@ def atomic_write(path: str | Path, *, stream: bool = False) -> Iterator[Path]:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write a text that ends with one line end, atomically; see `atomic_write`."""
+    """Write a text with one line end, by `atomic_write`."""
     with atomic_write(path, stream=True) as temporary:
         temporary.write_text(f"{text.rstrip()}\n", encoding="utf-8")
 
 
 @contextmanager
 def temporary_beside(parent: Path, prefix: str) -> Iterator[Path]:
-    """Give a new folder, which is deleted in the end if it still exists.
+    """Give a new folder in ``parent``, deleted in the end and locked until then.
 
-    It is locked meanwhile, and the system releases the lock when this process ends. A folder of
-    that prefix without a lock was left by a killed process, and is deleted.
-
-    Parameters
-    ----------
-    parent : Path
-        Folder of the new one.
-    prefix : str
-        Beginning of its name.
+    Folders of that prefix without a lock, of killed processes, are deleted.
     """
     size = len(prefix) + _RANDOM + len(ENDING)
     names: list[str] = []
@@ -130,7 +112,7 @@ def temporary_beside(parent: Path, prefix: str) -> Iterator[Path]:
 
 @contextmanager
 def _lock(path: Path, *, wait: bool) -> Iterator[bool]:
-    """Hold the lock of a folder; False if it cannot be taken."""
+    """Hold a folder's lock; False if it cannot be taken."""
     if _fcntl is None:
         yield False
         return
@@ -147,18 +129,13 @@ def _lock(path: Path, *, wait: bool) -> Iterator[bool]:
 
 
 def check_writable(path: str | Path, *, stream: bool = False) -> None:
-    """Raise before hours of work if an output cannot be written.
+    """Raise before hours of work if an output, or a link's target, cannot be written.
 
-    Parameters
-    ----------
-    stream : bool
-        Whether a FIFO or device is accepted, see `atomic_write`.
+    ``stream`` accepts a FIFO or device.
 
     Raises
     ------
     InputError
-        If the folder of ``path``, or of a link's target, is missing or read-only, or ``path`` is a
-        folder or otherwise no plain file.
     """
     try:
         mode = _mode(path)
@@ -185,7 +162,7 @@ def check_writable(path: str | Path, *, stream: bool = False) -> None:
 
 
 def _mode(path: str | Path, *, follow_links: bool = True) -> int:
-    """Return the kind of a path: one of `_SPECIAL`, or a plain file, also if it does not exist."""
+    """Return the kind of a path; a missing one is a plain file."""
     try:
         return stat.S_IFMT(os.stat(path, follow_symlinks=follow_links).st_mode)
     except (FileNotFoundError, NotADirectoryError):
@@ -193,24 +170,22 @@ def _mode(path: str | Path, *, follow_links: bool = True) -> int:
 
 
 def _destination(path: str | Path) -> Path:
-    """Return the file to write: the target of a link."""
     return Path(os.path.realpath(path) if os.path.islink(path) else path)
 
 
 def delete_file(path: Path) -> None:
-    """Delete a plain file, if it exists; a link or anything else stays."""
+    """Delete a path if it is a plain file."""
     if _mode(path, follow_links=False) == stat.S_IFREG:
         with suppress(OSError):
             path.unlink()
 
 
 def make_folder(folder: Path) -> None:
-    """Make the folder of an output if it is missing.
+    """Make an output's folder if it is missing.
 
     Raises
     ------
     InputError
-        If it is a file, or cannot be made.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -221,9 +196,9 @@ def make_folder(folder: Path) -> None:
 
 
 def near_file(path: str | Path) -> str:
-    """Return a file or folder of nearly that name beside it, see `nearest`; empty without one.
+    """Return the way out for a missing file, or "".
 
-    For a broken link it is the target instead; for the output of a killed job, how to continue.
+    It is a file of nearly that name, a broken link's target, or how to continue an unfinished job.
     """
     if os.path.islink(path) and not os.path.exists(path):
         return f"it is a link to {os.readlink(path)}, which leads nowhere; "
@@ -237,23 +212,15 @@ def near_file(path: str | Path) -> str:
 
 
 def checkpoint_folder(output: str | Path) -> Path:
-    """Return the folder of finished pieces of an unfinished ``output``: ``OUTPUT.partial``."""
+    """Return the folder of an unfinished output's pieces: ``OUTPUT.partial``."""
     return Path(f"{output}.partial")
 
 
 def provenance(*packages: str) -> dict[str, Any]:
-    """Return the provenance that every file states.
+    """Return ``versions`` of packages, or of "python", and ``created``.
 
-    Parameters
-    ----------
-    *packages : str
-        Names of distributions, such as ``"torch"``, or ``"python"``.
-
-    Returns
-    -------
-    dict
-        ``versions`` of kvalloc and of the packages, by name, "source" if not installed; and
-        ``created``, today in ISO 8601 and UTC, so that one day's files compare equal.
+    A version is "source" if not installed. ``created`` is only the day in UTC: one day's files
+    compare equal.
     """
     return {
         "versions": {name: _version(name) for name in ("kvalloc", *packages)},

@@ -1,4 +1,4 @@
-"""The shape of a model: numbers of layers, heads and tokens, and bytes of an entry."""
+"""The shape of a model: layers, heads and tokens, and bytes of an entry."""
 
 from __future__ import annotations
 
@@ -30,21 +30,17 @@ class LayerShape:
     Attributes
     ----------
     kind : str
-        *full*: keys and values of all tokens. *latent*: for each token a latent and a rotary key,
-        shared by all heads, which the layer expands. *hybrid*: as *full*, and a state. *sliding*,
-        *chunked*: keys and values of the last tokens. *state*: numbers of a constant size, of a
-        convolution or a recurrence. *shared*: nothing, it reads another layer's entries. *none*:
-        nothing.
-    kv_heads : int
-        KV heads; 0 without entries.
+        *full*: keys and values of all tokens. *latent*: a latent and a rotary key of each token,
+        for all heads. *hybrid*: as *full*, and a state. *sliding*, *chunked*: the last tokens.
+        *state*: a constant size. *shared*, *none*: nothing.
     key_dim, value_dim : int
-        Numbers of a key and of a value; of a latent and of a rotary key.
+        Numbers; of *latent*, a latent's and a rotary key's.
     window : int or None
-        Largest number of tokens that a query of a sliding or chunked layer sees.
+        Tokens that a query sees.
     reads : int or None
-        The layer that a shared one reads.
+        Layer that a shared one reads.
     state_bytes : int
-        Bytes of the state of one row.
+        Of one row.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid", "strict": True}
@@ -69,10 +65,7 @@ class LayerShape:
         return f"{heads} KV heads with keys of {key} and values of {value} numbers"
 
     def stored_tokens(self, tokens: int) -> int:
-        """Return the number of tokens with entries in a layer without a budget.
-
-        transformers keeps the last ``window - 1``: the newest query brings its own key.
-        """
+        """Return the tokens stored without a budget: the last ``window - 1``, or none."""
         if self.kind not in WINDOWED:
             return 0
         return tokens if self.window is None else min(tokens, self.window - 1)
@@ -85,8 +78,7 @@ class ModelShape:
     Raises
     ------
     InputError
-        If a size is not positive, the query heads are not a multiple of the KV heads, or the layer
-        types do not fit.
+        If sizes or layers do not fit.
     """
 
     # For pydantic, where a shape is part of a file.
@@ -197,7 +189,7 @@ class ModelShape:
 
     @cached_property
     def by_layer(self) -> tuple[LayerShape, ...]:
-        """Return the shape of each layer, ``(n_layers,)``."""
+        """Return each layer's shape, ``(n_layers,)``."""
         if self.layers is not None:
             return self.layers
         heads = {"kv_heads": self.n_kv_heads, "key_dim": self.dims[0], "value_dim": self.dims[1]}
@@ -206,22 +198,22 @@ class ModelShape:
 
     @cached_property
     def bytes_per_entry(self) -> int:
-        """Return the bytes of an entry at 16 bits: K and V vector of a token in one KV head."""
+        """Return the bytes of K and V of a token and KV head, at 16 bits."""
         return sum(self.dims) * HALF_BYTES
 
     @cached_property
     def plain_bytes_per_entry(self) -> int:
-        """Return the bytes of one entry in the model's type."""
+        """Return the same in the model's type."""
         return sum(self.dims) * self.dtype_bytes
 
     @cached_property
     def full_layers(self) -> tuple[int, ...]:
-        """Return the indices of the layers with budgets: full attention."""
+        """Return the indices of layers with budgets."""
         return tuple(i for i, kind in enumerate(self.layer_types) if kind in REDUCIBLE)
 
     @cached_property
     def constant_layers(self) -> tuple[int, ...]:
-        """Return the indices of all other layers, which store a constant size."""
+        """Return the indices of all other layers."""
         return tuple(sorted({*range(self.n_layers)} - {*self.full_layers}))
 
     @cached_property
@@ -251,25 +243,14 @@ class ModelShape:
         file: str = "profile",
         made_by: str = "kvalloc profile",
     ) -> None:
-        """Raise unless ``other`` is the model of this shape.
+        """Raise unless ``other`` has the same sizes, vocabulary, rotary settings and weights.
 
-        The same weights are one model under any name, and other weights another model. If weights
-        are unknown, the name decides; see `has_weights_of`.
-
-        Parameters
-        ----------
-        other : ModelShape
-            The other model.
-        allow_other_model : bool
-            Accept another name and other weights (a fine-tune, a renamed folder) of the same sizes.
-        file, made_by : str
-            The file with this shape, and the command that makes one, for the message.
+        If weights are unknown, the name decides. ``allow_other_model`` accepts other weights and
+        names. ``file`` and ``made_by`` are for messages.
 
         Raises
         ------
         ModelMismatchError
-            If sizes, vocabulary or rotary settings differ; or if weights or names do and
-            ``allow_other_model`` is False.
         """
         heads = ("n_query_heads", "n_kv_heads", "head_dim")
         sizes = ("n_layers", *heads, "value_dim", "layer_types", "sliding_window", "layers")
@@ -298,11 +279,9 @@ class ModelShape:
             )
 
     def has_weights_of(self, other: ModelShape) -> bool | None:
-        """Return whether both have the same weights, in any floating-point types.
+        """Return whether both have the same weights when rounded to bfloat16, or to float16.
 
-        They do if they agree when rounded to bfloat16, or when rounded to float16. None if one side
-        does not know its weights, or if only one is a quantized form: rounded weights do not
-        determine their source.
+        None if a side's are unknown, or only one is a quantized form.
         """
         mine, digests = self.weights_digests, other.weights_digests
         if mine is None or digests is None or len(mine) != len(digests):

@@ -1,4 +1,4 @@
-"""Accounting: bytes of entries at any width, their costs, the rounding rule, types of arrays."""
+"""Accounting: bytes and costs of entries, rounding, types of arrays."""
 
 from __future__ import annotations
 

@@ -24,10 +24,9 @@ class Width:
     keys, values : int
         Bits of each number.
     turned : bool
-        Whether values are turned by a Hadamard matrix before they are rounded, if a head has a
-        power of two numbers; see `turns`.
+        Whether a Hadamard matrix turns values before rounding; see `turns`.
     only_turned : bool
-        Whether it cannot store heads of other sizes.
+        Whether heads need a power of two numbers.
     """
 
     keys: int
@@ -94,7 +93,7 @@ def checked_bits(bits: Iterable[int]) -> tuple[int, ...]:
     Raises
     ------
     InputError
-        If there is none, or one that entries are not stored at.
+        If there is none, or one outside `BIT_WIDTHS`.
     """
     widths = tuple(sorted(set(bits), reverse=True))
     if not widths or any(width not in BIT_WIDTHS for width in widths):
@@ -108,30 +107,16 @@ def checked_bits(bits: Iterable[int]) -> tuple[int, ...]:
 def stored_bytes(tokens: npt.ArrayLike, bits: npt.ArrayLike, shape: ModelShape) -> IntArray:
     """Return the bytes of K and V that one KV head stores of one row.
 
-    At 16 bits an entry takes ``shape.bytes_per_entry``. At fewer bits, with the head's kept entries
-    in the order of their positions:
+    At 16 bits an entry takes ``shape.bytes_per_entry``. At fewer, with n entries in the order of
+    their positions:
 
-    - keys are quantised per channel in blocks of 64 tokens: each channel and block has a float16
-      scale and a float16 minimum. The last block may hold fewer tokens, with the same scales:
-      ``ceil(n / 64) * key_dim * 4`` bytes;
-    - values are quantised per token in blocks of 64 channels: each token and block has a scale and
-      a minimum, ``n * ceil(value_dim / 64) * 4`` bytes. If `turns` holds, codes are around 0 and
-      need no minimum, which takes half;
-    - the numbers are packed row by row, a row of one token's key or value in `PLANES` that end on a
-      whole byte. It takes ``ceil(dim * w / 8)`` bytes for each w of the planes.
+    - keys have a float16 scale and minimum for each channel and block of 64 tokens, the last also
+      with fewer: ``ceil(n / 64) * key_dim * 4`` bytes;
+    - values have them for each token and block of 64 channels: ``n * ceil(value_dim / 64) * 4``
+      bytes, or half, without a minimum, if `turns` holds;
+    - a token's key or value is packed in `PLANES`: ``ceil(dim * w / 8)`` bytes for each plane's w.
 
-    KIVI found this grouping, per channel for keys and per token for values, to hold at few bits.
-
-    Parameters
-    ----------
-    tokens : array_like of int
-        Entries of the head.
-    bits : array_like of int
-        Of `BIT_WIDTHS`; broadcast against ``tokens``.
-
-    Returns
-    -------
-    ndarray of int64
+    ``bits``, of `BIT_WIDTHS`, are broadcast against ``tokens``.
 
     Examples
     --------
@@ -142,7 +127,7 @@ def stored_bytes(tokens: npt.ArrayLike, bits: npt.ArrayLike, shape: ModelShape) 
 
     References
     ----------
-    KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache.
+    KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache (the blocks).
     """
     count, width = np.broadcast_arrays(
         np.asarray(tokens, dtype=np.int64), np.asarray(bits, dtype=np.int64)
@@ -165,19 +150,7 @@ def stored_bytes(tokens: npt.ArrayLike, bits: npt.ArrayLike, shape: ModelShape) 
 def tier_counts(tokens: npt.ArrayLike, bits: int) -> dict[int, IntArray]:
     """Return how many of a KV head's entries are stored at each width, the widest first.
 
-    No count falls with more entries, so bytes always rise.
-
-    Parameters
-    ----------
-    tokens : array_like of int
-        Entries of the head.
-    bits : int
-        Of `BIT_WIDTHS`: a width of all, or one of `MIXES`.
-
-    Examples
-    --------
-    >>> {width: n.tolist() for width, n in tier_counts([10, 22, 112], 532).items()}
-    {5: [10, 15, 42], 3: [0, 4, 40], 2: [0, 3, 30]}
+    No count falls with more entries.
     """
     count = np.asarray(tokens, dtype=np.int64)
     if bits in WIDTHS:
@@ -192,21 +165,9 @@ def tier_counts(tokens: npt.ArrayLike, bits: int) -> dict[int, IntArray]:
 def counts_of(
     lengths: IntArray, bits: IntArray, before: IntArray | None = None
 ) -> dict[int, IntArray]:
-    """Return how many entries of heads are stored at each width.
+    """Return `tier_counts` of heads with ``lengths`` entries at ``bits``, broadcast against them.
 
-    Parameters
-    ----------
-    lengths : ndarray of int64
-        Entries of each head.
-    bits : ndarray of int64
-        Of `BIT_WIDTHS`, a mix too; broadcast against ``lengths``.
-    before : ndarray of int64, as ``lengths``, optional
-        Entries stored before these, which come after them.
-
-    Returns
-    -------
-    dict of int to ndarray of int64, as ``lengths``
-        The widest first.
+    ``before`` are entries that the heads store already.
     """
     by_segment, result = np.broadcast_to(bits, lengths.shape), dict[int, IntArray]()
     first = np.zeros_like(lengths) if before is None else before
@@ -232,20 +193,20 @@ def _turns_of(bits: int) -> tuple[tuple[int, ...], IntArray]:
 
 @cache
 def _packed_rows(key_dim: int, value_dim: int) -> IntArray:
-    """Return the bytes of a token's packed key and value by the number of bits."""
+    """Return the bytes of a token's packed key and value by bits."""
     rows = np.zeros(max(WIDTHS) + 1, dtype=np.int64)
     rows[[*WIDTHS]] = [sum(packed_row_bytes(b, key_dim, value_dim)) for b in WIDTHS]
     return rows
 
 
 def head_bytes(tokens: npt.ArrayLike, bits: npt.ArrayLike, shape: ModelShape) -> IntArray:
-    """Return the bytes that one KV head of a reduced cache stores of one row."""
+    """Return the bytes of a KV head and row: `stored_bytes` and positions."""
     positions = POSITION_BYTES * np.asarray(tokens, dtype=np.int64)
     return stored_bytes(tokens, bits, shape) + positions
 
 
 def bytes_in_share(share: float, whole: int) -> int:
-    """Return the bytes of a share, rounded down; a millionth counts as a rounding error."""
+    """Return the bytes of a share, rounded down but for a millionth."""
     return int(share * whole + 1e-6)
 
 
@@ -259,28 +220,8 @@ def entries_in_share(
 ) -> int:
     """Return the largest number of entries in each KV head within a share of a 16-bit cache.
 
-    Kept entries count as in `head_bytes`; the full cache stores no positions. If the share does not
-    hold sinks and window, the prompt is too short for it and is kept whole.
-
-    Parameters
-    ----------
-    share : float
-        Above 0 and up to 1.
-    tokens : int
-        Length of the prompt.
-    bits : array_like of int
-        Width of each KV head.
-    minimum : int
-        Sinks and window, which are always kept.
-
-    Examples
-    --------
-    >>> shape = ModelShape(model_id="m", n_layers=1, n_query_heads=1, n_kv_heads=1, head_dim=64,
-    ...                    dtype_bytes=4, layer_types=("full",))
-    >>> [entries_in_share(0.2, 1000, width, shape, minimum=12) for width in (16, 8, 4)]
-    [198, 370, 707]
-    >>> entries_in_share(0.2, 30, 16, shape, minimum=12)
-    30
+    Entries count as in `head_bytes`; the full cache has no positions. A prompt is kept whole if the
+    share does not hold ``minimum``, sinks and window.
     """
     if share == 1:
         return tokens
@@ -302,22 +243,8 @@ def within_bytes(
 ) -> IntArray:
     """Return budgets of KV heads, made smaller by one factor until they fit in the capacity.
 
-    Parameters
-    ----------
-    budgets : ndarray of int64, (n_layers, n_kv_heads)
-    capacity_bytes : int
-        Largest sum of their `head_bytes`.
-    bits : array_like of int
-        Width of each KV head; broadcast against ``budgets``.
-    minimum : int
-        Sinks and window, the smallest budget of a head even beyond the capacity.
-
-    Examples
-    --------
-    >>> shape = ModelShape(model_id="m", n_layers=1, n_query_heads=2, n_kv_heads=2, head_dim=64,
-    ...                    dtype_bytes=2, layer_types=("full",))
-    >>> within_bytes(np.array([[100, 300]]), 52_000, 16, shape, minimum=12).tolist()
-    [[50, 151]]
+    ``budgets``, (n_layers, n_kv_heads), cost their `head_bytes`; ``bits`` are broadcast against
+    them. ``minimum`` is the smallest budget, even beyond the capacity.
     """
     floor = np.minimum(budgets, minimum)
 
@@ -335,25 +262,7 @@ def within_bytes(
 def filling_bytes(
     budgets: IntArray, capacity_bytes: int, bits: npt.ArrayLike, shape: ModelShape, *, tokens: int
 ) -> IntArray:
-    """Return budgets of KV heads, made larger by one factor while they fit in the capacity.
-
-    Parameters
-    ----------
-    budgets : ndarray of int64, (n_layers, n_kv_heads)
-    capacity_bytes : int
-        Largest sum of their `head_bytes`.
-    bits : array_like of int
-        Width of each KV head; broadcast against ``budgets``.
-    tokens : int
-        Largest budget of a head.
-
-    Examples
-    --------
-    >>> shape = ModelShape(model_id="m", n_layers=1, n_query_heads=2, n_kv_heads=2, head_dim=64,
-    ...                    dtype_bytes=2, layer_types=("full",))
-    >>> filling_bytes(np.array([[50, 180]]), 64_000, 16, shape, tokens=185).tolist()
-    [[63, 185]]
-    """
+    """Return budgets made larger by one factor, up to ``tokens``; see `within_bytes`."""
 
     def larger(part: int) -> IntArray:
         return np.asarray(np.minimum(budgets + budgets * part // 1024, tokens))
@@ -365,14 +274,14 @@ def filling_bytes(
 
 
 def packed_row_bytes(bits: int, key_dim: int, value_dim: int) -> tuple[int, int]:
-    """Return the bytes of a token's packed key, and of its packed value with its scales."""
+    """Return the bytes of a token's packed key, and of its value with scales."""
     scales = -(-value_dim // VALUE_BLOCK_CHANNELS) * (2 - turns(bits, value_dim)) * SCALE_BYTES
     width = WIDTHS[bits]
     return code_bytes(width.keys, key_dim), code_bytes(width.values, value_dim) + scales
 
 
 def entry_bytes(bits: int, shape: ModelShape) -> int:
-    """Return about the bytes of one more entry of a KV head."""
+    """Return about the bytes of one more entry."""
     few, more = map(int, stored_bytes([1024, 2048], bits, shape))
     return max((more - few) // 1024, 1)
 
@@ -383,12 +292,12 @@ def code_bytes(bits: int, head_dim: int) -> int:
 
 
 def turns(bits: int, head_dim: int) -> bool:
-    """Return whether values of heads of that size are turned before they are rounded."""
+    """Return whether values of heads of that size are turned."""
     return WIDTHS[bits].turned and head_dim & (head_dim - 1) == 0
 
 
 def bits_fault(bits: int, head_dim: int) -> str | None:
-    """Return why heads of that size cannot be stored at a width, or None."""
+    """Return why heads of that size cannot have a width, or None."""
     widths = MIXES.get(bits, (bits,))
     if turns(min(widths), head_dim) or not any(WIDTHS[width].only_turned for width in widths):
         return None
@@ -399,7 +308,7 @@ def bits_fault(bits: int, head_dim: int) -> str | None:
 
 
 def constant_entries(shape: ModelShape, tokens: int) -> IntArray:
-    """Return the entries that KV heads store in layers without budgets, (n_layers, n_kv_heads)."""
+    """Return the entries of layers without budgets, (n_layers, n_kv_heads)."""
     counts = np.array([layer.stored_tokens(tokens) for layer in shape.by_layer], dtype=np.int64)
     return np.tile(counts[:, None], (1, shape.n_kv_heads))
 
@@ -407,8 +316,7 @@ def constant_entries(shape: ModelShape, tokens: int) -> IntArray:
 def constant_bytes(shape: ModelShape, tokens: int, page_tokens: int = 1) -> IntArray:
     """Return the bytes of one row that no budget changes, (n_layers,).
 
-    They are entries of layers without budgets, as transformers stores them but in whole pages, and
-    all states.
+    They are all states, and layers without budgets, in whole pages.
     """
     result = np.array([layer.state_bytes for layer in shape.by_layer], dtype=np.int64)
     for index, layer in enumerate(shape.by_layer):
@@ -418,38 +326,27 @@ def constant_bytes(shape: ModelShape, tokens: int, page_tokens: int = 1) -> IntA
 
 
 def full_bytes(shape: ModelShape, tokens: int, rows: int = 1) -> int:
-    """Return the bytes of a cache that keeps rows of ``tokens`` tokens whole.
+    """Return the bytes of rows of ``tokens`` tokens kept whole.
 
-    Layers with budgets count at 16 bits a number, for any type of the model; others as transformers
-    stores them.
+    Layers with budgets count at 16 bits, others in the model's type.
     """
     full = len(shape.full_layers) * tokens * shape.n_kv_heads * shape.bytes_per_entry
     return (full + int(constant_bytes(shape, tokens).sum())) * rows
 
 
 def plain_bytes(shape: ModelShape, tokens: int, rows: int = 1) -> int:
-    """Return the bytes that the plain model stores, in its own type."""
+    """Return the bytes of a plain cache, in the model's type."""
     full = len(shape.full_layers) * tokens * shape.n_kv_heads * shape.plain_bytes_per_entry
     return (full + int(constant_bytes(shape, tokens).sum())) * rows
 
 
 def reading_bytes(shape: ModelShape, tokens: int, rows: int = 1) -> int:
-    """Return the bytes stored in full while a prompt is read with eviction.
-
-    A layer is reduced once it was read.
-
-    Parameters
-    ----------
-    tokens : int
-        Length of the prompt, padding included.
-    rows : int
-        Prompts that are read at once.
-    """
+    """Return the bytes of the one full layer while prompts, padding included, are read."""
     return shape.n_kv_heads * tokens * rows * shape.plain_bytes_per_entry
 
 
 def check_size(shape: ModelShape, context_tokens: int, page_tokens: int, batch: int) -> None:
-    """Refuse a cache with more bytes than can be counted.
+    """Refuse a cache with more than `MOST_BYTES`.
 
     Raises
     ------
@@ -469,26 +366,21 @@ class CacheCosts:
 
     Attributes
     ----------
-    context_tokens : int
-        Length of each prompt.
-    batch : int
-        Prompts.
     columns : int or None
-        Length of the longest prompt of the batch; None if all are `context_tokens` long.
+        Length of the longest prompt, if different.
     heads : int
-        KV heads of all full-attention layers and rows; this and all following fields are computed.
+        KV heads of all full-attention layers and rows.
     full : int
-        Cost that shares are of: the full-attention layers of a 16-bit cache that is not reduced. It
-        stores no positions and no pages.
+        Cost that shares are of: full-attention layers at 16 bits, without positions and pages.
     everything : int
         Cost of all entries in a reduced cache at 16 bits, without constant layers.
     constant : ndarray of int64, (n_layers,)
-        Bytes that no budget changes, entries in whole pages.
+        Bytes that no budget changes, in whole pages.
 
     Raises
     ------
     InputError
-        If keeping everything costs more than can be counted.
+        As `check_size`.
     """
 
     shape: ModelShape
@@ -516,42 +408,31 @@ class CacheCosts:
         )
 
     def of_head(self, tokens: npt.ArrayLike, bits: npt.ArrayLike, page_tokens: int = 1) -> IntArray:
-        """Return the bytes of budgets of one KV head of one row, in whole pages.
-
-        Parameters
-        ----------
-        tokens, bits : array_like of int
-            Entries, and bits of each number; broadcast against each other.
-
-        Returns
-        -------
-        ndarray of int64
-            Strictly rising with ``tokens``, page by page.
-        """
+        """Return the bytes of budgets of a KV head and row, rising page by page."""
         pages = -(-np.asarray(tokens, dtype=np.int64) // page_tokens) * page_tokens
         return head_bytes(pages, bits, self.shape)
 
     @property
     def reading_bytes(self) -> int:
-        """Return the bytes stored beside the kept entries while the prompts are read."""
+        """Return the bytes beside kept entries while prompts are read."""
         columns = self.columns or self.context_tokens
         return reading_bytes(self.shape, columns, self.batch)
 
     @property
     def plain_bytes(self) -> int:
-        """Return the bytes of a plain cache, in the model's type."""
+        """Return the bytes of a plain cache."""
         return len(self.shape.full_layers) * self.reading_bytes + self.constant_bytes
 
     @property
     def constant_bytes(self) -> int:
-        """Return the bytes that no budget changes."""
+        """Return the sum of `constant`."""
         return int(self.constant.sum())
 
     def of_budget(self, tokens: int) -> int:
-        """Return the cost of one budget in every KV head of the full-attention layers."""
+        """Return the cost of one budget in every KV head."""
         return self.heads * int(self.of_head(tokens, 16))
 
     def fewest_tokens(self, cost: int) -> int:
-        """Return the smallest budget that costs at least this, equal in every KV head."""
+        """Return the smallest equal budget that costs at least this."""
         costs = self.of_head(np.arange(self.context_tokens), 16)
         return int(np.searchsorted(costs * self.heads, cost))

@@ -1,4 +1,4 @@
-"""Engine formats: how other engines store K and V, and which formats an engine offers."""
+"""Engine formats: how other engines store K and V, and which an engine offers."""
 
 from __future__ import annotations
 
@@ -22,21 +22,16 @@ class EngineFormat:
 
     Attributes
     ----------
-    name : str
-        Name in the engine, or engine, bits and block.
     grid : str
-        Rounding of the numbers of a block; see `kvalloc.measure.engine_formats`.
-    code_bits : int
-        Bits of each number.
+        Rounding; see `kvalloc.measure.engine_formats`.
     side_bits : int
-        Bits of a block's scale, and of its minimum or zero point.
+        Bits of a block's scale, minimum or zero point.
     block : int
-        Numbers of a block; 0 for all of a head, or of a tensor if `side_bits` is 0.
+        Numbers of a block; 0 for a head, or for a tensor if `side_bits` is 0.
     by_channel : bool
-        Whether a block holds tokens of one channel, instead of channels of one token.
+        Whether a block holds tokens of one channel.
     ggml : bool
-        Whether keys have GGUF's order of channels, and heads of a multiple of 64 numbers are turned
-        by a Hadamard matrix first.
+        Whether keys have GGUF's order of channels; a Hadamard matrix turns heads of 64 n numbers.
     """
 
     name: str
@@ -48,21 +43,21 @@ class EngineFormat:
     ggml: bool = False
 
     def bits(self, dim: int) -> float:
-        """Return the bits of a number of a head of that size, scales included.
+        """Return the bits of a number of a head, scales included.
 
         Examples
         --------
-        >>> FORMATS["q8_0"].bits(64), FORMATS["nvfp4"].bits(64), FORMATS["u8_token"].bits(64)
-        (8.5, 4.5, 9.0)
+        >>> FORMATS["q8_0"].bits(64), FORMATS["u8_token"].bits(64)
+        (8.5, 9.0)
         """
         return self.code_bits + self.side_bits / (self.block or dim)
 
     def holds(self, dim: int) -> bool:
-        """Return whether a head of that size has whole blocks of channels."""
+        """Return whether a head has whole blocks of channels."""
         return self.by_channel or not self.block or dim % self.block == 0
 
     def bytes(self, dim: int, n_tokens: int) -> int:
-        """Return the bytes of the keys, or the values, of a head; blocks of tokens are whole."""
+        """Return the bytes of a head's keys or values, in whole blocks of tokens."""
         if self.by_channel:
             n_tokens = -(-n_tokens // self.block) * self.block
         return round(self.bits(dim) * dim * n_tokens) // 8
@@ -105,13 +100,12 @@ class Engine:
     Attributes
     ----------
     grain : str
-        Layers of one choice. *model*: all layers. *ends*: the first and the last N layers have one
-        pair, all others another. *skip*: some layers stay at 16 bits, all others have one pair.
-        *layer*: each layer has its own.
+        *model*: one pair of formats. *ends*: a pair for the first and last N layers, another for
+        the middle. *skip*: one pair, but some layers at 16 bits. *layer*: a pair for each layer.
     pairs : tuple of (str, str)
-        Formats that keys and values of a layer can combine, the highest bits first.
+        Formats of keys and values, the highest bits first.
     rounds_windows : bool
-        Whether layers with a window can have other formats than ``f16``.
+        Whether layers with a window can be rounded.
     """
 
     name: str
@@ -121,7 +115,6 @@ class Engine:
 
 
 def _alike(*names: str) -> tuple[tuple[str, str], ...]:
-    """Return pairs of keys and values in the same format."""
     return tuple((name, name) for name in (WHOLE, *names))
 
 
@@ -130,7 +123,6 @@ def _formats(*beginnings: str) -> tuple[str, ...]:
 
 
 def _any(names: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """Return all pairs of keys and values in some formats."""
     return tuple(product(names, names))
 
 
@@ -164,15 +156,9 @@ ENGINES: dict[str, Engine] = {
 def formats_of(names: Iterable[str]) -> tuple[str, ...]:
     """Return the formats of engines, and formats by name, once each, without ``f16``.
 
-    Parameters
-    ----------
-    names : iterable of str
-        Names in `ENGINES` or `FORMATS`.
-
     Raises
     ------
     InputError
-        If there is no such engine or format, or none is named.
     """
     chosen: set[str] = set()
     for name in names:
@@ -199,7 +185,6 @@ def check_holds(names: Sequence[str], shape: ModelShape) -> None:
     Raises
     ------
     InputError
-        Names the format, the head size, and the formats that can.
     """
     able = formats_for(shape)
     if odd := [name for name in names if name not in able]:
@@ -212,21 +197,9 @@ def check_holds(names: Sequence[str], shape: ModelShape) -> None:
 
 
 def bytes_of(shape: ModelShape, pairs: Sequence[tuple[str, str]], n_tokens: int) -> int:
-    """Return the bytes of K, V and states of one row in an engine.
+    """Return the bytes of K, V and states of one row in an engine, up to each window.
 
-    Parameters
-    ----------
-    pairs : sequence of (str, str), (n_layers,)
-        Formats of each layer's keys and values.
-    n_tokens : int
-        A windowed layer counts no more than its window.
-
-    Examples
-    --------
-    >>> shape = ModelShape(model_id="m", n_layers=1, n_query_heads=2, n_kv_heads=2, head_dim=64,
-    ...                    dtype_bytes=2, layer_types=("full",))
-    >>> bytes_of(shape, [("f16", "f16")], 100), bytes_of(shape, [("q8_0", "q4_0")], 100)
-    (51200, 20800)
+    ``pairs`` are of each layer, (n_layers,).
     """
     return sum(
         layer.state_bytes + sum(part_bytes(layer, part, pair[part], n_tokens) for part in (0, 1))
@@ -235,7 +208,7 @@ def bytes_of(shape: ModelShape, pairs: Sequence[tuple[str, str]], n_tokens: int)
 
 
 def part_bytes(layer: LayerShape, part: int, name: str, n_tokens: int) -> int:
-    """Return the bytes of a layer's keys (0) or values (1) in a format; see `bytes_of`."""
+    """Return the bytes of a layer's keys (0) or values (1)."""
     if not layer.kv_heads:
         return 0
     if layer.kind in WINDOWED and layer.window is not None:

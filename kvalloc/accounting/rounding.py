@@ -18,34 +18,18 @@ def apportion(
     minimum: npt.ArrayLike = 0,
     maximum: npt.ArrayLike | None = None,
 ) -> IntArray:
-    """Round numbers so that they add up to the total exactly.
+    """Round numbers (n,) so that they add up to the total exactly.
 
-    The shares are first moved up or down by one amount (clipped at their limits) until they sum to
-    the total, then rounded down. The missing units go to the largest remainders, ties to the lower
-    index.
-
-    Parameters
-    ----------
-    shares : array_like of float, (n,)
-        Real-valued shares, any unit.
-    total : int
-        Sum of the result.
-    minimum, maximum : array_like of int, scalar or (n,)
-        Limits of each result.
-
-    Returns
-    -------
-    ndarray of int64, (n,)
+    One amount is added to all shares, clipped at the limits, scalar or (n,). Then they are rounded
+    down, and missing units go to the largest remainders, ties to the lower index.
 
     Raises
     ------
     InputError
-        If the limits cross or cannot hold the total, or a share is not finite.
+        If the limits cannot hold the total, or a share is not finite.
 
     Examples
     --------
-    >>> apportion([1.5, 1.5, 3.0], 6).tolist()
-    [2, 1, 3]
     >>> apportion([10.0, 1.0, 1.0], 9, maximum=5).tolist()
     [5, 2, 2]
     """
@@ -72,20 +56,9 @@ def apportion(
 
 
 def round_up_to_grain(above: float, grain: int) -> int:
-    """Round a cost up to a whole number of grains, 0 or more.
+    """Round bytes above the smallest cost up to whole grains, 0 or more.
 
-    Each cost of a problem is its smallest cost plus a whole number of grains. A millionth of a
-    grain counts as a rounding error of ``above``.
-
-    Parameters
-    ----------
-    above : float
-        Bytes above the smallest cost, such as the bound of a relaxation.
-
-    Examples
-    --------
-    >>> round_up_to_grain(1.0, 16), round_up_to_grain(16.000001, 16), round_up_to_grain(-5.0, 16)
-    (16, 16, 0)
+    A millionth of a grain counts as a rounding error.
     """
     return max(0, math.ceil(above / grain - 1e-6)) * grain
 

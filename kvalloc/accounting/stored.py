@@ -1,4 +1,4 @@
-"""Bytes that the layers of any cache store, read from their tensors."""
+"""Bytes that the layers of any cache store."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvalloc.shape import HALF_BYTES
 
 
 def storages(tensors: Iterable[Any]) -> list[tuple[Any, int, Any]]:
-    """Return each storage of tensors once, the bytes that they show of it, and one of them."""
+    """Return each storage once, the bytes that tensors show of it, and one tensor."""
     stored: dict[tuple[str, int], tuple[Any, int, Any]] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -20,7 +20,7 @@ def storages(tensors: Iterable[Any]) -> list[tuple[Any, int, Any]]:
 
 
 def layer_tensors(layer: Any) -> list[Any]:
-    """Return all tensors of a layer of any kind; a reduced one may store entries elsewhere too."""
+    """Return all tensors of any layer."""
     if hasattr(layer, "stored_tensors"):
         return list(layer.stored_tensors())
     tensors = (getattr(layer, name, None) for name in ("keys", "values"))
@@ -30,8 +30,7 @@ def layer_tensors(layer: Any) -> list[Any]:
 def bytes_at_16_bits(layers: Iterable[Any]) -> int:
     """Return the bytes of entries for later tokens, with unrounded numbers at 16 bits.
 
-    Packed numbers with their scales, and positions of kept entries, count as stored. Layers with a
-    sliding window do not count: no method changes them.
+    Packed numbers, scales and positions count as stored, sliding layers as nothing.
     """
     total = 0
     for layer in layers:

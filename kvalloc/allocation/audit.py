@@ -1,4 +1,4 @@
-"""Audit of a budget profile: every statement is recomputed from its score profile."""
+"""Audit of a budget profile: every statement is recomputed."""
 
 from __future__ import annotations
 
@@ -43,27 +43,14 @@ def is_proven(checks: Iterable[Check]) -> bool:
 
 
 def verify(profile: BudgetProfile | str | Path, scores: ScoreProfile | str | Path) -> list[Check]:
-    """Recompute everything a budget profile states from the score profile alone.
+    """Recompute all that a budget profile states from its score profile.
 
-    Parameters
-    ----------
-    profile : BudgetProfile, str or Path
-        The decision, its file, or the name of a shipped one.
-    scores : ScoreProfile, str or Path
-        The score profile that it names, or its file.
-
-    Returns
-    -------
-    list of Check
-        Sizes, digests, every budget being an option of the problem, target or capacity, cost,
-        objective, retention, predicted loss, the bound recomputed by duality and the price. A
-        solver's bound beyond the dual one is not proven again. A measured loss is only compared
-        with its target.
+    A solver's bound beyond the dual one is not proven again. A measured loss is only compared with
+    its target.
 
     Raises
     ------
     ModelMismatchError
-        If the scores are of another model.
     InputError
         If the profile does not state its request.
     """
@@ -119,13 +106,9 @@ def _prediction_checks(profile: BudgetProfile, posed: PosedRequest) -> list[Chec
 
 
 def choice_of(profile: BudgetProfile, problem: AllocationProblem) -> tuple[IntArray, BoolArray]:
-    """Return the options of a profile's budgets, or the nearest smaller ones.
+    """Return the options of a profile's budgets, or the nearest smaller ones, (n_units,).
 
-    Returns
-    -------
-    choice : ndarray of int64, (n_units,)
-    is_option : ndarray of bool, (n_units,)
-        Whether the problem offers the unit's budget.
+    With them, whether the problem offers the unit's budget, (n_units,).
     """
     heads = np.maximum(problem.heads, 0)  # at layer level all heads have the budget of the first
     tokens = profile.budgets[problem.layers, heads]
@@ -160,7 +143,6 @@ def _bytes_text(value: float) -> str:
 
 
 def _value_text(request: Request) -> Callable[[float], str]:
-    """Return a function that writes a value of the problem with all digits."""
     if request.objective != "loss":
         return repr
     return lambda value: f"{0.0 - value!r} nats per token"  # a loss is a value of 0 or below
@@ -172,7 +154,6 @@ def _proof_checks(
     choice: IntArray,
     written: Callable[[float], str],
 ) -> list[Check]:
-    """Check sense, bound, reason for stopping and price: the parts of the certificate."""
     objective, stated, ended = problem.objective(choice), profile.bound, profile.termination
     proof, slack = prove(problem, choice, profile.prices), TOLERANCE * max(1.0, abs(objective))
     checks = [_equal("sense", profile.sense, problem.sense.value)]
@@ -206,6 +187,5 @@ def _proof_checks(
 
 
 def _same(stated: Limit, true: Limit) -> bool:
-    """Return whether two limits agree, their prices within the tolerance."""
     priced = _close("price", stated.value_per_mib, true.value_per_mib).passed
     return priced and stated == true.replace(value_per_mib=stated.value_per_mib)

@@ -55,26 +55,24 @@ def solve(
     Parameters
     ----------
     scores : ScoreProfile, str or Path
-        Measured retention curves, or their file.
     solver : str or Solver
-        Registered name, also with options such as ``"ilp:gap=0.001"``, or a solver object.
-        ``"auto"`` takes the cheapest exact solver.
+        A name, also with options such as ``"ilp:gap=0.001"``; ``"auto"`` takes the cheapest exact
+        one.
     time_limit : float, optional
         Seconds after which a solver stops with its best choice and its bound; 60 by default.
     average : {"curves", "allocations"}
-        Solve once on the mean curves (the sample-average problem), or solve each sample and average
-        the budgets (XKV, Sec. IV-C).
+        Solve on the mean curves, or solve each sample and average the budgets (XKV, Sec. IV-C).
     request : Request, optional
-        The parsed request, instead of keywords.
+        Instead of keywords.
     notify : callable
         Called with one line on the objective, if the request names none.
     **keywords
-        One target, its context and its limits: see `kvalloc.allocation.request.RequestOptions`.
+        One target, its context and its limits.
 
     Raises
     ------
     InputError
-        If an argument is out of range, or none or several targets are given.
+        If an argument is out of range, or the target is none or several.
     InfeasibleError
         If the target cannot be met; says which one can.
     SolverError
@@ -83,7 +81,6 @@ def solve(
     Examples
     --------
     >>> profile = solve("s.safetensors", target_retention=0.9)  # doctest: +SKIP
-    >>> profile.save("mine.json")  # doctest: +SKIP
     """
     start, chosen = time.monotonic(), get_solver(solver)
     if not isinstance(scores, ScoreProfile):
@@ -111,20 +108,7 @@ def decide(
     average: Average = "curves",
     priced: bool = True,
 ) -> BudgetProfile:
-    """Solve a posed request, without advice if it is infeasible.
-
-    Parameters
-    ----------
-    time_limit, average
-        As in `solve`.
-    priced : bool
-        Whether shadow prices and limits are stated too.
-
-    Raises
-    ------
-    InputError, InfeasibleError, SolverError
-        As `solve`.
-    """
+    """Solve a posed request without advice; ``priced`` states shadow prices and limits too."""
     options = options_of(solver)
     scores, request, problem = posed.scores, posed.request, posed.problem
     if average == "curves":
@@ -180,7 +164,7 @@ class Attempt:
 
     @property
     def rank(self) -> tuple[float, ...]:
-        """Return a sort key: the best objective first, then proven and quick solvers."""
+        """Return a sort key: best objective, then proven, then quick."""
         if self.profile is None:
             return (math.inf,)
         better = -1.0 if self.profile.sense == "max_value" else 1.0
@@ -206,32 +190,25 @@ def compare(
     ----------
     scores : ScoreProfile, str or Path
     solvers : sequence of str, optional
-        Names as in `solve`, also ``"module:Class"``; by default all registered solvers.
+        By default all registered solvers.
     time_limit, average, request, notify : optional
-        As in `solve`; the time limit holds for each solver.
+        As in `solve`; the time limit is for each solver.
     watch : callable
-        Returns a context for a solver's name, such as a progress bar, which is open while it runs.
+        Returns a context, such as a progress bar, which is open while a solver runs.
     **keywords
         As in `solve`.
 
     Returns
     -------
     list of Attempt
-        The best first, solvers that cannot solve this problem last; at least one decided.
+        The best first, failed ones last.
 
     Raises
     ------
     InputError
-        As `solve`.
     InfeasibleError
-        If no solver can meet the target; says which one can be met.
     SolverError
-        If no solver can solve the problem.
-
-    Examples
-    --------
-    >>> [best, *others] = compare(scores, budget="20%")  # doctest: +SKIP
-    >>> best.profile.save("mine.json")  # doctest: +SKIP
+        If no solver succeeds.
     """
     scores = load_scores(scores)
     request = Request.parse(**keywords) if request is None else request
@@ -270,19 +247,7 @@ def compare(
 
 
 def outcome(posed: PosedRequest, choice: IntArray, value: float) -> dict[str, Any]:
-    """Return the budgets of a choice, and the predictions of the measured curves for them.
-
-    Parameters
-    ----------
-    value : float
-        Value of the choice in the problem.
-
-    Returns
-    -------
-    dict
-        Fields of a `BudgetProfile`: budgets and bits, retention, predicted loss and its model
-        error.
-    """
+    """Return a choice's fields of a `BudgetProfile`; ``value`` is its value in the problem."""
     problem, scores, bits = posed.problem, posed.scores, None
     shape, full = scores.shape, list(scores.shape.full_layers)
     budgets = constant_entries(shape, problem.context_tokens)
@@ -301,7 +266,6 @@ def outcome(posed: PosedRequest, choice: IntArray, value: float) -> dict[str, An
 
 
 def _check_average(posed: PosedRequest, average: str) -> None:
-    """Raise an `InputError` if the allocations of a request cannot be averaged over samples."""
     problem, counts = posed.problem, posed.problem.option_counts
     way_out = option("average", "curves")
     if average != "allocations":
@@ -324,7 +288,6 @@ def _average_allocations(
     time_limit: float | None,
     average: str,
 ) -> CheckedSolution:
-    """Solve every sample, average the budgets, and repair the sum with the one rounding rule."""
     _check_average(posed, average)
     problem, n_samples = posed.problem, posed.scores.n_samples
     problem.check_feasible()
@@ -361,10 +324,7 @@ def _average_allocations(
 
 
 def loss_outlook(profile: BudgetProfile) -> str:
-    """Return one line on the loss of budgets that were decided by retention.
-
-    The model's fitted file predicts it: the sum of single losses, times the model error.
-    """
+    """Return one line on the loss of budgets decided by retention, by the model's fitted file."""
     if profile.retention is None or profile.predicted_loss is not None:
         return ""
     unknown = "retention does not tell what answers lose"
@@ -387,7 +347,6 @@ def loss_outlook(profile: BudgetProfile) -> str:
 def _predicted_losses(
     file: str, profile: BudgetProfile, share: float
 ) -> tuple[float | None, float | None]:
-    """Return the predicted loss of budgets, and of the best ones in their bytes."""
     fitted = load_fitted(file)
     scores, tokens = fitted.scores, profile.context_tokens
     request = Request.parse(

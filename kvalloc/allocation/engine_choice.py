@@ -1,7 +1,6 @@
-"""Choice of the engine format of each layer's keys and values, within the options of an engine.
+"""Choice of the engine format of each layer's keys and values.
 
-An engine's options are one multiple-choice problem, or several with the best answer taken. An
-option of a unit is a *setting*: the formats of keys and values of some layers.
+An option of a unit is a *setting*: the formats of keys and values of some layers.
 """
 
 from __future__ import annotations
@@ -47,7 +46,6 @@ Units = list[IntArray]
 
 
 def _by_layer(pairs: IntArray, n_layers: int) -> Units:
-    """Return a unit for each layer, with all pairs."""
     layers = np.arange(n_layers)
     settings = np.full((layers.size, len(pairs), layers.size, 2), LEFT)
     settings[layers, :, layers] = pairs
@@ -55,12 +53,7 @@ def _by_layer(pairs: IntArray, n_layers: int) -> Units:
 
 
 def _units_of(grain: Grain, pairs: IntArray, tables: FloatArray) -> list[Units]:
-    """Return the units of the problems of an engine.
-
-    An engine with one pair: a problem with one unit. An engine that skips layers: a problem for
-    each pair, with a unit for each layer, at this pair or 16 bits. An engine with pairs by layer: a
-    problem with a unit for each layer.
-    """
+    """Return the units of each problem of an engine; see `Engine.grain`."""
     n_layers, whole = tables.shape[1], np.full(2, SIXTEEN)
     match grain:
         case "model":
@@ -74,10 +67,7 @@ def _units_of(grain: Grain, pairs: IntArray, tables: FloatArray) -> list[Units]:
 
 
 def _with_ends(pairs: IntArray, tables: FloatArray) -> list[Units]:
-    """Return problems of two units, keys and values: formats of first, middle and last layers.
-
-    Each problem has formats of keys that go together with all its formats of values.
-    """
+    """Return problems of two units, keys and values: formats of first, middle and last layers."""
     allowed = {
         key: frozenset(pairs[pairs[:, 0] == key, 1].tolist()) for key in pairs[:, 0].tolist()
     }
@@ -94,10 +84,7 @@ def _with_ends(pairs: IntArray, tables: FloatArray) -> list[Units]:
 
 
 def _ends_of(part: int, formats: Sequence[int], tables: FloatArray) -> IntArray:
-    """Return the settings of keys (0) or values (1) that are worth their bytes.
-
-    A setting splits the layers into first, middle and last ones, with a format for each part.
-    """
+    """Return the settings of keys (0) or values (1), in three runs of layers, worth their bytes."""
     n_layers, codes = tables.shape[1], np.array(formats)
     before = np.zeros((2, n_layers + 1, codes.size))  # loss and bytes of the layers before one
     before[:, 1:] = tables[:, :, part, codes].cumsum(axis=1)
@@ -119,15 +106,7 @@ def _ends_of(part: int, formats: Sequence[int], tables: FloatArray) -> IntArray:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PosedEngine:
-    """Problems of an engine's options, for a model at a context.
-
-    Attributes
-    ----------
-    context_tokens, batch : int
-        Tokens of a row, and rows.
-    time_limit : float or None
-        Of the solver, seconds.
-    """
+    """Problems of an engine's options, for ``batch`` rows; ``time_limit`` is in seconds."""
 
     losses: FormatLosses
     engine: Engine
@@ -138,9 +117,9 @@ class PosedEngine:
 
     @cached_property
     def tables(self) -> FloatArray:
-        """Loss and bytes of keys and values of each layer, ``(2, n_layers, 2, n_formats + 2)``.
+        """Loss and bytes of each layer's keys and values, ``(2, n_layers, 2, n_formats + 2)``.
 
-        The last axis has all formats, `LEFT`, which takes nothing, and `SIXTEEN`.
+        The last axis ends with `LEFT`, which takes nothing, and `SIXTEEN`.
         """
         names = dict(enumerate(self.losses.formats)) | {SIXTEEN: WHOLE}
         tables = np.zeros((2, *self.losses.losses.shape[:2], len(names) + 1))
@@ -153,9 +132,9 @@ class PosedEngine:
         return tables
 
     def totals(self, settings: IntArray) -> FloatArray:
-        """Return loss and bytes of settings ``(n_settings, n_layers, 2)``, ``(2, n_settings)``.
+        """Return loss and bytes, ``(2, n_settings)``, of settings ``(n_settings, n_layers, 2)``.
 
-        The loss is the sum of single layers' losses; for whole settings it is the predicted loss.
+        The loss sums single layers' losses; with one pair for all layers it is predicted.
         """
         rows, parts = np.ogrid[: settings.shape[1], :2]
         sums = np.asarray(self.tables[:, rows, parts, settings].sum(axis=(-1, -2)))
@@ -165,7 +144,7 @@ class PosedEngine:
 
     @cached_property
     def problems(self) -> list[tuple[AllocationProblem, Units]]:
-        """Return the problems, and the settings of the options of each unit.
+        """Return the problems, and the settings of each unit's options.
 
         Raises
         ------
@@ -183,7 +162,6 @@ class PosedEngine:
         return [*map(self._problem, _units_of(engine.grain, np.array(pairs), self.tables))]
 
     def _problem(self, units: Units) -> tuple[AllocationProblem, Units]:
-        """Return a problem of the settings that are worth their bytes, and these settings."""
         windowed = np.isin(self.losses.shape.layer_types, WINDOWED) & (
             not self.engine.rounds_windows
         )
@@ -214,18 +192,13 @@ class PosedEngine:
     def best(
         self, *, room: int | None = None, max_sum: float = 0.0
     ) -> tuple[IntArray, CheckedSolution]:
-        """Return the smallest sum of losses in some bytes, or the fewest bytes for a sum.
+        """Return the setting, (n_layers, 2), of the smallest sum of losses or the fewest bytes.
 
-        Returns
-        -------
-        setting : ndarray of int64, (n_layers, 2)
-        solution : CheckedSolution
-            With the bound of all problems.
+        Its solution has the bound of all problems.
 
         Raises
         ------
         InfeasibleError
-            If no problem can meet it.
         """
         answers = []
         for problem, units in self.problems:
@@ -244,7 +217,7 @@ class PosedEngine:
         return setting, replace(solved, bound=proof.bound, bound_source=proof.bound_source)
 
     def largest_sum(self, loss: float) -> float:
-        """Return the largest sum of single losses with at most this predicted loss."""
+        """Return the largest sum of single losses within a predicted loss."""
         if self.engine.grain == "model":
             return loss
         largest = float(self.tables[0].max(axis=-1).sum())
@@ -255,11 +228,7 @@ class PosedEngine:
         return largest * (bisect_left(range(_PARTS + 1), True, key=is_more) - 1) / _PARTS
 
     def frontier(self) -> list[EngineSetting]:
-        """Return settings by rising bytes.
-
-        All settings worth their bytes if all layers have one pair; else the best one at evenly
-        spaced sizes.
-        """
+        """Return settings by rising bytes: all that are worth theirs, or the best at even steps."""
         problems = [problem for problem, _ in self.problems]
         if problems[0].n_units == 1:
             return self.stated(self.problems[0][1][0])
@@ -269,7 +238,7 @@ class PosedEngine:
         return self.stated([self.best(room=room)[0] for room in rooms])
 
     def stated(self, settings: Sequence[IntArray] | IntArray) -> list[EngineSetting]:
-        """Return settings ``(n_layers, 2)`` with their names, bytes and predicted losses."""
+        """Return settings ``(n_layers, 2)`` with names, bytes and predicted losses."""
         names = np.array([*self.losses.formats, WHOLE], dtype=object)
         sums, costs = self.totals(np.array(settings))
         costs += self.batch * self.losses.shape.state_bytes
@@ -299,30 +268,21 @@ def choose(
 
     Parameters
     ----------
-    losses : FormatLosses
-        Measured losses of single layers in the engine's formats.
-    engine : str
-        A name in `ENGINES`.
     context : int, optional
         Tokens of a row; by default the model's limit.
-    batch : int
-        Rows.
     solver, time_limit
         As of `kvalloc.solve`.
     **target
         One of ``memory`` (bytes of the cache), ``budget`` (share of its bytes at 16 bits), ``bits``
-        (an element of K and V, on average) and ``target_loss``. The last takes the fewest bytes at
-        a predicted KL in nats per token.
+        (an element of K and V, on average) and ``target_loss`` (predicted KL, nats per token, in
+        the fewest bytes).
 
     Raises
     ------
     InputError
-        If there is no such engine, the target is none or several, the context is beyond the model's
-        limit, or no format of the engine was measured.
     InfeasibleError
-        If no setting of the engine meets the target; names the nearest one.
+        Names the nearest target.
     SolverError
-        As `kvalloc.solve`.
     """
     shape, chosen = losses.shape, one_of("engine", engine, ENGINES)
     goal, name, requested = read_target(target)
@@ -387,12 +347,11 @@ def choose(
 
 
 def read_target(keywords: Mapping[str, Any]) -> tuple[Target, str, str]:
-    """Return the one target among keywords, with its name and option; bits become a share.
+    """Return the one target among keywords, its name and option; bits become a share.
 
     Raises
     ------
     InputError
-        If there is no target, or several, or one that engine formats cannot meet.
     """
     typed = {name: value for name, value in keywords.items() if value is not None}
     known = f"give one of {', '.join(map(option, TARGETS))}"

@@ -1,7 +1,4 @@
-"""Formulation: from a score profile and a request to a problem, and to predictions.
-
-Values of options and predictions of budgets come from the same curves.
-"""
+"""Formulation: from a score profile and a request to a problem, and to predictions."""
 
 from __future__ import annotations
 
@@ -38,9 +35,9 @@ class PosedRequest:
     Attributes
     ----------
     sample : int or None
-        Index of one sample; None for the mean of all.
+        Index of a sample; None for the mean.
     columns : int or None
-        Length of the longest prompt of a batch; None if all are as long as the context.
+        Length of the longest prompt of a batch.
     """
 
     scores: ScoreProfile
@@ -55,12 +52,11 @@ class PosedRequest:
 
     @cached_property
     def costs(self) -> CacheCosts:
-        """Return the cost of the whole cache of the request.
+        """Return the cost of the request's whole cache.
 
         Raises
         ------
         InputError
-            If it is more bytes than can be counted.
         """
         return CacheCosts(
             shape=self.scores.shape,
@@ -74,25 +70,20 @@ class PosedRequest:
     def problem(self) -> AllocationProblem:
         """Return the multiple-choice problem of the request.
 
-        Each number of tokens from the floor to the context is an option (each page with ``page``).
-        Its value is the retention it adds, its cost the bytes it stores. At layer level an option
-        keeps that many entries in each KV head, by each head's own order.
+        Each page (token without ``page``) from the floor to the context is an option: its value is
+        the retention it adds, its cost the bytes it stores. At layer level it is that many entries
+        in each KV head, by each head's order. With several bit widths, each budget is an option at
+        each; options that cost no less than a better one are left out.
 
-        With several bit widths, each budget is an option at each width, worth less the loss
-        measured there. Options that cost no less than a better one are left out.
-
-        With the objective ``"loss"``, an option is worth less its loss, linear between the measured
-        levels. A choice's value is the sum over units. Options are the pages down from the context,
-        every n-th one beyond `EVEN_OPTIONS`. They end at the floor or the lowest measured level,
-        whichever is higher.
+        With the objective ``"loss"``, a value is minus a loss, linear between the measured levels,
+        and options are `EVEN_OPTIONS` at most, from the lowest level up.
 
         Raises
         ------
         InputError
-            If the context is beyond the model's limit or too short for sinks and window, or loss is
-            the objective and was not measured for such units.
+            If the context is impossible, or losses were not measured.
         InfeasibleError
-            If memory is below the bytes of floors and sliding layers.
+            If a size is below the floors.
         """
         request, shape = self.request, self.scores.shape
         _check_context(self)
@@ -116,19 +107,15 @@ class PosedRequest:
         )
 
     def values(self, tokens: IntArray, bits: int) -> tuple[FloatArray, FloatArray]:
-        """Return the value of budgets to each unit at a bit width, and the units' weights.
+        """Return the value of budgets to each unit, (n_units, n_options), and weights, (n_units,).
 
-        Returns
-        -------
-        values : ndarray of float64, (n_units, n_options)
-            Retention that the unit adds to its layer; its own retention for the worst unit; less
-            its loss for the objective ``"loss"``.
-        weights : ndarray of float64, (n_units,)
+        It is the retention that the unit adds to its layer; its own for the worst unit; minus its
+        loss for ``"loss"``.
 
         Raises
         ------
         InputError
-            If losses or bits are needed and were not measured for such units.
+            If its losses were not measured.
         """
         scores, request = self.scores, self.request
         full, is_worst = list(scores.shape.full_layers), request.objective == "worst"
@@ -163,19 +150,18 @@ class PosedRequest:
         return values, np.full(len(values), 1.0 / len(full))
 
     def _curves_at(self, curves: FloatArray, ranks: IntArray, tokens: IntArray) -> FloatArray:
-        """Return curves at budgets, linear between the measured ranks."""
         places = evictable_rank(self.scores, tokens, self.context_tokens)
         return interpolate_curves(curves, ranks, places)
 
     @property
     def _loss_ranks(self) -> IntArray:
-        """Entries kept of the evictable ones at each measured level of the loss curves."""
+        """Evictable entries kept at each measured level of loss."""
         assert self.scores.loss_tokens is not None  # loss_curves has returned the curves
         return self.scores.loss_tokens - self.scores.protected_tokens
 
     @property
     def min_loss_tokens(self) -> int:
-        """Smallest budget with a known loss: the lowest measured level, at this context."""
+        """Smallest budget with a known loss, at this context."""
         protected = self.scores.protected_tokens
         stretch = (self.context_tokens - protected) / self.scores.evictable_tokens
         return protected + math.ceil(int(self._loss_ranks[0]) * stretch - 1e-9)
@@ -183,10 +169,7 @@ class PosedRequest:
     def retention(self, budgets: IntArray) -> float:
         """Return the mean over full-attention layers of the kept share of score mass, 0..1.
 
-        Parameters
-        ----------
-        budgets : ndarray of int64, (n_layers, n_kv_heads)
-            Entries that each head keeps, sinks and window included.
+        ``budgets`` (n_layers, n_kv_heads) include sinks and window.
         """
         kept = self._sum_at(self.scores.contributions(self.sample), self.scores.ranks, budgets)
         return kept / len(self.scores.shape.full_layers)
@@ -194,17 +177,8 @@ class PosedRequest:
     def predicted_loss(self, budgets: IntArray, bits: IntArray | None = None) -> float | None:
         """Return the sum of the units' measured losses at their budgets, nats per token.
 
-        Parameters
-        ----------
-        budgets, bits : ndarray of int64, (n_layers, n_kv_heads)
-            Entries that each head keeps, sinks and window included, and their width; 16 everywhere
-            by default.
-
-        Returns
-        -------
-        float or None
-            None if unknown: no loss curves, a budget below the lowest measured level, bits that
-            were not measured, or different heads if only whole layers were measured.
+        ``budgets`` (n_layers, n_kv_heads) include sinks and window. It is None for losses not
+        measured, below the lowest level, or for different heads of layers measured whole.
         """
         scores, full = self.scores, list(self.scores.shape.full_layers)
         widths = np.full_like(budgets, 16) if bits is None else bits
@@ -222,14 +196,7 @@ class PosedRequest:
         return self._sum_at(curves, self._loss_ranks, budgets)
 
     def _sum_at(self, curves: FloatArray, ranks: IntArray, budgets: IntArray) -> float:
-        """Return the sum of the curves of the full-attention layers, each at its own budget.
-
-        Parameters
-        ----------
-        curves : ndarray of float64, (n_layers, n_kv_heads or 1, n_points)
-        ranks : ndarray of int64, (n_points,)
-        budgets : ndarray of int64, (n_layers, n_kv_heads)
-        """
+        """Return the sum of curves (n_layers, n_kv_heads or 1, n_points) at budgets."""
         at_budgets = [
             self._curves_at(curves[layer, head], ranks, budgets[layer, [head]])
             for layer in self.scores.shape.full_layers
@@ -238,22 +205,14 @@ class PosedRequest:
         return math.fsum(np.concatenate(at_budgets))
 
     def model_error(self, bits: IntArray | None, share: float) -> float | None:
-        """Return the measured loss of whole caches of a share over the sum of single losses.
-
-        None if it was not measured for these entries and bits of each head.
-        """
+        """Return measured over summed loss of whole caches of a share; None if not measured."""
         by_head = bits is not None and self.request.level == "head"
         return self.scores.error_at(share) if by_head else None
 
     def predicted_loss_interval(self, profile: BudgetProfile) -> tuple[float, float] | None:
-        """Return the 95% bootstrap interval of a predicted loss over the measured samples.
+        """Return the 95% bootstrap interval of a predicted loss over the samples, nats per token.
 
-        It covers the change with other samples of such text. It does not cover the model error.
-
-        Returns
-        -------
-        low, high : float
-            Nats per token; None without a known loss, or with one sample.
+        It leaves the model error out. None without a known loss, or with one sample.
         """
         samples = (replace(self, sample=one) for one in range(self.scores.n_samples))
         each = [one.predicted_loss(profile.budgets, profile.bits) for one in samples]
@@ -262,22 +221,15 @@ class PosedRequest:
 
 
 def formulate(scores: ScoreProfile, request: Request) -> AllocationProblem:
-    """Return the multiple-choice problem of a request on the mean of measured curves."""
+    """Return the problem of a request on the mean of measured curves."""
     return PosedRequest(scores=scores, request=request).problem
 
 
 def choose_objective(scores: ScoreProfile, request: Request, solver: Solver) -> tuple[Request, str]:
-    """Choose the objective of a request that names none: the loss, if it was measured.
+    """Choose the objective of a request that names none, and a line on the reason or "".
 
-    Retention measures harm weakly. So a size is spent by loss curves if the score profile has them
-    for such units and bits, and the solver takes them.
-
-    Returns
-    -------
-    request : Request
-        With an objective.
-    note : str
-        One line on the choice and its reason; empty without a choice.
+    Losses, which tell harm better than retention, decide for a size if they were measured for such
+    units and bits and the solver takes them.
     """
     plain = replace(request, objective=request.objective or "mean")
     sized = request.target.needed_value is None
@@ -299,7 +251,6 @@ def choose_objective(scores: ScoreProfile, request: Request, solver: Solver) -> 
 
 
 def _check_context(posed: PosedRequest) -> None:
-    """Raise an `InputError` for a context, or limits of budgets, that leave no options."""
     scores, request, context = posed.scores, posed.request, posed.context_tokens
     protected = scores.protected_tokens
     scores.shape.check_context(context)
@@ -320,11 +271,7 @@ def _check_context(posed: PosedRequest) -> None:
 
 
 def _option_tokens(posed: PosedRequest) -> IntArray:
-    """Return rising budgets: whole pages, or all of the context.
-
-    Values that are not concave have at most `EVEN_OPTIONS`, in equal steps down from the largest.
-    Then the grain of the costs stays coarse, which exact solvers need.
-    """
+    """Return rising budgets: whole pages, or all of the context."""
     scores, request, context = posed.scores, posed.request, posed.context_tokens
     page, floor = request.page, max(scores.protected_tokens, request.min_tokens or 0)
     if request.objective == "loss":
@@ -352,7 +299,6 @@ def _option_tokens(posed: PosedRequest) -> IntArray:
 
 
 def _options(posed: PosedRequest) -> dict[str, Any]:
-    """Return the fields of the problem that describe the options of all units."""
     request, tokens = posed.request, _option_tokens(posed)
     widths = request.bits or (16,)
     valued = [posed.values(tokens, width) for width in widths]
@@ -378,7 +324,6 @@ def _options(posed: PosedRequest) -> dict[str, Any]:
 
 
 def _constraints(posed: PosedRequest, layers: IntArray) -> tuple[SideConstraint, ...]:
-    """Return caps in the order given, then distinct budgets."""
     request, shape = posed.request, posed.scores.shape
     constraints: list[SideConstraint] = []
     for cap in request.cap:
@@ -404,12 +349,7 @@ def _constraints(posed: PosedRequest, layers: IntArray) -> tuple[SideConstraint,
 
 
 def evictable_rank(scores: ScoreProfile, tokens: IntArray, context_tokens: int) -> FloatArray:
-    """Return the place of budgets on a curve: evictable entries kept of the reference context.
-
-    Returns
-    -------
-    ndarray of float64, as ``tokens``
-    """
+    """Return the place of budgets on a curve: evictable entries kept of the reference context."""
     stretch = scores.evictable_tokens / (context_tokens - scores.protected_tokens)
     ranks = (tokens - scores.protected_tokens) * stretch
     within: FloatArray = np.clip(ranks, 0.0, float(scores.evictable_tokens)).astype(np.float64)
@@ -417,12 +357,11 @@ def evictable_rank(scores: ScoreProfile, tokens: IntArray, context_tokens: int) 
 
 
 def check_losses(scores: ScoreProfile, bits: tuple[int, ...] = (16,)) -> None:
-    """Refuse losses at bit widths that were not measured.
+    """Refuse bit widths without measured losses.
 
     Raises
     ------
     InputError
-        If there are no loss curves, or none for a width.
     """
     missing = [width for width in bits if width not in scores.loss_widths]
     if not missing:
@@ -444,12 +383,9 @@ def check_losses(scores: ScoreProfile, bits: tuple[int, ...] = (16,)) -> None:
 
 
 def loss_curves(scores: ScoreProfile, sample: int | None = None, *, bits: int = 16) -> FloatArray:
-    """Return the loss curves of the mean over samples, or of one.
+    """Return the loss curves of a sample or the mean, nats per token.
 
-    Returns
-    -------
-    ndarray of float64, (n_layers, n_kv_heads or 1, n_levels)
-        Nats per token.
+    They are (n_layers, n_kv_heads or 1, n_levels).
 
     Raises
     ------

@@ -32,13 +32,13 @@ class FrontierPoint(CheckedSolution):
     Attributes
     ----------
     share : float
-        Cost of the choice over the cost of all entries at 16 bits.
+        Of the cost of all entries at 16 bits.
     value_per_mib : float or None
-        Shadow price: value that one more MiB would buy; None if side constraints leave no price.
+        Shadow price: value that one more MiB would buy.
     retention : float or None
-        Mean over layers of the kept share of score mass; None if only a problem is known.
+        Mean over layers of the kept share of score mass.
     predicted_loss : float or None
-        Sum of the measured losses, nats per token; None if it was not measured.
+        Nats per token.
     """
 
     share: float
@@ -71,8 +71,6 @@ def frontier(
 
     Parameters
     ----------
-    scores : ScoreProfile, str or Path
-        Measured retention curves, or their file.
     points : int
         Sizes, spaced geometrically in bytes; equal ones are merged.
     solver, notify
@@ -80,20 +78,17 @@ def frontier(
     time_limit : float, optional
         Seconds for each point.
     request : Request, optional
-        The parsed request with the target ``budget=1.0``, instead of keywords.
+        With the target ``budget=1.0``.
     progress : callable, optional
-        Called after each point with the points done and the points in all.
-    **keywords
-        See `kvalloc.allocation.request.RequestOptions`, without a target.
+        Called after each point with points done and points in all.
 
     Raises
     ------
     InputError
-        If there are fewer than two points.
+        If points are not 2 to `MOST_POINTS`.
     InfeasibleError
-        If no size is enough for the side constraints; names one that is.
+        If no size is enough for the side constraints.
     SolverError
-        If the solver cannot solve this problem.
     """
     scores, chosen = load_scores(scores), get_solver(solver)
     if request is None:
@@ -125,7 +120,6 @@ def frontier(
 
 
 def _capacities(posed: PosedRequest, points: int) -> list[int]:
-    """Return the bytes of each size, rising."""
     problem, costs = posed.problem, posed.costs
     if not 2 <= points <= MOST_POINTS:
         raise InputError(f"a frontier of {points} points is no line; ask for 2 to {MOST_POINTS:,}")
@@ -147,26 +141,14 @@ def trace_frontier(
     time_limit_seconds: float | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[FrontierPoint]:
-    """Solve one problem at many capacities.
+    """Solve one problem, its capacity or target ignored, at many capacities.
 
-    Parameters
-    ----------
-    problem : AllocationProblem
-        Its capacity or target is ignored; arrays are checked only once.
-    capacities : sequence of int
-        Bytes, rising.
-    whole_bytes : int, optional
-        Bytes that shares are of, and the largest cost of a point; by default the cost of each
-        unit's last option.
-    time_limit_seconds, progress
-        As ``time_limit`` and ``progress`` of `frontier`.
+    ``capacities`` are rising bytes. Shares are of ``whole_bytes``, the largest cost of a point; by
+    default of all last options.
 
     Raises
     ------
-    InfeasibleError
-        If no capacity is enough for the side constraints.
-    SolverError
-        If the solver cannot solve this problem, fails or misreports.
+    InfeasibleError, SolverError
     """
     traced, whole = list[FrontierPoint](), whole_bytes or problem.max_cost_bytes
     last_error: InfeasibleError | None = None

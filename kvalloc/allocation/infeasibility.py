@@ -1,7 +1,7 @@
 """Advice on an infeasible request: the nearest feasible ones, as options to copy.
 
-One thing at a time is relaxed: the target, each side constraint, the smallest and the largest
-budget. The nearest value is found by solving again. It is exact if solvers prove their answers.
+The target, each side constraint, the smallest and the largest budget are relaxed alone. The nearest
+value is exact if solvers prove their answers.
 """
 
 from __future__ import annotations
@@ -34,14 +34,10 @@ SURE = {True: "", False: " (a smaller change may do)"}
 def diagnose(
     problem: AllocationProblem, *, deadline: float
 ) -> tuple[float | int | None, bool] | None:
-    """Find the nearest target or capacity for which a problem has a solution, until a deadline.
+    """Return the largest feasible target, or smallest capacity in bytes, and whether it is proven.
 
-    Returns
-    -------
-    (float or int or None, bool) or None
-        The largest target, or the smallest capacity in bytes, that all constraints allow, and
-        whether it is proven to be the nearest; (None, True) if they allow no choice. None if the
-        problem has a solution, or nothing was shown in time.
+    (None, True) if the constraints allow no choice; None if the problem has a solution, or nothing
+    was shown in time.
     """
     if attempt(lambda: problem, deadline) is not False:
         return None
@@ -76,19 +72,9 @@ def attempt(
 def smallest_that_works(
     low: int, high: int, attempted: Callable[[int], CheckedSolution | Literal[False] | None]
 ) -> tuple[int, bool] | None:
-    """Find the smallest whole number that works, by bisection.
+    """Return the smallest number that works, and whether all below were ruled out, by bisection.
 
-    Parameters
-    ----------
-    low, high : int
-        One known not to work, and the last to try.
-    attempted : callable
-        ``attempted(n)`` returns the result of `attempt` for n.
-
-    Returns
-    -------
-    (int, bool) or None
-        The number, and whether all below were ruled out; None if ``high`` does not work.
+    ``low`` does not work; None if ``high`` does not either.
     """
     if high <= low or not attempted(high):
         return None
@@ -102,13 +88,9 @@ def smallest_that_works(
 
 
 def relax(problem: AllocationProblem, index: int, *, deadline: float) -> tuple[Side, bool] | None:
-    """Find the tightest form of one side constraint with which a problem has a solution.
+    """Return the tightest form of one side constraint with a solution, and whether it is proven.
 
-    Returns
-    -------
-    (SideConstraint, bool) or None
-        The tightest constraint of the kind that leaves a solution, and whether anything tighter is
-        proven not to work. None if relaxing this constraint alone does not help.
+    None if relaxing this constraint alone does not help.
     """
     before, after = problem.constraints[:index], problem.constraints[index + 1 :]
     low, loosest, at = _scale(problem, problem.constraints[index])
@@ -122,13 +104,7 @@ def relax(problem: AllocationProblem, index: int, *, deadline: float) -> tuple[S
 
 
 def _scale(problem: AllocationProblem, one: Side) -> tuple[int, int, Callable[[int], Side]]:
-    """Number constraints of one kind from tight to loose.
-
-    Returns
-    -------
-    (int, int, callable)
-        Number of the constraint, number of one that limits nothing, and the constraint of a number.
-    """
+    """Return the number of a constraint, of the loosest of its kind, and their maker."""
     if isinstance(one, GroupCap):
         units, grain = list(one.units), problem.lattice_bytes
         floors = int(problem.costs[units, 0].sum())
@@ -151,18 +127,7 @@ def advise(
 ) -> InfeasibleError:
     """Return the error that names the option in the way, and the nearest possible values.
 
-    Parameters
-    ----------
-    error : InfeasibleError
-        Raised by a solver or by the problem itself.
-    time_limit_seconds : float, optional
-        For the search; `PATIENCE_SECONDS` by default.
-
-    Returns
-    -------
-    InfeasibleError
-        Its ``nearest`` is in the unit of the target. It is ``error`` if only one solver could not
-        meet the request.
+    It is ``error`` if only one solver could not meet the request.
     """
     limit = PATIENCE_SECONDS if time_limit_seconds is None else time_limit_seconds
     deadline = time.monotonic() + limit
@@ -208,7 +173,6 @@ def advise(
 
 
 def _option(request: Request, index: int, requested: Side, shown: Side) -> str:
-    """Return the option that requests a constraint, or another constraint of its kind."""
     if isinstance(requested, GroupCap) and isinstance(shown, GroupCap):
         cap = request.cap[index]
         if shown is requested:
@@ -220,7 +184,6 @@ def _option(request: Request, index: int, requested: Side, shown: Side) -> str:
 
 
 def _size(least_bytes: int) -> str:
-    """Return a size with two decimals, rounded up; in bytes if that is shorter."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         text = f"{math.ceil(100 * least_bytes / unit) / 100:.2f}{name}"
         if least_bytes >= unit and parse_bytes(text) >= least_bytes:
@@ -229,7 +192,6 @@ def _size(least_bytes: int) -> str:
 
 
 def _other_limit(scores: ScoreProfile, request: Request, name: str, deadline: float) -> str:
-    """Return the nearest other limit of single budgets that makes a request possible, if any."""
     limit = getattr(request, name) or 0
     step, last = -1, scores.protected_tokens
     if name == "max_tokens":

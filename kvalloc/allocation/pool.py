@@ -1,15 +1,13 @@
 """Pool: one memory for several score profiles, as one problem with the units of all members.
 
-Its value is the weighted sum of the members' values. A floor of a member is a limit on its value.
-Its price raises the member's weight. Any prices mu >= 0 prove:
+Its value is the weighted sum of the members' values. The price of a floor, a limit on a member's
+value, raises its weight. Any prices mu >= 0 prove:
 
     max sum_i w_i V_i  <=  max sum_i (w_i + mu_i) V_i - mu . f    with  V_i >= f_i.
 
 If the worst member counts, any weights p >= 0 that add up to 1 prove:
 
     max min_i V_i  <=  max sum_i p_i V_i.
-
-Bisection finds the largest floor that all members can have.
 """
 
 from __future__ import annotations
@@ -58,12 +56,11 @@ class Bound(NamedTuple):
     Attributes
     ----------
     source : str
-        ``"dual"``, or the name of the solver that claims it.
+        ``"dual"``, or the solver that claims it.
     scales : tuple of float
         Factors on the members' weights for their floors; if the worst member counts, the weights p.
-        See the module.
     prices : tuple of float
-        Prices of the memory and of each cap, if they prove more than kvalloc's own; may be empty.
+        Of the memory and of each cap, if they prove more than kvalloc's own.
     """
 
     value: float
@@ -84,7 +81,7 @@ WEIGHINGS, FLOOR_HALVINGS = 16, 40
 
 
 class PoolStatement(Record):
-    """Statement about its pool in the budget profile of a member."""
+    """Statement about its pool in a member's budget profile."""
 
     NAME: ClassVar[str] = "pool"
 
@@ -123,18 +120,7 @@ class PoolStatement(Record):
 
 
 class Pool(list[BudgetProfile]):
-    """Budget profiles of the members, in their order.
-
-    Attributes
-    ----------
-    fairness : {"sum", "worst"}
-        Whether the weighted sum of the members' values counts, or the worst one.
-    objective, bound : float
-        The weighted sum of the members' values, or the worst one; and a bound on it for any split
-        of the memory.
-    bound_source : str
-        ``"dual"``, or the name of the solver that claims the bound.
-    """
+    """Budget profiles of the members, in their order, and fields of `PoolStatement`."""
 
     def __init__(self, profiles: Sequence[BudgetProfile], stated: PoolStatement) -> None:
         self.fairness, self.objective = stated.fairness, stated.objective
@@ -162,36 +148,29 @@ def solve_pool(
     Parameters
     ----------
     members : sequence of (scores, request, weight)
-        Score profile of each member, keywords of `kvalloc.solve` without a size, and the factor on
-        its value. ``target_retention`` or ``target_loss`` is a floor: the smallest value of this
-        member.
+        Score profile, keywords of `kvalloc.solve` without a size, and the factor on its value.
+        ``target_retention`` or ``target_loss`` is a floor on the value.
     memory : str or int
         Bytes of all caches, such as ``"2GiB"``: the sum of their peaks.
     fairness : {"sum", "worst"}
-        Whether the weighted sum of the members' values counts, or the worst member's.
+        Whether the weighted sum of the members' values counts, or the worst one.
     solver : str or Solver
         As in `kvalloc.solve`.
     time_limit : float, optional
         Seconds, for the joint problem, and again for each member's part.
 
-    Returns
-    -------
-    Pool
-        A `BudgetProfile` for each member, proven for its part of the memory.
-
     Raises
     ------
     InputError
-        If there is no member, or a request, a weight or the fairness does not suit a pool.
+        If a request, a weight or the fairness does not suit a pool.
     InfeasibleError
         If the memory is too small for all members, or for their floors.
     SolverError
-        If the solver refuses, fails or misreports.
+        As `kvalloc.solve`.
 
     Examples
     --------
     >>> pool = solve_pool([(a, {}, 1.0), (b, {}, 2.0)], memory="2GiB")  # doctest: +SKIP
-    >>> pool[0].save("a.json")  # doctest: +SKIP
     """
     if fairness not in get_args(Fairness):
         raise InputError(f"the fairness is {fairness!r}, expected 'sum' or 'worst'")
@@ -252,25 +231,14 @@ def verify_pool(
     profiles: Sequence[BudgetProfile | str | Path],
     scores: Sequence[ScoreProfile | str | Path],
 ) -> list[Check]:
-    """Recompute the statements of profiles about their pool, from their score profiles alone.
+    """Recompute statements about a pool from all its profiles, and their scores in the same order.
 
-    Parameters
-    ----------
-    profiles : sequence of BudgetProfile, str or Path
-        All profiles of a `solve_pool`, in any order.
-    scores : sequence of ScoreProfile, str or Path
-        The score profile of each, in the same order.
-
-    Returns
-    -------
-    list of Check
-        Checks of the pool, memory, floors, objective and bound. A solver's bound beyond the dual
-        one is not proven again.
+    A solver's bound beyond the dual one is not proven again.
 
     Raises
     ------
     InputError
-        If they are not the profiles of one pool, or do not state their request.
+        If they are not one pool.
     """
     loaded = [load_profile(one) for one in profiles]
     try:
@@ -327,12 +295,10 @@ def verify_pool(
 
 
 def _combined(values: Sequence[float] | FloatArray, fairness: Fairness) -> float:
-    """Return the value of the pool: the sum of its members' values, or the worst one."""
     return min(values) if fairness == "worst" else math.fsum(values)
 
 
 def _can_prove(scales: Sequence[float], members: Sequence[_Member], fairness: Fairness) -> bool:
-    """Return whether these weights prove a bound: see the module."""
     if fairness == "worst":
         return min(scales) >= 0 and math.isclose(math.fsum(scales), 1.0)
     pairs = zip(scales, members, strict=True)
@@ -340,7 +306,6 @@ def _can_prove(scales: Sequence[float], members: Sequence[_Member], fairness: Fa
 
 
 def _objective(keywords: Mapping[str, Any]) -> str | None:
-    """Return the objective that a request names, or of its floor."""
     by_floor = {"target_retention": "mean", "target_loss": "loss"}
     floors = (by_floor[key] for key in by_floor if keywords.get(key) is not None)
     return keywords.get("objective") or next(floors, None)
@@ -348,8 +313,6 @@ def _objective(keywords: Mapping[str, Any]) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Member:
-    """One member of a pool: its request for all of the memory, its weight and its floor."""
-
     name: str
     posed: PosedRequest
     weight: float
@@ -359,7 +322,6 @@ class _Member:
 
     @classmethod
     def of(cls, place: int, scores: Any, keywords: Any, weight: Any, solver: Solver) -> _Member:
-        """Return a checked member."""
         name = f"member {place} of the pool"
         if not isinstance(weight, int | float) or not 0 < weight < math.inf:
             raise InputError(f"{name} has the weight {weight!r}, expected a number above 0")
@@ -387,7 +349,6 @@ class _Member:
     def of_profile(
         cls, profile: BudgetProfile, scores: ScoreProfile, weight: float, floor: float | None
     ) -> _Member:
-        """Return the member of a profile of the pool."""
         profile.shape.require_same_model(scores.shape)
         request = Request.read(profile, "a profile of the pool")
         request = replace(request, target=Target.of({"memory": MOST_BYTES}))
@@ -400,18 +361,16 @@ class _Member:
 
     @property
     def extra_bytes(self) -> int:
-        """Bytes that a cache takes in addition if it keeps everything, in the model's type."""
+        """Additional bytes of a cache that keeps everything, in the model's type."""
         costs = self.posed.costs
         if self.posed.problem.max_cost_bytes < costs.everything:
             return 0
         return max(0, costs.plain_bytes - costs.everything - self.peak_bytes(0))
 
     def peak_bytes(self, cost: int) -> int:
-        """Return the peak bytes of its cache for a choice of some cost."""
         return int(self.posed.request.target.nearest(cost, self.posed.costs)[0])
 
     def problem(self, whole: bool) -> AllocationProblem:
-        """Return its problem, with or without the choice that keeps everything."""
         problem = self.posed.problem
         if whole or not self.extra_bytes:
             return problem
@@ -420,13 +379,7 @@ class _Member:
         return problem.replace(constraints=(*problem.constraints, cap))
 
     def least_peak(self, solver: Solver, seconds: float) -> int:
-        """Return the smallest peak that keeps its floor and its limits.
-
-        Raises
-        ------
-        InfeasibleError
-            If no size keeps them; names the nearest limits.
-        """
+        """Return the smallest peak that keeps its floor and limits."""
         for whole in (False, True):
             problem = self.problem(whole)
             try:
@@ -445,7 +398,6 @@ class _Member:
         raise InfeasibleError(f"the floor of {self.name}: {never}", nearest=never.nearest)
 
     def profile(self, cost: int, solver: Solver, time_limit: float | None) -> BudgetProfile:
-        """Return the decision for its part of the memory, given the cost of its choice."""
         request = self.posed.request
         _, target = request.target.nearest(cost, self.posed.costs)
         part = replace(self.posed, request=replace(request, target=target))
@@ -461,7 +413,6 @@ _REFUSED = {
 
 
 def _best(search: _Search) -> tuple[IntArray, Bound]:
-    """Return the best choice that keeps all floors, and a bound."""
     members = search.members
     floors = {at: one.floor for at, one in enumerate(members) if one.floor is not None}
 
@@ -491,7 +442,6 @@ def _best(search: _Search) -> tuple[IntArray, Bound]:
 
 
 def _fairest(search: _Search) -> tuple[IntArray, Bound]:
-    """Return the choice with the best worst member, and a bound on that member's value."""
     members = search.members
     weights = np.full(len(members), 1.0 / len(members))
     choice, bound = search.weighted(weights)
@@ -519,17 +469,9 @@ def _fairest(search: _Search) -> tuple[IntArray, Bound]:
 
 
 def _least_weights(values: FloatArray) -> tuple[FloatArray, float]:
-    """Return weights of members that make the best of some choices worst, and its value.
+    """Return weights (n_members,) that make the best of some choices worst, and its value.
 
-    Parameters
-    ----------
-    values : ndarray of float64, (n_choices, n_members)
-        Value of each choice to each member.
-
-    Returns
-    -------
-    weights : ndarray of float64, (n_members,)
-        At least 0; they add up to 1.
+    ``values`` are (n_choices, n_members).
     """
     from scipy.optimize import linprog
 
@@ -548,8 +490,6 @@ def _least_weights(values: FloatArray) -> tuple[FloatArray, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Search:
-    """Search for the best split of a memory among the choices of all members."""
-
     members: Sequence[_Member]
     memory: int
     solver: Solver
@@ -558,7 +498,6 @@ class _Search:
 
     @cached_property
     def able(self) -> Collection[int]:
-        """Return the members that may keep everything."""
         if self.whole is not None:
             return self.whole
         smallest = [one.peak_bytes(one.posed.problem.min_cost_bytes) for one in self.members]
@@ -568,7 +507,6 @@ class _Search:
 
     @cached_property
     def joint(self) -> AllocationProblem:
-        """Return the problem of all members, within the memory that their peaks leave."""
         problems = [one.problem(at in self.able) for at, one in enumerate(self.members)]
         extra = sum(self.members[at].extra_bytes for at in self.whole or ())
         n_options = max(one.n_options for one in problems)
@@ -609,7 +547,6 @@ class _Search:
         )
 
     def scaled(self, scales: Sequence[float] | FloatArray) -> AllocationProblem:
-        """Return the problem of all members with scaled weights."""
         units = [one.posed.problem.n_units for one in self.members]
         return self.joint.replace(weights=self.joint.weights * np.repeat(scales, units))
 
@@ -622,18 +559,15 @@ class _Search:
         )
 
     def parts(self, choice: IntArray) -> Iterator[tuple[_Member, IntArray]]:
-        """Return each member and its part of a choice."""
         ends = np.cumsum([one.posed.problem.n_units for one in self.members])[:-1]
         return zip(self.members, np.split(choice, ends), strict=True)
 
     def peak(self, choice: IntArray) -> int:
-        """Return the sum of all peaks."""
         return sum(one.peak_bytes(one.posed.problem.cost(part)) for one, part in self.parts(choice))
 
     def split(
         self, best: Callable[[_Search], tuple[IntArray, Bound]], fairness: Fairness
     ) -> IntArray:
-        """Return the best choice over all sets of members that may be whole."""
         floors = [-math.inf if one.floor is None else one.floor for one in self.members]
         able = [at for at in self.able if self.members[at].extra_bytes]
         able.sort(key=lambda at: (-floors[at], self.members[at].extra_bytes))
@@ -649,7 +583,6 @@ class _Search:
         return max(choices, key=lambda one: _combined(weights * self.values(one), fairness))
 
     def too_small(self, error: InfeasibleError) -> InfeasibleError:
-        """Return the error that names a sufficient memory, or a floor that none can keep."""
         left = max(self.deadline - time.monotonic(), 1.0)
         needed = sum(one.least_peak(self.solver, left) for one in self.members)
         if needed <= self.memory:
@@ -662,12 +595,10 @@ class _Search:
         )
 
     def solved(self, problem: AllocationProblem) -> CheckedSolution:
-        """Return an answer in the time that is left."""
         left = max(self.deadline - time.monotonic(), 0.1)
         return solve_problem(problem, self.solver, time_limit_seconds=left)
 
     def weighted(self, scales: FloatArray) -> tuple[IntArray, Bound]:
-        """Return the best choice with scaled weights of the members, and the bound it proves."""
         answer = self.solved(self.scaled(scales))
         value = answer.bound - self.paid(scales)
         used = tuple(scales.tolist())
@@ -679,7 +610,6 @@ class _Search:
         return np.array([one.posed.problem.objective_value(part) for one, part in parts])
 
     def cheapest(self, floors: Mapping[int, float]) -> IntArray:
-        """Return the cheapest choice that keeps floors, with the smallest budgets elsewhere."""
         parts = []
         for at, one in enumerate(self.members):
             part = 0 * one.posed.problem.last_options

@@ -1,8 +1,4 @@
-"""Request of a user: one target, its context, and its limits.
-
-`RequestOptions` names, types and documents each keyword once, for functions (``Unpack``) and for
-flags.
-"""
+"""Request of a user: one target, its context, and its limits."""
 
 from __future__ import annotations
 
@@ -42,16 +38,14 @@ Objective = Literal["mean", "worst", "loss"]
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What to reach: a value in the fewest bytes, or the best value in a size.
+    """A value to reach in the fewest bytes, or a size for the best value.
 
     Attributes
     ----------
     kind : str
-        One of ``"retention"``, ``"loss"``, ``"budget"``, ``"budget_tokens"`` and ``"memory"``.
+        ``"retention"``, ``"loss"``, ``"budget"``, ``"budget_tokens"`` or ``"memory"``.
     value : float or int
         Share of the score mass, nats per token, share of the bytes, entries a KV head, or bytes.
-    typed : object
-        The user's text for messages; None without a user.
     """
 
     kind: str
@@ -65,12 +59,7 @@ class Target:
         Raises
         ------
         InputError
-            If there is none, or several, or a value is impossible.
-
-        Examples
-        --------
-        >>> Target.of({"budget": "20%", "level": "head"})
-        Target(kind='budget', value=0.2)
+            If there is none, or several.
         """
         names = [name for name in TARGETS if keywords.get(name) is not None]
         if len(names) == 1:
@@ -85,12 +74,12 @@ class Target:
 
     @property
     def needed_value(self) -> float | None:
-        """Value that the problem has to reach; None if the target is a size."""
+        """Value to reach; None if the target is a size."""
         return {"retention": self.value, "loss": -self.value}.get(self.kind)
 
     @property
     def max_loss(self) -> float | None:
-        """Largest loss, nats per token; None for another target."""
+        """Largest loss, nats per token, or None."""
         return self.value if self.kind == "loss" else None
 
     @property
@@ -99,7 +88,7 @@ class Target:
         return self.kind in ("budget_tokens", "memory")
 
     def steering(self) -> dict[str, Any]:
-        """Return the fields of a budget profile by which the target steers its cache."""
+        """Return the fields of a budget profile that steer its cache."""
         return {
             "plain_if_full": self.value == 1,
             "fits_a_peak": self.kind == "memory",
@@ -107,13 +96,7 @@ class Target:
         }
 
     def describe(self, what: str) -> str:
-        """Return the target as half a sentence.
-
-        Parameters
-        ----------
-        what : str
-            The optimised value, such as "retention" or "predicted loss".
-        """
+        """Return the target as half a sentence, for "retention" or "predicted loss"."""
         best = "least" if what.endswith("loss") else "most"
         match self.kind:
             case "retention":
@@ -129,7 +112,7 @@ class Target:
         return f"{best} {what} in {bytes_text(int(self.value))}"
 
     def granted(self, costs: CacheCosts) -> int | None:
-        """Return the bytes of layers with budgets; None if the target is no size."""
+        """Return the bytes of layers with budgets; None without a size."""
         match self.kind:
             case "budget":
                 return bytes_in_share(self.value, costs.full)
@@ -140,19 +123,12 @@ class Target:
         return None
 
     def capacity(self, costs: CacheCosts, floor_cost: int) -> int | None:
-        """Return the largest cost of the layers with budgets; None if the target is no size.
-
-        Parameters
-        ----------
-        costs : CacheCosts
-            Cost of keeping everything, with its unit.
-        floor_cost : int
-            Cost of the smallest choice.
+        """Return the largest cost of layers with budgets; None without a size.
 
         Raises
         ------
         InfeasibleError
-            If the smallest choice costs more; names the smallest possible target.
+            If the floors cost more; names the smallest possible target.
         """
         whole = {"budget": 1, "budget_tokens": costs.context_tokens}.get(self.kind, math.inf)
         if self.value >= whole:  # nothing has to go, though a last page that is not full takes more
@@ -199,7 +175,6 @@ class Target:
         return number, Target(kind=self.kind, value=value)
 
     def __str__(self) -> str:
-        """Return the option of this target."""
         name = self.kind if self.kind in TARGETS else f"target_{self.kind}"
         shown: object = self.value
         if self.kind == "budget":
@@ -273,15 +248,7 @@ class RequestOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCap:
-    """A capacity for some layers.
-
-    Attributes
-    ----------
-    capacity_bytes : int
-        Largest sum of their bytes, sliding layers included.
-    text : str
-        As the user wrote it, without spaces.
-    """
+    """A capacity for some layers, sliding ones included; ``text`` is the user's, without spaces."""
 
     layers: tuple[int, ...]
     capacity_bytes: int
@@ -300,12 +267,6 @@ class LayerCap:
         Raises
         ------
         InputError
-            If it is not ``LAYERS=SIZE``.
-
-        Examples
-        --------
-        >>> LayerCap.parse("0-1=1KiB")
-        LayerCap(layers=(0, 1), capacity_bytes=1024, text='0-1=1KiB')
         """
         which, equals, size = str(text).partition("=")
         if not equals or not which.strip() or not size.strip():
@@ -321,14 +282,7 @@ class LayerCap:
 class Request:
     """A checked request with the parsed fields of `RequestOptions`.
 
-    Attributes
-    ----------
-    level, context, batch, min_tokens, max_tokens, page, bits, max_distinct
-        See `RequestOptions`; None for a default.
-    cap : tuple of LayerCap
-        Capacities of some layers; they may nest and overlap.
-    objective : {"mean", "worst", "loss"} or None
-        None for the mean, or for the loss if it was measured, which `kvalloc.solve` finds out.
+    The default objective is the mean, or in `kvalloc.solve` the loss if it was measured.
 
     Raises
     ------
@@ -350,12 +304,11 @@ class Request:
 
     @classmethod
     def parse(cls, **keywords: Unpack[RequestOptions]) -> Request:
-        """Return the request of some keywords, with all names checked.
+        """Return the request of keywords, with all names checked.
 
         Raises
         ------
         InputError
-            If there is no target or several, or a value is impossible.
 
         Examples
         --------
@@ -370,10 +323,7 @@ class Request:
         return cls(**read)
 
     def record(self) -> dict[str, Any]:
-        """Return the request as plain values for a budget profile, which `read` reads.
-
-        Defaults are left out, and so are the profile's own fields: level, context, batch and page.
-        """
+        """Return plain values for `read`, without defaults and the profile's own fields."""
         stored: dict[str, Any] = {name: getattr(self, name) for name in _LIMITS}
         stored["bits"] = None if self.bits is None else [*self.bits]
         stored["cap"] = [cap.text for cap in self.cap] or None
@@ -382,19 +332,13 @@ class Request:
 
     @classmethod
     def read(cls, profile: BudgetProfile, name: str | Path = "the budget profile") -> Request:
-        """Return the request that a budget profile answers.
+        """Return the request that a budget profile, named in messages, answers.
 
         It is the only reader of ``profile.requested``, in which a file may state anything.
-
-        Parameters
-        ----------
-        name : str or Path
-            Name for messages.
 
         Raises
         ------
         InputError
-            If it does not state its request, or holds values that 'kvalloc solve' does not write.
         """
         stored, targets = (
             profile.requested,
@@ -424,7 +368,7 @@ class Request:
 
     @classmethod
     def stated(cls, profile: BudgetProfile) -> Request | None:
-        """Return the request that a budget profile answers; None if it cannot be read."""
+        """Return the result of `read`, or None."""
         try:
             return cls.read(profile)
         except InputError:
@@ -458,7 +402,6 @@ class Request:
 
 
 def _retention(typed: str | float) -> float:
-    """Read a target retention."""
     value = parse_fraction(typed)
     if not 0 < value <= 1:
         raise InputError(
@@ -469,7 +412,6 @@ def _retention(typed: str | float) -> float:
 
 
 def _loss(typed: float) -> float:
-    """Read a target loss."""
     value = float(typed)
     if not 0 <= value < math.inf:
         raise InputError(
@@ -480,7 +422,6 @@ def _loss(typed: float) -> float:
 
 
 def _tokens(typed: object) -> int:
-    """Read a number of tokens."""
     if not isinstance(typed, Integral):
         raise InputError(f"a budget of {typed!r} tokens is no whole number; give one such as 512")
     tokens = int(typed)
@@ -490,12 +431,10 @@ def _tokens(typed: object) -> int:
 
 
 def _context(typed: object) -> object:
-    """Read a text such as ``"32k"``; other values are checked with the other numbers."""
     return parse_tokens(typed) if isinstance(typed, str) else typed
 
 
 def _caps(typed: str | Sequence[str]) -> tuple[LayerCap, ...]:
-    """Read capacities of some layers."""
     return tuple(LayerCap.parse(one) for one in ([typed] if isinstance(typed, str) else typed))
 
 

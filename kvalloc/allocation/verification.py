@@ -53,21 +53,20 @@ T = TypeVar("T")
 class CheckedSolution(Solution):
     """A solver's answer with all claims recomputed.
 
-    Its bound is kvalloc's dual one, or a tighter one that an exact solver claims. `prices` are
-    stated if they, not kvalloc's own, prove the dual bound.
+    `prices` are stated if they, not kvalloc's own, prove the dual bound.
 
     Attributes
     ----------
     bound : float
-        Bound on the value of any choice.
+        kvalloc's dual bound, or a tighter one that an exact solver claims.
     value : float
-        Weighted value of the choice, in either sense.
+        Weighted value, in either sense.
     bound_source : str
         ``"dual"`` or the solver's name.
     multiplier : float
-        Price of one byte in the dual bound, without side constraints.
+        Price of a byte in the dual bound, without side constraints.
     seconds : float
-        Wall time of the solver alone.
+        Of the solver alone.
     """
 
     bound: float
@@ -91,10 +90,8 @@ def solve_problem(
     Raises
     ------
     InfeasibleError
-        If no choice can meet the capacity or the target.
     SolverError
-        If the solver refuses the problem, fails, hangs beyond its time limit, or makes a false
-        claim.
+        If the solver refuses, fails, hangs, or makes a false claim.
     """
     check_time_limit(time_limit_seconds)
     patience = None if time_limit_seconds is None else 2 * time_limit_seconds + GRACE_SECONDS
@@ -117,7 +114,6 @@ def checked(
     Raises
     ------
     SolverError
-        If a claim is false.
     """
     if fault := _claims_fault(problem, solution):
         raise SolverError(f"the solver {name} {fault}")
@@ -163,7 +159,6 @@ def _guarded(
     *args: Any,
     **options: Any,
 ) -> T:
-    """Call a solver, and turn any failure into a `SolverError`."""
     ours = type(solver).__module__.startswith("kvalloc.")
     try:
         if ours or patience_seconds is None:
@@ -184,32 +179,18 @@ def _guarded(
 
 
 class NoAnswerError(Exception):
-    """A call that did not return in time; kvalloc turns it into an error of its own."""
+    """A call that did not return in time."""
 
 
 def call_in_time(call: Callable[[], T], *, seconds: float) -> T:
-    """Return the result of a call, or raise an error if it takes too long.
+    """Return the result of a call, or raise its errors, or if it takes too long.
 
-    The call runs in its own thread, in a copy of the caller's context, while this one waits. Python
-    cannot stop a thread: one that hangs stays as a daemon, which does not keep the process from
-    ending. Code that never releases the interpreter lock cannot be watched.
-
-    Parameters
-    ----------
-    call : callable
-        Takes no argument.
-    seconds : float
-        Longest wait.
-
-    Returns
-    -------
-    object
-        Result of the call.
+    It runs in a thread, in a copy of the caller's context. One that hangs stays as a daemon. Code
+    that keeps the interpreter lock cannot be watched.
 
     Raises
     ------
     NoAnswerError
-        If it did not return in time. Errors of the call are raised here.
 
     Examples
     --------
@@ -249,7 +230,6 @@ _KINDS: dict[str, Any] = {
 
 
 def _claims_fault(problem: AllocationProblem, solution: Any) -> str:
-    """Return the first false claim of a solution, as half a sentence; else an empty string."""
     sound = isinstance(solution, Solution)
     for name, kind in _KINDS.items():
         sound = sound and isinstance(getattr(solution, name), kind)
@@ -299,13 +279,13 @@ class Proof:
     Attributes
     ----------
     bound : float
-        Bound on any choice, by duality.
+        By duality.
     prices : tuple of float
-        Prices of the capacity and the caps that prove it; empty if kvalloc's own price does.
+        Of the capacity and the caps, if they prove it.
     multiplier : float
         kvalloc's own price of a byte, without side constraints.
     known : tuple of float
-        Objectives of choices that satisfy all constraints: every bound has to allow them.
+        Objectives of sound choices.
     """
 
     bound: float
@@ -321,13 +301,8 @@ class Proof:
 def prove(problem: AllocationProblem, choice: IntArray, prices: tuple[float, ...] = ()) -> Proof:
     """Return the tightest dual bound, and known objectives that every bound has to allow.
 
-    Parameters
-    ----------
-    choice : ndarray of int64, (n_units,)
-        A choice claimed to be good: the dual at its own price is tried first.
-    prices : tuple of float
-        Prices of the capacity and of each cap, which may prove more than kvalloc's own. Any prices
-        give a valid bound.
+    The dual at the own price of ``choice``, (n_units,), is tried first, then ``prices`` of the
+    capacity and of each cap: any give a valid bound.
     """
     is_sum, objective = problem.aggregate is Aggregate.SUM, problem.objective(choice)
     tried: list[tuple[float, ...]] = []  # before the search for the best price
@@ -367,10 +342,9 @@ class ShadowPrice(NamedTuple):
     Attributes
     ----------
     value_per_mib : float or None
-        Value of one MiB more, at least 0; its inverse is the price of a value of 1. None if
-        unknown.
+        Value of one MiB more, at least 0.
     source : str
-        Source of the price, or reason why it is unknown, in a few words.
+        Source of the price, or reason why it is unknown.
     """
 
     value_per_mib: float | None
@@ -387,35 +361,14 @@ def price_at(
     multiplier: float | None = None,
     prices: tuple[float, ...] = (),
 ) -> ShadowPrice:
-    """Return the price of a MiB at a choice.
+    """Return the price of a MiB at a choice, (n_units,).
 
-    Parameters
-    ----------
-    problem : AllocationProblem
-        Either sense.
-    choice : ndarray of int64, (n_units,)
-        The decision; the price is for the next step from it.
-    is_optimal : bool
-        Whether the choice is optimal; the next step from a rule's answer has no such price.
-    multiplier : float, optional
-        Multiplier of the dual bound, if known.
-    prices : tuple of float
-        Prices of the dual bound under caps, if known.
+    For concave units, also under caps, it is the best gain of a next option that all caps allow.
+    For other units it is the price of the capacity in the Lagrangian dual, for the worst unit from
+    the bytes of `WORST_STEP` more value. It is unknown if side constraints leave no formula.
 
-    Returns
-    -------
-    ShadowPrice
-        For concave units, also under caps: the best gain of a next option that all caps allow. For
-        other units: the price of the capacity in the Lagrangian dual. For the worst unit: from the
-        bytes of `WORST_STEP` more value. Unknown if side constraints leave no such formula; if the
-        choice is not optimal, only the multiplier counts.
-
-    Examples
-    --------
-    >>> from kvalloc.testing import tiny_problem
-    >>> problem = tiny_problem("concave", seed=0)
-    >>> price_at(problem, problem.last_options).value_per_mib
-    0.0
+    If not ``is_optimal``, only the multiplier counts. It, and ``prices`` under caps, are of the
+    dual bound.
     """
     if problem.aggregate is Aggregate.WORST and not problem.constraints and is_optimal:
         return _worst_price(problem, choice)
@@ -447,18 +400,10 @@ def _worst_price(problem: AllocationProblem, choice: IntArray) -> ShadowPrice:
 def limits_of(
     problem: AllocationProblem, choice: IntArray, prices: tuple[float, ...]
 ) -> tuple[Limit, ...]:
-    """Return the limits of a problem, as a choice uses them.
+    """Return the limits of a problem, as a choice uses them: capacity, caps, and different budgets.
 
-    Parameters
-    ----------
-    prices : tuple of float
-        Value of a byte of the capacity (or for the target), then of each cap, in the dual. If some
-        are missing, or there are other limits, none is stated.
-
-    Returns
-    -------
-    tuple of Limit
-        The capacity, each cap, and the number of different budgets, if limited.
+    ``prices``, of a byte of the capacity and of each cap in the dual, are stated if complete and
+    there are no other limits.
     """
     caps = problem.caps
     # Prices of a dual that leaves limits out are no prices under them.

@@ -1,4 +1,4 @@
-"""The decided half of the interface: budgets with their provenance, objective and bound."""
+"""The decided half of the interface: budgets with their provenance and bound."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class MeasuredTry(Record):
 
 
 class MeasuredLoss(Record):
-    """Loss of the whole reduced cache on prompts that no curve was measured on."""
+    """Loss of the whole reduced cache on prompts that no curve measured."""
 
     NAME: ClassVar[str] = "measured loss"
 
@@ -154,8 +154,7 @@ class BudgetProfile(JsonRecord):
     Raises
     ------
     InputError
-        If budgets do not fit the model, are below sinks and window, above the context, or differ
-        within a layer at layer level. If another field does not fit the others.
+        If budgets do not fit the model, level, context, or sinks and window.
     """
 
     NAME: ClassVar[str] = "budget profile"
@@ -292,20 +291,20 @@ class BudgetProfile(JsonRecord):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def gap(self) -> float | None:
-        """Relative distance between objective and bound; None without a bound."""
+        """Relative distance between objective and bound."""
         return relative_gap(self.objective, self.bound)
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def retained_tokens(self) -> int:
-        """Entries kept in all layers and KV heads of one row at the reference context."""
+        """Entries kept of one row at the reference context."""
         evicted = self.context_tokens - self.budgets[list(self.shape.full_layers)]
         return self.full_tokens - int(evicted.sum())
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def full_tokens(self) -> int:
-        """Entries a plain cache stores for one row at the reference context."""
+        """Entries that a plain cache stores of one row at the reference context."""
         shape, tokens = self.shape, self.context_tokens
         constant = sum(one.stored_tokens(tokens) * one.kv_heads for one in shape.by_layer)
         return len(shape.full_layers) * shape.n_kv_heads * tokens + constant
@@ -324,7 +323,7 @@ class BudgetProfile(JsonRecord):
 
     @property
     def share(self) -> float:
-        """Share of a 16-bit cache that is stored at the reference context; see `share_at`."""
+        """Share of a 16-bit cache that is stored; see `share_at`."""
         return self.share_at(self.context_tokens)
 
     @property
@@ -338,17 +337,16 @@ class BudgetProfile(JsonRecord):
 
     @property
     def _rounds(self) -> bool:
-        """Whether any entry is stored at fewer bits than 16."""
         return self.bits is not None and bool((self.bits != 16).any())
 
     @property
     def widths(self) -> IntArray:
-        """Bits of each KV head's entries, ``(n_layers, n_kv_heads)``; 16 if none are stated."""
+        """Bits of each KV head's entries, ``(n_layers, n_kv_heads)``."""
         return np.full_like(self.budgets, 16) if self.bits is None else self.bits
 
     @property
     def optimal_by_word(self) -> str:
-        """The solver that claims optimality; empty if a bound shows it."""
+        """The solver that claims optimality, if no bound shows it."""
         known = self.termination != "optimal" or self.bound_source == "dual"
         return "" if known else self.bound_source or "nobody"
 
@@ -368,27 +366,19 @@ class BudgetProfile(JsonRecord):
     __str__ = __repr__
 
     def with_policy(self, policy: Policy) -> BudgetProfile:
-        """Return the same budgets with another policy."""
+        """Return the same with another policy."""
         return self.replace(policy=policy, measured_loss=None)
 
     def budgets_for(self, context_tokens: int) -> IntArray:
-        """Return the budgets for a prompt of another length.
+        """Return the budgets for a prompt of another length, (n_layers, n_kv_heads).
 
-        ``proportional``: each head keeps its share of the evictable entries. The sum over all heads
-        is the sum of the real-valued shares, rounded down. The one rounding rule
-        (`kvalloc.accounting.rounding.apportion`) hands it out, so no entry is lost or added. For a
-        longer prompt at fewer bits, blocks of keys have more scales in some heads. Then fewer
-        entries are handed out, so that the share of the bytes is not exceeded. ``fixed``: the same
-        number of entries, or all of a shorter prompt.
-
-        Returns
-        -------
-        ndarray of int64, (n_layers, n_kv_heads)
+        ``proportional``: each head keeps its share of the evictable entries, rounded by
+        `apportion`; fewer at fewer bits if the share of the bytes would be exceeded. ``fixed``: the
+        same number, or all of a shorter prompt.
 
         Raises
         ------
         InputError
-            If the length is not positive.
         """
         if context_tokens < 1:
             raise InputError(f"a context of {context_tokens} tokens has no budgets; ask for >= 1")
@@ -413,7 +403,6 @@ class BudgetProfile(JsonRecord):
         return budgets
 
     def _entries_over(self, budgets: IntArray, context_tokens: int) -> int:
-        """Return about how many entries a longer prompt keeps beyond the share, 0 if none."""
         reference, full = self.context_tokens, list(self.shape.full_layers)
         if context_tokens < reference or not self._rounds or self.length_rule == "fixed":
             return 0
@@ -426,7 +415,7 @@ class BudgetProfile(JsonRecord):
         return max(over * int(self.budgets[full].sum()) // max(kept, 1), 1) if over > 0 else 0
 
     def retained_bytes_at(self, context_tokens: int, batch: int = 1) -> int:
-        """Return the bytes kept of ``batch`` prompts of ``context_tokens`` tokens."""
+        """Return the bytes kept of ``batch`` prompts."""
         return int(self.head_bytes_at(context_tokens).sum()) * batch
 
     def peak_bytes_at(
@@ -437,19 +426,11 @@ class BudgetProfile(JsonRecord):
         columns: int | None = None,
         chunked: bool = False,
     ) -> int:
-        """Return the bytes that a cache takes at its peak if it evicts while prompts are read.
+        """Return the bytes of a cache at its peak: kept entries, and one layer in full.
 
-        These are the kept entries, and one layer in full; fitted values are float32 meanwhile.
-
-        Parameters
-        ----------
-        context_tokens, batch : int
-            Length and number of the prompts.
-        columns : int, optional
-            Length with padding.
-        chunked : bool
-            Whether they come in several forwards. Before the last one all entries are at 16 bits,
-            and a layer has the model's type as long as all of its tokens are within its budgets.
+        ``columns`` are tokens with padding; fitted values are float32 meanwhile. If prompts are
+        ``chunked``, all entries are at 16 bits before the last forward, or in the model's type if a
+        layer keeps all.
         """
         shape, kept = self.shape, self.budgets_for(context_tokens)
         profile = self.model_copy(update={"bits": None}) if chunked else self
@@ -460,7 +441,6 @@ class BudgetProfile(JsonRecord):
         return stored * batch + reading_bytes(shape, columns or context_tokens, batch)
 
     def _held_between_chunks(self, kept: IntArray, by_layer: IntArray) -> int:
-        """Return the peak bytes of a prompt in chunks; reduced layers take ``by_layer``."""
         shape, full = self.shape, list(self.shape.full_layers)
         heads, reduced = kept[full], by_layer[full]
         entries = heads.sum(axis=1) if self.by_prompt else heads.min(axis=1) * shape.n_kv_heads
@@ -474,11 +454,7 @@ class BudgetProfile(JsonRecord):
         return self._bytes_of(self.budgets_for(context_tokens), context_tokens)
 
     def _bytes_of(self, kept: IntArray, context_tokens: int) -> IntArray:
-        """Return the bytes of budgets for a prompt, ``(n_layers, n_kv_heads)``.
-
-        If anything is evicted or rounded, positions of kept entries count. Layers without budgets
-        are as the model stores them, with bytes spread over the columns.
-        """
+        """Return the bytes of budgets for a prompt, ``(n_layers, n_kv_heads)``."""
         shape, constant = self.shape, constant_bytes(self.shape, context_tokens)
         rounds = self._rounds or (self.reduces and shape.dtype_bytes > HALF_BYTES)
         if rounds or (kept[list(shape.full_layers)] < context_tokens).any():
@@ -497,10 +473,10 @@ class BudgetProfile(JsonRecord):
         return float(stored.mean()) / (context_tokens * self.shape.bytes_per_entry)
 
     def filled_bytes_at(self, context_tokens: int) -> int:
-        """Return the bytes of full attention that a conversation of some tokens may fill.
+        """Return the bytes of full attention that a conversation may fill.
 
-        If a share of the bytes was requested and entries are rounded, it is their share at the
-        reference context. It is 0 if budgets keep their proportions at any length.
+        It is their share at the reference context if entries are rounded for a requested share,
+        else 0.
         """
         if self.target_share is None or self.length_rule == "fixed":
             return 0
@@ -511,7 +487,7 @@ class BudgetProfile(JsonRecord):
 
     @property
     def target_text(self) -> str:
-        """The target of the request, in a few words; empty if unknown."""
+        """The target of the request, in a few words."""
         kind, value = self.requested.get("target"), self.requested.get("value")
         is_number = isinstance(value, int | float) and 0 <= value < 2**63
         if kind not in _TARGET_TEXTS or not is_number:
@@ -560,7 +536,6 @@ class BudgetProfile(JsonRecord):
                 require(alike, name, "different within a layer", expected)
 
     def _require_by_prompt(self) -> None:
-        """Refuse fields that exclude budgets by prompt."""
         fixed = {
             "layer level": self.level != "head",
             "another policy than scores": self.policy.name not in BY_SCORE,
@@ -603,12 +578,12 @@ class BudgetProfile(JsonRecord):
 def relative_gap(objective: float, bound: float | None) -> float | None:
     """Return the distance between objective and bound over the larger of the two.
 
-    It is 0..1 if both have one sign, also if a loss has a bound of 0.
+    It is 0..1 if both have one sign.
 
     Examples
     --------
-    >>> relative_gap(0.75, 1.0), relative_gap(-0.02, 0.0), relative_gap(0.5, None)
-    (0.25, 1.0, None)
+    >>> relative_gap(0.75, 1.0), relative_gap(-0.02, 0.0)
+    (0.25, 1.0)
     """
     if bound is None:
         return None

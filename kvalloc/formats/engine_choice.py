@@ -1,4 +1,4 @@
-"""A choice of engine formats for each layer's keys and values, with its predicted losses."""
+"""A choice of engine formats for each layer's keys and values, with predicted losses."""
 
 from __future__ import annotations
 
@@ -40,13 +40,7 @@ class EngineSetting(Record):
 
 
 class EngineChoice(EngineSetting, JsonRecord):
-    """The decided setting of an engine, with a bound and alternatives.
-
-    Raises
-    ------
-    InputError
-        If a layer has no pair, or an impossible one.
-    """
+    """The decided setting of an engine, with a bound and alternatives."""
 
     NAME: ClassVar[str] = "engine choice"
     MADE_BY: ClassVar[str] = "kvalloc solve --engine"

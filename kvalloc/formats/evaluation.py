@@ -1,4 +1,4 @@
-"""Results of an evaluation: a model's answers with reduced caches, and each prompt's values."""
+"""Results of an evaluation: a model's answers with reduced caches."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ Ends = list[float] | None
 
 
 class Distance(TypedDict):
-    """Distance of predictions from the full cache's: ``kl`` and ``top1_agreement`` are means.
+    """Distance of predictions from the full cache's: means, and percentiles of the KL over tokens.
 
-    ``p99`` and ``p999`` are percentiles of the KL over all ``n_tokens`` compared tokens, None for
-    too few of them; see `kvalloc.prompts.intervals.tails`.
+    See `kvalloc.prompts.intervals.tails`; None for too few tokens.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
@@ -34,9 +33,9 @@ class EvaluationRow(Distance):
     """One method on one task, or on all of them: means over prompts, then over tasks.
 
     Bytes are of one prompt, KL in nats per token, times in seconds, shares, scores and agreement
-    0..1; None is unknown. `kvalloc.evaluate.scoring.Outcome` defines the averaged figures,
-    `kvalloc.evaluate.pairing.compare` the items of ``paired``, and
-    `kvalloc.prompts.cases.POSITIONS` the ranges of ``by_position``.
+    0..1; None is unknown. See `kvalloc.evaluate.scoring.Outcome`,
+    `kvalloc.evaluate.pairing.compare` (``paired``), and `kvalloc.prompts.cases.POSITIONS`
+    (``by_position``).
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]

@@ -1,7 +1,4 @@
-"""A fitted file: all that the default needs of one model, measured once by `kvalloc.fit`.
-
-One part is a surrogate: one linear map a KV head, from an entry to the log of its score.
-"""
+"""A fitted file: all that the default needs of one model, measured once by `kvalloc.fit`."""
 
 from __future__ import annotations
 
@@ -64,13 +61,7 @@ class SurrogateHeader(MeasuredHeader):
 
 
 class FittedSurrogate(ArrayRecord, SurrogateHeader):
-    """The result of `kvalloc.fit`, which the scorer ``surrogate`` reads.
-
-    Raises
-    ------
-    InputError
-        If arrays do not fit each other or the model, or are not finite.
-    """
+    """Linear maps of KV heads from an entry to the log of its score, which ``surrogate`` reads."""
 
     HEADER: ClassVar[type[FileRecord]] = SurrogateHeader
 
@@ -113,13 +104,7 @@ class FittedHeader(MeasuredHeader):
 
 
 class FittedModel(ArrayRecord, FittedHeader):
-    """The result of `kvalloc.fit`: a surrogate, loss curves, and their error, of one model.
-
-    Raises
-    ------
-    InputError
-        If a part is wrong, or of another model.
-    """
+    """The result of `kvalloc.fit`: a surrogate, loss curves, and their error, of one model."""
 
     HEADER: ClassVar[type[FileRecord]] = FittedHeader
 
@@ -132,7 +117,7 @@ class FittedModel(ArrayRecord, FittedHeader):
 
     @classmethod
     def of(cls, surrogate: FittedSurrogate, scores: ScoreProfile) -> Self:
-        """Return the file of a surrogate and of losses measured by its ranking."""
+        """Return the file of a surrogate and of losses by its ranking."""
         scores = mean_scores(scores)
         described = {name: getattr(scores, name) for name in MeasuredHeader.model_fields}
         parts = {"surrogate": surrogate.header(), "scores": scores.header()}
@@ -140,17 +125,17 @@ class FittedModel(ArrayRecord, FittedHeader):
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Widths, and mixes of them, with measured losses that its heads can have."""
+        """Measured widths, and mixes of them, that its heads can have."""
         value_dim = self.shape.dims[1]
         return tuple(one for one in self.scores.loss_widths[1:] if not bits_fault(one, value_dim))
 
     def with_errors(self, errors: tuple[ShareError, ...]) -> Self:
-        """Return the same with losses of whole caches that were decided by its losses."""
+        """Return the same with losses of whole caches."""
         scores = self.scores.replace(errors=errors)
         return self.replace(scores=scores, parts={**self.parts, "scores": scores.header()})
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """Return the arrays of the parts, with the part's name before theirs."""
+        """Return the arrays of the parts, named ``part.name``."""
         return {
             f"{part}.{name}": array
             for part in _PARTS
@@ -161,7 +146,7 @@ class FittedModel(ArrayRecord, FittedHeader):
     def of_arrays(
         cls, path: str | Path, stated: Any, arrays: Mapping[str, npt.NDArray[Any]]
     ) -> Self:
-        """Return the record of a header and arrays; see `ArrayRecord.of_arrays`."""
+        """Return the record of a header and arrays."""
         header, of_part = FittedHeader.parsed(path, stated), defaultdict[str, dict[str, Any]](dict)
         for name, array in arrays.items():
             part, _, of_record = name.partition(".")

@@ -51,7 +51,7 @@ class Predicted(NamedTuple):
 
 
 class FormatHeader(MeasuredHeader):
-    """All of measured losses of engine formats but the arrays."""
+    """All of `FormatLosses` but the arrays."""
 
     NAME: ClassVar[str] = "format profile"
     MADE_BY: ClassVar[str] = "kvalloc profile --formats"
@@ -73,14 +73,8 @@ class FormatHeader(MeasuredHeader):
 class FormatLosses(ArrayRecord, FormatHeader):
     """Losses of one model with K or V of single layers, and whole caches, in engine formats.
 
-    A text runs in one forward. Attention sees keys and values of all its tokens, the newest ones
-    included, as the engine would store them. The loss is the KL of the next-token distribution from
-    the unchanged model's.
-
-    Raises
-    ------
-    InputError
-        If arrays do not fit each other, are not finite or negative, or a format is not known.
+    Attention sees all keys and values of a text as the engine would store them. The loss is the KL
+    of the next-token distribution from the unchanged model's.
     """
 
     HEADER: ClassVar[type[FileRecord]] = FormatHeader
@@ -106,31 +100,16 @@ class FormatLosses(ArrayRecord, FormatHeader):
     """Share of the tokens with the unchanged model's most likely next token, ``(n_mixtures,)``."""
 
     def sums(self, choices: npt.ArrayLike) -> FloatArray:
-        """Return the sum of single losses of whole caches, nats per token, ``(...)``.
-
-        Parameters
-        ----------
-        choices : array_like of int, (..., n_layers, 2)
-            As the mixtures' `choices`.
-        """
+        """Return the sum of single losses of `choices`, nats per token, ``(...)``."""
         single = np.pad(self.losses, ((0, 0), (0, 0), (0, 1)))  # 16 bits come last, and lose 0
         layers, parts = np.ogrid[: len(single), :2]
         return np.asarray(single[layers, parts, np.asarray(choices)].sum(axis=(-1, -2)))
 
     def predict(self, choices: npt.ArrayLike) -> Predicted:
-        """Return the predicted losses of whole caches.
+        """Return the predicted losses of `choices`, (..., n_layers, 2).
 
-        Parameters
-        ----------
-        choices : array_like of int, (..., n_layers, 2)
-            Index into `formats` for each layer's keys and values, -1 for 16 bits.
-
-        Returns
-        -------
-        Predicted
-            The measured losses of a mixture. Otherwise the mean is a correction times the sum of
-            single losses. Correction, tail and top-1 are power laws of the sum, fitted to the
-            mixtures, and used below the smallest of these too. All at 16 bits loses nothing.
+        A mixture has its measured losses. Else the mean is the corrected sum of single losses.
+        Correction, tail and top-1 are power laws of the sum, fitted to the mixtures.
         """
         same = (np.asarray(choices)[..., None, :, :] == self.choices).all(axis=(-2, -1))
         place, known = same.argmax(axis=-1), same.any(axis=-1)
@@ -148,11 +127,11 @@ class FormatLosses(ArrayRecord, FormatHeader):
 
     @cached_property
     def model_error(self) -> float:
-        """Largest factor between measured and fitted mean loss of a mixture, at least 1."""
+        """Largest factor between measured and fitted mean loss of a mixture."""
         return self.error_among(self.formats)
 
     def error_among(self, names: Collection[str]) -> float:
-        """Return the model error of the mixtures that have only these formats, and 16 bits."""
+        """Return the model error of mixtures of only these formats and 16 bits."""
         known = [-1, *(index for index, name in enumerate(self.formats) if name in names)]
         fitted = np.maximum(self.predict_sums(self.sums(self.choices)).mean, _SMALLEST)
         factors = np.exp(np.abs(np.log(np.maximum(self.mean, _SMALLEST) / fitted)))

@@ -1,4 +1,4 @@
-"""Profiles and surrogates in repositories of the Hugging Face hub: ``hf://owner/repo/file``."""
+"""Profiles and surrogates in repositories of the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -45,27 +45,16 @@ def on_hub(source: str | Path) -> str | None:
 
 @contextmanager
 def local_file(source: str | Path) -> Iterator[Path]:
-    """Return the local path of a file, which is fetched if it is on the hub.
+    """Give the local path of a file, which is fetched if it is on the hub.
 
-    Parameters
-    ----------
-    source : str or Path
-        A path, or ``hf://owner/repo[@revision]/file``; a repository of data sets is
-        ``hf://datasets/owner/repo``. The address of a file's page in a browser works too. Without a
-        network, the file in the hub's cache is used.
-
-    Yields
-    ------
-    Path
-        Errors about the file name the source while the ``with`` is open.
+    Its name is ``hf://[datasets/]owner/repo[@revision]/file``, or a page's address, and stands in
+    errors inside the ``with``. Without a network, the hub's cache is used.
 
     Raises
     ------
     InputError
-        If there is no such repository, revision or file, access is restricted, or it is neither
-        reached nor in the cache.
+        If there is no such file, or it is not reached.
     MissingDependencyError
-        If huggingface_hub is not installed.
     """
     name = on_hub(source)
     if name is None:
@@ -125,7 +114,6 @@ def _parsed(name: str) -> Any:
 
 @contextmanager
 def _clear_errors(name: str) -> Iterator[None]:
-    """Turn any error of the hub's client into one line."""
     require(f"{name} on the hub", "huggingface_hub", extra="hub")
     from huggingface_hub import errors
 

@@ -23,19 +23,13 @@ _ASIDE = "set_aside"
 def merge(parts: Sequence[str | Path], output: str | Path) -> ScoreProfile:
     """Merge the parts of a measurement that ``kvalloc profile --shard`` made.
 
-    The file equals that of an unbroken measurement, byte for byte, in any order of the parts.
+    The file equals an unbroken measurement's, byte for byte, in any order of the parts.
 
     Parameters
     ----------
     parts : sequence of str or Path
-        Files of score profiles, of every shard.
+        Files of every shard.
     output : str or Path
-        The file to write, atomically.
-
-    Returns
-    -------
-    ScoreProfile
-        The written profile.
 
     Raises
     ------
@@ -70,7 +64,6 @@ def merge(parts: Sequence[str | Path], output: str | Path) -> ScoreProfile:
 
 
 def _shared(part: ScoreProfile) -> dict[str, Any]:
-    """Return the values that all parts share: fields, shapes, and arrays without samples."""
     shared = part.header()
     shared["the number of shards"] = shared.pop("shard")[1]
     for name, array in part.arrays().items():
@@ -84,7 +77,6 @@ def _shared(part: ScoreProfile) -> dict[str, Any]:
 def _check_fields(
     paths: tuple[str | Path, str | Path], one: Mapping[str, Any], other: Mapping[str, Any]
 ) -> None:
-    """Refuse two parts with different headers; name the first field and both values."""
     for name in [*one, *other]:
         before, now = one.get(name), other.get(name)
         if name in (*_MAY_DIFFER, _ASIDE) or before == now:
@@ -99,7 +91,6 @@ def _check_fields(
 
 
 def _check_shards(paths: Sequence[str | Path], shards: Sequence[tuple[int, int]]) -> None:
-    """Refuse two files of one shard, and missing shards."""
     (_, of), known = shards[0], dict[int, str | Path]()
     for path, (number, _) in zip(paths, shards, strict=True):
         if number in known:
@@ -113,7 +104,6 @@ def _check_shards(paths: Sequence[str | Path], shards: Sequence[tuple[int, int]]
 
 
 def _in_order(parts: Sequence[ScoreProfile]) -> IntArray:
-    """Return the index of each sample in the joined parts, in the order of their places."""
     places = [place for part in parts for place in part.places]
     known = sorted([*places, *_set_aside(parts)])
     gap = next((place for place, one in enumerate(known) if place != one), None)
@@ -126,5 +116,4 @@ def _in_order(parts: Sequence[ScoreProfile]) -> IntArray:
 
 
 def _set_aside(parts: Sequence[ScoreProfile]) -> dict[int, str]:
-    """Return the samples that could not be measured: name and reason, by place."""
     return {place: why for part in parts for place, why in part.set_aside.items()}

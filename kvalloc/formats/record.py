@@ -54,14 +54,7 @@ _ON_ONE_LINE = {r",\n *(?=[-\d])": ", ", r"\[\n *(?=[-\d])": "[", r"(?<=\d)\n *\
 def require(holds: bool | np.bool_, field: str, value: object, expected: str) -> None:
     """Refuse a value inside the validator of a `Record`.
 
-    Parameters
-    ----------
-    field : str
-        The wrong field, or "" for the one that is validated.
-    value : object
-        Its value.
-    expected : str
-        Expected value.
+    ``field`` is "" for the one that is validated.
     """
     if not holds:
         context = {"field": field, "value": value, "expected": expected}
@@ -75,17 +68,7 @@ def require_shape(field: str, array: npt.NDArray[Any], shape: tuple[int, ...]) -
 
 
 class ArrayOf:
-    """Annotation of an array field of finite numbers: read-only, lists in JSON.
-
-    Parameters
-    ----------
-    dtype : type
-        ``np.int64`` or ``np.float64``.
-    ndim : int
-        Number of axes.
-    low, high : float
-        Smallest and largest number; infinite without a limit.
-    """
+    """Annotation of an array field of finite numbers: read-only, lists in JSON."""
 
     def __init__(
         self,
@@ -173,13 +156,7 @@ class Record(BaseModel):
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     def replace(self, **changes: Any) -> Self:
-        """Return a copy with other values of some fields, checked as a new one is.
-
-        Raises
-        ------
-        InputError
-            If there is no such field, or a value does not fit.
-        """
+        """Return a copy with other values of some fields, checked as a new one."""
         values = {name: getattr(self, name) for name in type(self).model_fields}
         return type(self)(**{**values, **changes})
 
@@ -223,26 +200,18 @@ class FileRecord(Record):
             raise InputError(f"{self.NAME}: it holds what JSON cannot hold: {error}") from error
 
     def header(self) -> dict[str, Any]:
-        """Return the plain values of all but the arrays, as a safetensors file states them."""
+        """Return plain values of all but the arrays, as a safetensors file states them."""
         fields = {*getattr(type(self), "HEADER", type(self)).model_fields}
         unsaid = {name for name in self.OPTIONAL if not getattr(self, name)}
         return self.model_dump(mode="json", include=fields - unsaid)
 
     @classmethod
     def from_record(cls, path: str | Path, stated: object) -> Self:
-        """Return the definition of plain values from a file, checked.
-
-        Parameters
-        ----------
-        path : str or Path
-            Named in errors.
-        stated : object
-            Result of `record`, with derived values and a digest.
+        """Return the checked definition of plain values from a file.
 
         Raises
         ------
         ProfileFileError
-            Naming the first wrong field.
         """
         record = cls.parsed(path, stated)
         record.check_digest(path, stated)
@@ -250,7 +219,7 @@ class FileRecord(Record):
 
     @classmethod
     def parsed(cls, path: str | Path, stated: object) -> Self:
-        """Return the same, without a check of the digest."""
+        """Return the same, its digest not checked."""
         if not isinstance(stated, dict):
             name = type(stated).__name__
             raise cls.file_error(path, "file", name, f"a JSON object, a {cls.NAME}")
@@ -301,28 +270,27 @@ class FileRecord(Record):
     def file_error(
         cls, path: str | Path, field: str, value: object, expected: str, more: str = ""
     ) -> ProfileFileError:
-        """Return the error for a file that should hold such a record."""
+        """Return the error for a file that should be such a record."""
         way_out = ", ".join(filter(None, (cls.remedy(), more)))
         return ProfileFileError(path, field=field, value=value, expected=expected, way_out=way_out)
 
     @classmethod
     def expected(cls) -> str:
-        """Return a description of such a file, for messages."""
+        """Return a description of such a file."""
         return f"a {cls.NAME} written by '{cls.MADE_BY}'"
 
     @classmethod
     def remedy(cls) -> str:
-        """Return how to make such a file again, for messages."""
+        """Return how to make such a file again."""
         return f"make it again with '{cls.MADE_BY}'"
 
     @classmethod
     def opened(cls, path: str | Path) -> Any:
-        """Open a safetensors file that holds such a record, in a ``with``.
+        """Open a safetensors file of such a record, in a ``with``.
 
         Raises
         ------
         ProfileFileError
-            If it is missing, or not readable as safetensors.
         """
         from safetensors import SafetensorError, safe_open
 
@@ -340,7 +308,7 @@ class FileRecord(Record):
 
     @classmethod
     def stated(cls, path: str | Path, file: Any) -> dict[str, Any]:
-        """Return the content of the header of an open safetensors file, unchecked."""
+        """Return the header of an open safetensors file, unchecked."""
         try:
             header = from_json((file.metadata() or {}).get(cls.METADATA, "null"))
         except (ValueError, TypeError) as error:  # the latter for halves of surrogate pairs
@@ -351,7 +319,7 @@ class FileRecord(Record):
 
 
 class MeasuredHeader(FileRecord):
-    """Header of a safetensors file of a measurement on samples of text."""
+    """Header of a file that was measured on samples of text."""
 
     METADATA: ClassVar[str] = "kvalloc"
     OPTIONAL: ClassVar[tuple[str, ...]] = ("set_aside",)
@@ -388,12 +356,11 @@ class JsonRecord(FileRecord):
     """A record that is a JSON file."""
 
     def save(self, path: str | Path) -> None:
-        """Write the record as JSON, atomically: one key a line, one row of numbers a line.
+        """Write JSON, atomically: one key a line, one row of numbers a line.
 
         Raises
         ------
         InputError
-            If the folder does not exist or is read-only.
         """
         text = json.dumps(self.record(), indent=2, sort_keys=True, allow_nan=False)
         for pattern, on_one_line in _ON_ONE_LINE.items():
@@ -407,8 +374,7 @@ class JsonRecord(FileRecord):
         Raises
         ------
         ProfileFileError
-            If the file is missing, not JSON, of another schema version, edited, or holds impossible
-            values.
+            If it is missing, of another kind or version, edited, or impossible.
         """
         require_kind(path, [cls])
         if (size := os.path.getsize(path)) > LARGEST_JSON_BYTES:
@@ -438,12 +404,11 @@ WHAT_TO_DO = {
 
 
 def require_kind(path: str | Path, kinds: Sequence[type[FileRecord]]) -> str:
-    """Return the kind that a file states; empty if it states none, and only one kind is possible.
+    """Return the kind that a file states; empty if none, and only one is possible.
 
     Raises
     ------
     ProfileFileError
-        If it states another kind, or is no file.
     """
     kind, is_file = kind_of(path), os.path.isfile(path)
     if kind in [one.NAME for one in kinds] or (not kind and is_file and len(kinds) == 1):
@@ -467,7 +432,6 @@ def _with_article(kind: str) -> str:
 
 
 def _foreign_content(path: str | Path) -> str:
-    """Return a description of a file that is not kvalloc's."""
     try:
         with open(path, "rb") as file:
             start = file.read(20)
@@ -479,10 +443,10 @@ def _foreign_content(path: str | Path) -> str:
 
 
 def kind_of(path: str | Path) -> str:
-    """Return the kind that a file states, one of `WHAT_TO_DO`; empty if missing or another.
+    """Return the kind that a file states, one of `WHAT_TO_DO`, or "".
 
-    No other part is read or checked. A folder with a ``config.json`` and a ``.gguf`` file are
-    models, and so is ``demo``, unless there is a file of that name.
+    No other part is checked. A folder with a ``config.json``, a ``.gguf`` file, and ``demo``
+    without such a file are models.
     """
     file = Path(path)
     if os.path.isfile(file / "config.json") or file.suffix.lower() == ".gguf":
@@ -507,7 +471,7 @@ def kind_of(path: str | Path) -> str:
 
 
 class ArrayRecord(FileRecord):
-    """A record that is a safetensors file: its arrays as tensors, all else in a JSON header."""
+    """A record that is a safetensors file: arrays as tensors, all else in a JSON header."""
 
     HEADER: ClassVar[type[FileRecord]]
     """The record without its arrays."""
@@ -515,16 +479,15 @@ class ArrayRecord(FileRecord):
     @computed_field  # type: ignore[prop-decorator]
     @cached_property
     def digest(self) -> str:
-        """SHA-256 over header and arrays, their types and shapes: identifies the content."""
+        """SHA-256 over header and arrays, their types and shapes."""
         return self._digest_over(self.header())
 
     def save(self, path: str | Path) -> None:
-        """Write a safetensors file with a JSON header entry, atomically.
+        """Write a safetensors file, atomically.
 
         Raises
         ------
         InputError
-            If the folder does not exist or is read-only.
         """
         from safetensors.numpy import save_file
 
@@ -534,13 +497,11 @@ class ArrayRecord(FileRecord):
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read and check a file.
+        """Read and check a file; see `JsonRecord.load`.
 
         Raises
         ------
         ProfileFileError
-            If the file is missing, truncated, of another schema version, edited, or holds
-            impossible values; names the file, the field, its value and the way out.
         """
         with cls.opened(path) as file:
             stated = cls.stated(path, file)
@@ -556,7 +517,7 @@ class ArrayRecord(FileRecord):
     def of_arrays(
         cls, path: str | Path, stated: Any, arrays: Mapping[str, npt.NDArray[Any]]
     ) -> Self:
-        """Return the record of the header and the arrays of a file, its digest not checked."""
+        """Return the record of header and arrays, its digest not checked."""
         header = cls.HEADER.parsed(path, stated)
         values = {name: getattr(header, name) for name in cls.HEADER.model_fields}
         try:
@@ -565,7 +526,7 @@ class ArrayRecord(FileRecord):
             raise cls.file_error(path, *first_fault(error)) from error
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """Return the present arrays, in the order of the file's digest."""
+        """Return the present arrays, in the order of the digest."""
         arrays = {name: getattr(self, name) for name in type(self).model_fields}
         return {name: value for name, value in arrays.items() if isinstance(value, np.ndarray)}
 
@@ -576,13 +537,7 @@ class ArrayRecord(FileRecord):
 def save_tensors(
     save_file: Callable[..., None], tensors: Mapping[str, Any], path: str | Path, stated: Any
 ) -> None:
-    """Write tensors and metadata atomically by one of safetensors' functions.
-
-    Raises
-    ------
-    InputError
-        If they cannot be written.
-    """
+    """Write tensors and metadata atomically by one of safetensors' functions."""
     from safetensors import SafetensorError
 
     with atomic_write(path) as temporary:
@@ -593,7 +548,7 @@ def save_tensors(
 
 
 def digest_over(header: str, arrays: Mapping[str, npt.NDArray[Any]]) -> str:
-    """Return the SHA-256 over a text and arrays: their names, types, shapes and values."""
+    """Return the SHA-256 over a text and arrays: names, types, shapes and values."""
     hasher = hashlib.sha256(header.encode())
     for name, array in arrays.items():
         hasher.update(f"{name} {array.dtype} {array.shape}".encode())

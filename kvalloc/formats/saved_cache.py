@@ -1,9 +1,8 @@
 """The file of a saved cache, read without torch: a JSON header, and tensors checked against it.
 
-Digests have no key, so an edited file can be signed again. So each part of a file is compared with
-its other parts: the kernels that read the tensors check nothing.
+An edited file can be signed again, and the kernels check nothing: all parts are compared.
 
-The tensors of layer L; a layer that has evicted nothing has the first two alone:
+The tensors of layer L; one that has evicted nothing has only the first two:
 
 - ``L.keys``, ``L.values``, (rows, KV heads, tokens, head size): tokens since the latest eviction,
   each row's at the end;
@@ -39,7 +38,6 @@ from kvalloc.shape import WINDOWED, LayerShape
 
 
 def _checked(stated: object) -> BudgetProfile:
-    """Return the profile inside a header, its digest checked."""
     if isinstance(stated, BudgetProfile):
         return stated
     try:
@@ -73,14 +71,7 @@ MAX_SECONDS = 1e9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredTensor:
-    """A tensor as its bytes.
-
-    Attributes
-    ----------
-    dtype : str
-        Name in torch.
-    data : ndarray of uint8, (n_bytes,)
-    """
+    """A tensor as its bytes, with its type's name in torch."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -93,7 +84,7 @@ class StoredTensor:
 
 
 def tensor_digest(tensors: Mapping[str, StoredTensor]) -> str:
-    """Return a digest of names, shapes, types and all bytes."""
+    """Return a digest of names, shapes, types and bytes."""
     hasher = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         hasher.update(f"{name} {tensor.shape} {tensor.dtype}\n".encode())
@@ -162,7 +153,7 @@ class SavedCacheHeader(FileRecord):
 
     @property
     def read_seconds(self) -> float | None:
-        """Seconds of reading the prompt, if a note has them."""
+        """Seconds of reading the prompt, if noted."""
         seconds = self.notes.get("read_seconds")
         if isinstance(seconds, int | float) and 0 <= seconds < MAX_SECONDS:
             return float(seconds)
@@ -170,7 +161,7 @@ class SavedCacheHeader(FileRecord):
 
     @property
     def ids(self) -> list[int] | None:
-        """Tokens that the cache has seen, if a note of one row has them all."""
+        """Tokens seen, if a note of one row has all."""
         ids, end = self.notes.get("ids"), self.profile.shape.vocab_size or 2**31
         if not isinstance(ids, list) or len(ids) != self.seen_tokens or self.batch != 1:
             return None
@@ -180,22 +171,9 @@ class SavedCacheHeader(FileRecord):
     def read(cls, path: str | Path) -> tuple[Self, dict[str, StoredTensor]]:
         """Return header and tensors of a saved cache, checked against each other.
 
-        Parameters
-        ----------
-        path : str or Path
-            File of `BudgetCache.save`.
-
-        Returns
-        -------
-        tensors : dict of StoredTensor
-            Each in separate memory; see `kvalloc.extensions.saved` for their names.
-
         Raises
         ------
         ProfileFileError
-            If the file is missing, truncated, no saved cache or of another schema version, or a
-            digest does not match the content. If a tensor is missing or superfluous, or its type,
-            shape or a number does not fit the header and the other tensors.
         """
         with cls.opened(path) as file:
             header = cls.from_record(path, cls.stated(path, file))
@@ -207,13 +185,13 @@ class SavedCacheHeader(FileRecord):
 
     @classmethod
     def expected(cls) -> str:
-        """Return a description of such a file, for messages."""
+        """Return a description of such a file."""
         how = by_interface(python="by kvalloc.save_cache()", flags=f"with {option('save_cache')}")
         return f"a cache written {how}"
 
     @classmethod
     def remedy(cls) -> str:
-        """Return how to make such a file again, for messages."""
+        """Return how to make such a file again."""
         return "read the prompt again and save the cache again"
 
     @model_validator(mode="after")
@@ -237,7 +215,6 @@ class SavedCacheHeader(FileRecord):
 
 
 def _stored_tensors(path: str | Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a file that safetensors has opened."""
     tensors = {}
     with open(path, "rb") as file:
         first = 8 + int.from_bytes(file.read(8), "little")
@@ -255,14 +232,6 @@ def _stored_tensors(path: str | Path) -> dict[str, StoredTensor]:
 
 
 class _Contents:
-    """Compares the tensors of a file with its header and with each other.
-
-    Parameters
-    ----------
-    path : str or Path
-        Named in errors.
-    """
-
     def __init__(
         self, path: str | Path, header: SavedCacheHeader, tensors: Mapping[str, StoredTensor]
     ) -> None:
@@ -270,7 +239,6 @@ class _Contents:
         self._shown: npt.NDArray[np.bool_] | None = None
 
     def check(self) -> None:
-        """Raise a `ProfileFileError` if header and tensors do not fit."""
         header = self._header
         n_bytes = sum(tensor.data.size for tensor in self._left.values())
         rows = n_bytes // header.profile.shape.n_kv_heads
@@ -283,7 +251,6 @@ class _Contents:
         self._require(not self._left, min(self._left, default=""), "a tensor", "no such tensor")
 
     def _check_layer(self, index: int, layer: LayerShape) -> None:
-        """Check the tensors of a layer: all of its entries, or the kept ones in segments."""
         header = self._header
         seen, heads = header.seen_tokens, layer.kv_heads
         name = f"{index}.keys"
@@ -313,10 +280,7 @@ class _Contents:
         self._require(sound, name, "of a token at two widths", "each at one")
 
     def _check_segments(self, prefix: str, bits: int, heads: int, end: IntArray) -> list[IntArray]:
-        """Check the segments of rows and heads, back to back, of tokens below a row's ``end``.
-
-        Returns the token of each entry, with a different number for each segment.
-        """
+        """Return the token of each entry, with a different number for each segment."""
         header, dims = self._header, self._header.profile.shape.dims
         name = f"{prefix}lengths"
         counts = self._take(name, "int64", (header.batch, heads)).reshape(-1)
@@ -342,10 +306,6 @@ class _Contents:
     def _take(
         self, name: str, dtype: str | tuple[str, ...], shape: tuple[int | None, ...]
     ) -> npt.NDArray[Any]:
-        """Return a tensor of a type and a shape, None being any length; as numbers if NumPy can.
-
-        Each is taken once: tensors left at the end are superfluous.
-        """
         tensor = self._left.pop(name, None)
         dtypes = (dtype,) if isinstance(dtype, str) else dtype
         expected = f"{' or '.join(dtypes)} of {_sizes(shape)}"
@@ -363,7 +323,6 @@ class _Contents:
 
 
 def _stored_types(dtype: str) -> tuple[str, ...]:
-    """Return the types that store numbers of the model's type at 16 bits."""
     return (dtype, "float16", "bfloat16") if dtype in ("float32", "float64") else (dtype,)
 
 

@@ -106,8 +106,7 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
     Raises
     ------
     InputError
-        If arrays do not fit each other, are not finite, curves are not rising, concave and within
-        0..1, or loss curves are invalid.
+        If arrays do not fit each other, or curves are not rising, concave and within 0..1.
 
     References
     ----------
@@ -182,12 +181,12 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
 
     @cached_property
     def protected_tokens(self) -> int:
-        """Sinks and window: part of every budget, never evicted."""
+        """Sinks and window, never evicted."""
         return self.sinks + self.window
 
     @cached_property
     def evictable_tokens(self) -> int:
-        """Entries of one head that can be evicted at the reference context."""
+        """Entries of a head that can be evicted at the reference context."""
         return self.context_tokens - self.protected_tokens
 
     @cached_property
@@ -197,7 +196,7 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
 
     @cached_property
     def policy(self) -> Policy:
-        """The policy of the curves and ``losses``: the scorer's best entries."""
+        """The policy of curves and losses: the scorer's best entries."""
         return Policy(
             scorer=self.scorer,
             scorer_parameters=dict(self.scorer_parameters),
@@ -207,11 +206,11 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
 
     @property
     def loss_widths(self) -> tuple[int, ...]:
-        """Bit widths with measured losses, 16 first; empty without losses."""
+        """Bit widths with measured losses, 16 first."""
         return () if self.loss_bits is None else tuple(self.loss_bits.tolist())
 
     def error_at(self, share: float) -> float | None:
-        """Return measured over predicted loss at a share, interpolated between measured shares."""
+        """Return measured over predicted loss at a share, interpolated."""
         if not self.errors:
             return None
         shares = np.log([one.share for one in self.errors])
@@ -220,12 +219,12 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
 
     @property
     def part_text(self) -> str:
-        """Shard of a part of a measurement, and a comma; empty for an undivided measurement."""
+        """Shard, and a comma; empty if undivided."""
         return "" if self.shard is None else "shard {} of {}, ".format(*self.shard)
 
     @property
     def places(self) -> list[int]:
-        """Places of the samples among all of the measurement, without the ones set aside."""
+        """Places of the samples in the measurement, which may leave gaps."""
         number, of = self.shard or (1, 1)
         end = (self.n_samples + len(self.set_aside)) * of
         return [place for place in range(number - 1, end, of) if place not in self.set_aside]
@@ -237,32 +236,17 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
 
     @cached_property
     def head_shares(self) -> FloatArray:
-        """Each head's share of its layer's evictable score mass, per sample.
-
-        Returns
-        -------
-        ndarray, (n_samples, n_layers, n_kv_heads)
-            Sums to 1 over the heads; equal shares if a layer has no mass.
-        """
+        """Each head's share of its layer's evictable mass, (n_samples, n_layers, n_kv_heads)."""
         totals = self.masses.sum(axis=-1, keepdims=True)
         even = np.full_like(self.masses, 1.0 / self.masses.shape[-1])
         return np.asarray(np.divide(self.masses, totals, out=even, where=totals > 0))
 
     def contributions(self, sample: int | None = None) -> FloatArray:
-        """Return each head's part of its layer's retention, by its kept entries.
+        """Return each head's part of its layer's retention, (n_layers, n_kv_heads, n_points).
 
-        With n_h entries in head h, the retention of a layer is the sum of ``share_h * R_h(n_h)``:
-        the kept part of the layer's score mass, each head keeping its best entries. At equal n_h
-        this is the layer's curve, so head-level and layer-level budgets have one measure.
-
-        Parameters
-        ----------
-        sample : int, optional
-            One sample; the mean over all samples by default.
-
-        Returns
-        -------
-        ndarray of float64, (n_layers, n_kv_heads, n_points)
+        With n_h entries in head h, a layer's retention is the sum of ``share_h * R_h(n_h)``. At
+        equal n_h this is the layer's curve: head-level and layer-level budgets have one measure.
+        The mean over samples is the default.
         """
         shares = self.head_shares
         mean: FloatArray
@@ -293,10 +277,9 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
         return self
 
     def _require_losses(self) -> None:
-        """Refuse impossible loss curves.
+        """Refuse impossible loss curves, but for noise.
 
-        Noise is accepted: a curve need not fall, nor stay above 0. More nats below 0 than above it
-        (a reversed sign), and a loss at the full budget (reversed levels), are refused.
+        A reversed sign, or reversed levels, are impossible.
         """
         levels, widths, losses = self.loss_tokens, self.loss_bits, self.losses
         if levels is None or widths is None or losses is None:
@@ -354,20 +337,9 @@ def _require_curves(
 
 
 def interpolate_curves(curves: FloatArray, ranks: IntArray, at: FloatArray) -> FloatArray:
-    """Return curves at other ranks, linear in between, so that concave curves stay concave.
+    """Return curves (..., n_points) at other ranks (n_at,), linear: concave ones stay concave.
 
-    Parameters
-    ----------
-    curves : ndarray, (..., n_points)
-        Values at ``ranks``.
-    ranks : ndarray of int64, (n_points,)
-        Strictly rising.
-    at : ndarray, (n_at,)
-        Requested ranks, real numbers within ``ranks[0]..ranks[-1]``.
-
-    Returns
-    -------
-    ndarray of float64, (..., n_at)
+    ``ranks`` (n_points,) rise strictly; ``at`` are real numbers within them.
     """
     if at.size == ranks.size and np.array_equal(at, ranks):
         return curves

@@ -42,12 +42,12 @@ def shipped_profiles() -> list[str]:
 
 
 def shipped_fitted() -> list[str]:
-    """Return the names of the fitted files that ship with kvalloc, sorted."""
+    """Return the names of shipped fitted files, sorted."""
     return _shipped(FittedModel)
 
 
 def shipped_formats() -> list[str]:
-    """Return the names of the format profiles that ship with kvalloc, sorted."""
+    """Return the names of shipped format profiles, sorted."""
     return _shipped(FormatLosses)
 
 
@@ -69,9 +69,9 @@ def load_profile(source: BudgetProfile | str | Path) -> BudgetProfile:
     Raises
     ------
     InputError
-        If there is neither such a file nor such a name.
+        If there is no such file or name.
     ProfileFileError
-        If the file is not a valid budget profile.
+        If the file is not valid.
     """
     return source if isinstance(source, BudgetProfile) else load_file(source, [BudgetProfile])
 
@@ -82,53 +82,31 @@ def load_scores(source: ScoreProfile | str | Path) -> ScoreProfile:
     Parameters
     ----------
     source : ScoreProfile, str or Path
-        A path, ``hf://owner/repo[@revision]/file.safetensors``, the name of a shipped fitted file,
-        such as ``"smollm2-135m-instruct"``, or a score profile, which is returned.
+        As of `load_profile`; a fitted file's name is such as ``"smollm2-135m-instruct"``.
 
     Raises
     ------
     InputError
-        If there is neither such a file nor such a name.
     ProfileFileError
-        If the file is not a valid score profile.
+        As `load_profile`.
     """
     return source if isinstance(source, ScoreProfile) else load_file(source, [ScoreProfile])
 
 
 def load_surrogate(source: str) -> FittedSurrogate:
-    """Load the surrogate of a fitted file, or one alone, as `kvalloc.fit` stores it meanwhile."""
+    """Load the surrogate of a fitted file, or one alone."""
     fitted = _fitted_in(source, (FittedModel, FittedSurrogate))
     return fitted.surrogate if isinstance(fitted, FittedModel) else fitted
 
 
 def load_fitted(source: str) -> FittedModel:
-    """Load a fitted file, from a path, the hub or a shipped name, cached while it is unchanged.
-
-    Parameters
-    ----------
-    source : str
-        A path, ``hf://owner/repo[@revision]/file.safetensors``, or a name such as
-        ``"smollm2-135m-instruct"``.
-
-    Raises
-    ------
-    InputError
-        If there is neither such a file nor such a name.
-    ProfileFileError
-        If the file is not a valid fitted file.
-    """
+    """Load a fitted file as `load_profile`, cached while it is unchanged."""
     fitted: FittedModel = _fitted_in(source, (FittedModel,))
     return fitted
 
 
 def while_unchanged(maxsize: int) -> Callable[[F], F]:
-    """Cache the latest results of a function of a file until the file changes.
-
-    Parameters
-    ----------
-    maxsize : int
-        Number of results. The file is the function's first argument.
-    """
+    """Cache results of a function until the file, its first argument, changes."""
 
     def decorate(function: F) -> F:
         @lru_cache(maxsize=maxsize)
@@ -151,21 +129,15 @@ def _fitted_in(source: str, kinds: tuple[type[Any], ...]) -> Any:
 
 
 def load_file(source: str | Path, kinds: Sequence[type[Any]] = KINDS) -> Any:
-    """Return the record of a file.
+    """Return the record of a file, here, on the hub, or shipped.
 
-    Parameters
-    ----------
-    source : str or Path
-        A file of kvalloc, here or on the hub, or the name of a shipped profile.
-    kinds : sequence of type
-        Records to take. A fitted file stands for its score profile if only that is taken.
+    A fitted file stands for its score profile if only that is taken.
 
     Raises
     ------
     InputError
-        If there is neither such a file nor such a name.
     ProfileFileError
-        If it is a file of another kind, which is named, or not a valid one.
+        As `load_profile`; also for another kind.
     """
     if ScoreProfile in kinds and FittedModel not in kinds:
         loaded = load_file(source, [*kinds, FittedModel])
@@ -181,7 +153,6 @@ def load_file(source: str | Path, kinds: Sequence[type[Any]] = KINDS) -> Any:
 
 
 def _load_shipped(name: str | Path, kinds: Sequence[type[Any]]) -> Any:
-    """Return the shipped file of a name; refuse an unknown name."""
     name, shipped = str(name), [kind for kind in kinds if kind in SHIPPED]
     for kind in shipped:
         if name in _shipped(kind):
@@ -198,17 +169,17 @@ def _load_shipped(name: str | Path, kinds: Sequence[type[Any]]) -> Any:
 
 
 def fitted_folder() -> Path:
-    """Return the folder in which `kvalloc.fit` leaves its files."""
+    """Return the folder of `kvalloc.fit`."""
     return cache_folder() / "fitted"
 
 
 def fitted_file(shape: ModelShape) -> Path:
-    """Return the path of `kvalloc.fit` for a model: under the digests of its weights."""
+    """Return the path of `kvalloc.fit` for a model."""
     return fitted_folder() / f"{_name_of(shape)}.safetensors"
 
 
 def formats_file(shape: ModelShape) -> Path:
-    """Return the path of 'kvalloc advise' for the format losses of a model."""
+    """Return the path of 'kvalloc advise' for a model's format losses."""
     return cache_folder() / "formats" / f"{_name_of(shape)}.formats.safetensors"
 
 
@@ -218,7 +189,6 @@ def find_formats(shape: ModelShape) -> str | None:
     Raises
     ------
     ProfileFileError
-        If the file in the cache folder is invalid.
     """
     files = [str(file) for file in [formats_file(shape)] if file.exists()]
     for source in (*files, *shipped_formats()):
@@ -228,23 +198,21 @@ def find_formats(shape: ModelShape) -> str | None:
 
 
 def _name_of(shape: ModelShape) -> str:
-    """Return the name of a model's files in the cache folder, with the digests of its weights."""
     name = re.sub(r"[^\w.-]", "_", shape.model_id.rstrip("/").rsplit("/", 1)[-1])
     return "-".join([name, *_weights_keys(shape)])
 
 
 def fitted_files() -> list[Path]:
-    """Return the files that `kvalloc.fit` left in the cache folder, sorted."""
+    """Return the files of `kvalloc.fit`, sorted."""
     return sorted(fitted_folder().glob("[!.]*.safetensors"))
 
 
 def find_fitted(shape: ModelShape) -> str | None:
-    """Return the fitted file of a model: in the cache folder, else the name of a shipped one.
+    """Return a model's fitted file in the cache folder, else a shipped one's name.
 
     Raises
     ------
     ProfileFileError
-        If the file in the cache folder is invalid.
     """
     keys = _weights_keys(shape)
     by_name = [file for file in fitted_files() if any(key in file.name for key in keys)]
@@ -255,7 +223,7 @@ def find_fitted(shape: ModelShape) -> str | None:
 
 
 def fitted_of_same_sizes(shape: ModelShape) -> str | None:
-    """Return a valid fitted file of other weights of the same sizes, if any."""
+    """Return a valid fitted file of other weights of the same sizes."""
     return _of_same_sizes(str(fitted_folder()), shape)
 
 
@@ -269,5 +237,4 @@ def _of_same_sizes(folder: str, shape: ModelShape) -> str | None:
 
 
 def _weights_keys(shape: ModelShape) -> list[str]:
-    """Return the beginnings of the digests of a model's weights."""
     return [digest[:16] for digest in shape.weights_digests or ()]
