@@ -1,4 +1,4 @@
-"""Measuring: from a model and text to a score profile."""
+"""Measuring: from model and text to a score profile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loss of a whole reduced cache: all layers and heads at their budgets at once."""
+"""Loss of a whole reduced cache."""
 
 from __future__ import annotations
 
@@ -26,18 +26,9 @@ if TYPE_CHECKING:
 
 
 class CacheLosses:
-    """Losses of whole caches on some prompts; the full cache's predictions are computed once.
+    """Losses of whole caches on prompts, over at most `continuation_tokens` predictions.
 
-    Parameters
-    ----------
-    model : transformers.PreTrainedModel
-        Unchanged afterwards.
-    samples : sequence of Sample
-        Prompts with their answers; without an answer, the model writes one with the full cache.
-    continuation_tokens : int
-        Largest number of compared predictions.
-    kept : Checkpoint, optional
-        Stores finished measurements.
+    Without an answer, the unchanged model writes one with the full cache.
     """
 
     def __init__(
@@ -59,7 +50,7 @@ class CacheLosses:
         Raises
         ------
         InputError
-            If the model has nothing to say after the prompt, or a prediction is not finite.
+            If the model has no answer, or the loss is not finite.
         """
         name = f"{profile.digest}-{index}"
         known = None if self._kept is None else self._kept.load(name, {"loss": ()})
@@ -88,13 +79,11 @@ class CacheLosses:
         return loss
 
     def _ids(self, index: int, name: str) -> Tensor:
-        """Return token ids of a sample, (1, n); n is 0 without any."""
         ids, device = getattr(self._samples[index], name), input_device(self._model)
         row = [] if ids is None else ids.tolist()
         return torch.tensor([row], dtype=torch.long, device=device)
 
     def _answer(self, index: int, prompt: Tensor, question: Tensor) -> Tensor:
-        """Return the sample's answer, else the model's own with the full cache, (1, n)."""
         stated = self._ids(index, "answer_ids")[:, : self._continuation_tokens]
         if stated.numel():
             return stated

@@ -1,4 +1,4 @@
-"""Checkpoint: finished pieces of a job on disk, which survive a killed job."""
+"""Finished pieces of a job on disk, which survive a killed job."""
 
 from __future__ import annotations
 
@@ -33,24 +33,14 @@ _DIGEST = "kvalloc.digest"
 class Checkpoint:
     """A folder that one process owns, with a manifest of its job and a file for each piece.
 
-    Used in a ``with``. At its end the folder stays if it holds a finished piece and `finish` was
-    not called.
-
-    Parameters
-    ----------
-    output : str or Path
-        Final output of the job; the folder is ``OUTPUT.partial``.
-    job : mapping
-        All settings that decide the numbers, as plain JSON values.
-    resume : bool
-        Whether to continue from the folder's pieces.
+    The folder, ``OUTPUT.partial``, stays after the ``with`` if it holds a finished piece and
+    `finish` was not called. `job` has all settings that decide the numbers, as JSON values.
 
     Raises
     ------
     InputError
-        On entering, if another process uses the folder; if it holds pieces of another job, or
-        `resume` is False; or if it is a link, holds foreign files, or cannot be written to. Nothing
-        is changed then.
+        On entering, before any change: if the folder is in use, a link, not writable, or holds
+        pieces of another job, pieces without `resume`, or foreign files.
     """
 
     def __init__(self, output: str | Path, job: Mapping[str, Any], *, resume: bool) -> None:
@@ -92,7 +82,6 @@ class Checkpoint:
             ) from None
 
     def _leave(self) -> None:
-        """Delete a folder without pieces, its lock last, so that nobody enters earlier."""
         if not _holds_pieces(self.folder):
             self._clear()
             delete_file(self.folder / _LOCK)
@@ -101,7 +90,6 @@ class Checkpoint:
         self._lock.release()
 
     def _clear(self) -> None:
-        """Delete all files of kvalloc but the lock."""
         for ours in (f"*{_PIECE}", _MANIFEST):
             for file in self.folder.glob(ours):
                 delete_file(file)
@@ -109,13 +97,7 @@ class Checkpoint:
             shutil.rmtree(left, ignore_errors=True)
 
     def save(self, name: str, arrays: Mapping[str, Array]) -> None:
-        """Store a finished piece: whole or not at all.
-
-        Raises
-        ------
-        InputError
-            If it cannot be written, as on a full disk; earlier pieces stay.
-        """
+        """Store a finished piece, whole or not at all, or raise `InputError`."""
         from safetensors.numpy import save
 
         stored = {key: np.asarray(arrays[key], order="C") for key in sorted(arrays)}
@@ -125,13 +107,7 @@ class Checkpoint:
     def load(
         self, name: str, shapes: Mapping[str, tuple[int, ...]] | None = None
     ) -> dict[str, Array] | None:
-        """Return the arrays of a finished piece; None if they cannot be trusted.
-
-        Parameters
-        ----------
-        shapes : mapping, optional
-            Shapes of all arrays, by name; the arrays then have to be finite too.
-        """
+        """Return a finished piece, None if damaged; with `shapes`, it has them and is finite."""
         from safetensors import SafetensorError, safe_open
 
         try:
@@ -146,13 +122,13 @@ class Checkpoint:
         return arrays if whole else None
 
     def finish(self, result: Any) -> None:
-        """Save the result of the job, by its ``save``, and delete all pieces."""
+        """Save the result, by its ``save``, and delete all pieces."""
         result.save(self.output)
         for file in self.folder.glob(f"*{_PIECE}"):
             delete_file(file)
 
     def stage(self, name: str) -> Self:
-        """Return the checkpoint of one stage of the job, with its own names of pieces."""
+        """Return a stage's checkpoint, with its own names."""
         staged = copy.copy(self)
         staged._prefix = f"{name}-"
         return staged
@@ -161,7 +137,6 @@ class Checkpoint:
         return self.folder / f"{self._prefix}{name}{_PIECE}"
 
     def _begin(self) -> None:
-        """Write the manifest, or compare the pieces' manifest with it."""
         manifest = self.folder / _MANIFEST
         with suppress(OSError):  # for another process's message; a full disk does not matter
             (self.folder / _LOCK).write_text(str(os.getpid()), encoding="ascii")
@@ -184,18 +159,7 @@ class Checkpoint:
 def kept_work(
     output: str | Path | None, job: Callable[[], Mapping[str, Any]], *, resume: bool
 ) -> AbstractContextManager[Checkpoint | None]:
-    """Return a `Checkpoint` for an output, or a context of None without an output.
-
-    Parameters
-    ----------
-    job : callable
-        Returns the settings that decide the numbers.
-
-    Raises
-    ------
-    InputError
-        As `Checkpoint`, and if there is nothing to resume from.
-    """
+    """Return the `Checkpoint` of an output, or a context of None; `resume` needs an output."""
     if output is not None:
         return Checkpoint(output, job(), resume=resume)
     if resume:
@@ -204,14 +168,7 @@ def kept_work(
 
 
 def check_output(output: str | Path, *, resume: bool) -> None:
-    """Refuse an output that cannot be written, or a folder in use, before anything is loaded.
-
-    Raises
-    ------
-    InputError
-        If the output cannot be written, another process uses its folder of pieces, or the folder
-        holds pieces and `resume` is False.
-    """
+    """Raise `InputError` for an output not writable, in use, or with pieces and no `resume`."""
     check_writable(output)
     _check_unfinished(checkpoint_folder(output), resume=resume)
 
@@ -230,7 +187,7 @@ def _check_unfinished(folder: Path, *, resume: bool) -> None:
 
 
 def _check_made_here(folder: Path) -> None:
-    """Refuse a folder of pieces that kvalloc did not make: its files are deleted later."""
+    """Refuse a folder that kvalloc did not make."""
     fault = "is a link" if folder.is_symlink() else "" if folder.is_dir() else "is no folder"
     if not fault:
         before = _begun(folder)  # read twice: another process may be making or deleting it
@@ -249,7 +206,6 @@ def _check_made_here(folder: Path) -> None:
 
 
 def _begun(folder: Path) -> dict[str, Any]:
-    """Return the content of a folder's manifest; empty if it cannot be read."""
     try:
         return dict(json.loads((folder / _MANIFEST).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, RecursionError):
@@ -257,7 +213,6 @@ def _begun(folder: Path) -> dict[str, Any]:
 
 
 def _holds_pieces(folder: Path) -> bool:
-    """Return whether there is a finished piece."""
     return any(folder.glob(f"*{_PIECE}"))
 
 
@@ -266,15 +221,7 @@ _WAIT = 1.0
 
 
 def _locked(folder: Path) -> BaseFileLock:
-    """Return the folder's lock, which the system releases when this process ends.
-
-    Raises
-    ------
-    InputError
-        If another process keeps it for longer than a moment, or it cannot be taken.
-    FileNotFoundError
-        If the folder does not exist.
-    """
+    """Return the folder's lock, released when this process ends."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(folder / _LOCK)

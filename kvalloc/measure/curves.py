@@ -1,4 +1,4 @@
-"""Retention curves of a layer, and checks of measured numbers."""
+"""Retention curves, and checks of measured numbers."""
 
 from __future__ import annotations
 
@@ -22,26 +22,10 @@ GRID_POINTS = 4097
 
 
 def retention_curves(scores: npt.NDArray[Any]) -> tuple[FloatArray, FloatArray]:
-    """Return the share of the score mass in the best entries, for each number of entries.
+    """Return retention curves, (..., n_evictable + 1), and sums of scores, (...).
 
-    ``R(n) = sum of the n largest scores / sum of all scores``. A head without any mass has the
-    curve 1.
-
-    Parameters
-    ----------
-    scores : ndarray, (..., n_evictable)
-        Finite scores >= 0 of evictable entries.
-
-    Returns
-    -------
-    curves : ndarray of float64, (..., n_evictable + 1)
-        Rising, concave, from 0 to 1.
-    masses : ndarray of float64, (...)
-        The sums of the scores.
-
-    References
-    ----------
-    XKV, Eq. 4.
+    A curve is the share of the scores in the n best entries (XKV, Eq. 4): rising, concave, from 0
+    to 1. Without any mass it is 1. Scores, (..., n_evictable), are finite and >= 0.
 
     Examples
     --------
@@ -61,21 +45,10 @@ def retention_curves(scores: npt.NDArray[Any]) -> tuple[FloatArray, FloatArray]:
 
 
 def rank_grid(evictable_tokens: int, context_tokens: int) -> IntArray:
-    """Return the ranks at which curves are stored.
+    """Return the ranks of curves, strictly rising from 0 to `evictable_tokens`, (n_points,).
 
-    Parameters
-    ----------
-    evictable_tokens : int
-        Largest rank.
-    context_tokens : int
-        Reference context: up to `EXACT_CONTEXT_TOKENS` all ranks are stored. Above it, half of
-        `GRID_POINTS` are the first ranks, where a curve bends most; the others are spaced
-        geometrically.
-
-    Returns
-    -------
-    ndarray of int64, (n_points,)
-        Strictly rising from 0 to ``evictable_tokens``.
+    Up to a context of `EXACT_CONTEXT_TOKENS` these are all ranks; above it, half of `GRID_POINTS`
+    are the first ranks, the others are spaced geometrically.
     """
     if context_tokens <= EXACT_CONTEXT_TOKENS:
         return np.arange(evictable_tokens + 1, dtype=np.int64)
@@ -85,21 +58,10 @@ def rank_grid(evictable_tokens: int, context_tokens: int) -> IntArray:
 
 
 def on_grid(curves: FloatArray, ranks: IntArray) -> tuple[FloatArray, float]:
-    """Return exact curves at the ranks of a profile.
+    """Return exact curves, (..., n_own + 1), at the ranks of a profile, (n_points,), and the error.
 
-    Parameters
-    ----------
-    curves : ndarray of float64, (..., n_own + 1)
-        Exact curves, one value for each number of entries.
-    ranks : ndarray of int64, (n_points,)
-        Requested ranks, from 0 to the profile's evictable entries. The curve of a shorter sample is
-        stretched by the kept share, linear in between.
-
-    Returns
-    -------
-    values : ndarray of float64, (..., n_points)
-    error : float
-        The largest difference between a curve and the straight lines between its stored points.
+    A shorter sample's curve is stretched, linearly. The error is the largest difference from lines
+    between stored points.
     """
     n_own, n_wanted = curves.shape[-1] - 1, int(ranks[-1])
     every_rank = ranks.size == n_wanted + 1
@@ -119,13 +81,7 @@ def on_grid(curves: FloatArray, ranks: IntArray) -> tuple[FloatArray, float]:
 
 
 def check_finite(what: str, *arrays: npt.NDArray[Any], low: float = -np.inf) -> None:
-    """Refuse arrays of a sample with numbers that are not finite, or below a limit.
-
-    Raises
-    ------
-    SampleError
-        With ``what`` as the subject.
-    """
+    """Raise `SampleError` with subject `what` for numbers that are not finite or below `low`."""
     if not all(np.isfinite(array).all() and (array >= low).all() for array in arrays):
         limit = f" >= {low:g}" if np.isfinite(low) else ""
         raise SampleError(
@@ -135,13 +91,7 @@ def check_finite(what: str, *arrays: npt.NDArray[Any], low: float = -np.inf) -> 
 
 
 def checked_widths(bits: str | Sequence[int] | None) -> tuple[int, ...]:
-    """Return bit widths to measure beside 16, the widest first; none by default.
-
-    Raises
-    ------
-    InputError
-        If one is not of `BIT_WIDTHS`, or there is none in a list.
-    """
+    """Return the `BIT_WIDTHS` to measure beside 16, the widest first, or raise `InputError`."""
     if bits is None:
         return ()
     widths = checked_bits(parse_numbers(bits))

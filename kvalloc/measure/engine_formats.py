@@ -1,4 +1,4 @@
-"""Keys and values after a round trip through another engine's storage."""
+"""Round trips of keys and values through other engines' storage."""
 
 from __future__ import annotations
 
@@ -24,23 +24,18 @@ _E4M3 = torch.float8_e4m3fn
 
 
 def round_trip(entries: Tensor, name: str, *, keys: bool, order: list[int] | None = None) -> Tensor:
-    """Return keys or values as an engine's attention sees them.
+    """Return keys or values, shaped as `entries`, as an engine's attention sees them, turned back.
+
+    Scales are rounded as ggml and exllamav3 store them; scales of the model's type (mlx, KVTuner)
+    and of float32 (OpenVINO) are not.
 
     Parameters
     ----------
     entries : Tensor, (batch, n_kv_heads, n_tokens, dim)
     name : str
-        Format in `FORMATS` that can hold heads of ``dim`` numbers.
-    keys : bool
-        Whether they are keys, which ggml turns in larger blocks.
+        Format in `FORMATS` that fits ``dim``.
     order : list of int, (dim,), optional
-        Channels of a key in ggml's order; see `gguf_order`.
-
-    Returns
-    -------
-    Tensor, as ``entries``
-        Turned back, in the original order. Scales are rounded as ggml and exllamav3 store them;
-        scales of the model's type (mlx, KVTuner) and of float32 (OpenVINO) are not.
+        Result of `gguf_order`.
 
     References
     ----------
@@ -70,10 +65,7 @@ def round_trip(entries: Tensor, name: str, *, keys: bool, order: list[int] | Non
 
 
 def gguf_order(model: Any, rotation: Rotation, dim: int) -> list[int] | None:
-    """Return the channels of a key in the order of a GGUF file; None for the same order.
-
-    In models of the Llama family, rotated pairs are neighbours in the file.
-    """
+    """Return a key's channels in a GGUF file's order; None for the same."""
     if not (rotation.known and reorders_keys(model.config)):
         return None
     dims = range(dim)
@@ -83,17 +75,16 @@ def gguf_order(model: Any, rotation: Rotation, dim: int) -> list[int] | None:
 
 
 def _blocks(entries: Tensor, block: int) -> Tensor:
-    """Return numbers with the last axis in blocks, (..., n_blocks, block)."""
     return entries.reshape(*entries.shape[:-1], -1, block)
 
 
 def _turned(entries: Tensor, block: int) -> Tensor:
-    """Return numbers times a Hadamard matrix in blocks; twice gives them back."""
+    """Multiply blocks by a Hadamard matrix, its own inverse."""
     return rotated(_blocks(entries, block)).flatten(-2) if block else entries
 
 
 def _in_blocks_of_tokens(entries: Tensor, format: EngineFormat) -> Tensor:
-    """Return numbers rounded in blocks of tokens of a channel; the last token pads a block."""
+    """Round a channel's blocks of tokens; the last token pads."""
     n_tokens = int(entries.shape[-2])
     last = entries[..., -1:, :].expand(*entries.shape[:-2], -n_tokens % format.block, -1)
     rows = _blocks(torch.cat([entries, last], dim=-2).mT, format.block)
@@ -101,12 +92,10 @@ def _in_blocks_of_tokens(entries: Tensor, format: EngineFormat) -> Tensor:
 
 
 def _half(scales: Tensor) -> Tensor:
-    """Return scales as float16 holds them."""
     return scales.half().float()
 
 
 def _inverse(scales: Tensor) -> Tensor:
-    """Return the inverse of scales, 0 for 0."""
     return (1 / scales).masked_fill(scales == 0, 0.0)
 
 
@@ -192,12 +181,10 @@ def _as_float8(entries: Tensor, kind: torch.dtype) -> Tensor:
 
 
 def _largest(blocks: Tensor) -> Tensor:
-    """Return the number of each block with the largest size, with its sign."""
     return blocks.gather(-1, blocks.abs().argmax(dim=-1, keepdim=True))
 
 
 def _nearest(entries: Tensor, levels: Tensor) -> Tensor:
-    """Return the nearest of some rising levels for each number."""
     return levels[torch.bucketize(entries.contiguous(), (levels[1:] + levels[:-1]) / 2)]
 
 

@@ -1,4 +1,4 @@
-"""Losses of engine formats: of K or V of single layers, and of whole caches."""
+"""Losses of engine formats, in single layers and whole caches."""
 
 from __future__ import annotations
 
@@ -54,40 +54,23 @@ def profile_formats(
     context: int = CONTEXT_TOKENS,
     seed: int = 0,
 ) -> FormatLosses:
-    """Measure what a model loses if K or V are stored in the formats of other engines.
+    """Measure a model's losses if K or V are stored in the formats of other engines.
 
-    Each text runs in one forward.
+    Each text runs in one forward. Other parameters are as for `kvalloc.profile`.
 
     Parameters
     ----------
-    model : transformers.PreTrainedModel or Engine
-        A causal language model, unchanged afterwards.
-    texts : iterable of str, Document or Prompt
-        As for `kvalloc.profile`.
     formats : sequence of str
         Engines or formats; see `kvalloc.accounting.engine_formats.formats_of`.
-    output : str or Path, optional
-        The file to write, atomically. Finished layers are stored in ``OUTPUT.partial`` until then.
-    resume : bool
-        Continue from the pieces of an earlier, killed call.
-    progress : callable, optional
-        Called with (layers done, layers in all).
-    model_id : str, optional
-        Replaces the id in the model's config.
-    samples : int, optional
-        Texts to measure; 3 by default.
-    context : int
-        Tokens of each.
-    seed : int
-        Seed of the choice of samples.
+    samples, context : int
+        Number of texts, 3 by default, and tokens of each.
 
     Raises
     ------
     InputError
-        If an engine or format is unknown, a format cannot hold the model's heads, or text or
-        options are invalid.
+        If formats are unknown or cannot hold the model's heads, or text or options are invalid.
     UnsupportedModelError
-        If the model's attention cannot be seen, or it stores latents.
+        If attention cannot be seen, or the model stores latents.
     """
     names, engine = formats_of(formats), engine_of(model)
     facts = engine.facts(model_id)
@@ -122,14 +105,10 @@ def profile_formats(
 
 
 def mixtures_of(names: Sequence[str], n_layers: int) -> IntArray:
-    """Return the measured whole caches, as in `FormatLosses.choices`.
+    """Return the measured whole caches, as in `FormatLosses.choices`, (n_mixtures, n_layers, 2).
 
-    Each format everywhere; keys at the most bits with values at the fewest, and the reverse; and
-    random pairs by layer.
-
-    Returns
-    -------
-    ndarray of int64, (n_mixtures, n_layers, 2)
+    They have one format; keys at the most bits and values at the fewest, and the reverse; or random
+    pairs by layer.
     """
     random, count = np.random.default_rng(0), len(names)
     by_bits = sorted(range(count), key=lambda index: FORMATS[names[index]].bits(64))
@@ -142,15 +121,12 @@ def mixtures_of(names: Sequence[str], n_layers: int) -> IntArray:
 
 
 class _Work:
-    """Measures a piece: single losses of one layer on one text, or all mixtures on it."""
-
     def __init__(self, shape: ModelShape, samples: SampleSet, names: tuple[str, ...]) -> None:
         self.shape, self.samples, self.names = shape, samples, names
         self.mixtures = mixtures_of(names, shape.n_layers)
         self._known: tuple[tuple[int, bool], FormatProbe] | None = None
 
     def __call__(self, model: Any, place: int, advance: Advance) -> Mapping[str, Any]:
-        """Return the arrays of a piece."""
         index, layer = divmod(place, self.shape.n_layers + 1)
         key = index, layer == self.shape.n_layers
         if self._known is None or self._known[0] != key:
@@ -165,8 +141,6 @@ class _Work:
         return arrays
 
     def joined(self, pieces: Sequence[Measured]) -> FormatLosses:
-        """Return the losses of all pieces, as means over the tokens of all texts."""
-
         def joined(places: IntArray, name: str = "kls") -> FloatArray:
             return np.concatenate([pieces[place][name] for place in places], axis=-1)
 
@@ -191,23 +165,12 @@ class _Work:
 
 
 class FormatProbe:
-    """Predictions of the unchanged model on one text, and losses of formats.
-
-    Parameters
-    ----------
-    model : transformers.PreTrainedModel
-        Unchanged afterwards.
-    token_ids : ndarray of int64, (n_tokens,)
-        The text.
-    names : sequence of str
-        Formats.
-    shape : ModelShape
-        Of the model.
+    """Predictions of the unchanged model on one text, (n_tokens,), and losses of formats.
 
     Raises
     ------
     UnsupportedModelError
-        If the model's decoder layers or their attention cannot be seen.
+        As `mini_prefill`.
     """
 
     @torch.no_grad()
@@ -225,13 +188,9 @@ class FormatProbe:
 
     @torch.no_grad()
     def single(self, layer: int) -> dict[str, FloatArray]:
-        """Return the losses of each prediction with K or V of one layer in each format.
+        """Return ``kls`` with K or V of one layer in each format.
 
-        Returns
-        -------
-        dict
-            ``kls``: KL(unchanged || formats), nats, (2, n_formats, n_tokens); 0 if the layer stores
-            no K and V.
+        They are KL(unchanged || formats), nats, (2, n_formats, n_tokens); 0 without K and V.
         """
         kls = np.zeros((2, len(self._names), self._ids.shape[1]))
         if self._shape.by_layer[layer].kv_heads:
@@ -245,18 +204,10 @@ class FormatProbe:
 
     @torch.no_grad()
     def mixed(self, mixtures: IntArray) -> dict[str, FloatArray]:
-        """Return the losses of each prediction with each mixture of formats in the whole cache.
+        """Return ``kls``, nats, and ``agrees``, 1 for the same likeliest token, with each mixture.
 
-        Parameters
-        ----------
-        mixtures : ndarray of int64, (n_mixtures, n_layers, 2)
-            Index of the format of each layer's keys and values, -1 for 16 bits.
-
-        Returns
-        -------
-        dict
-            ``kls``: nats, (n_mixtures, n_tokens). ``agrees``: 1 if the most likely next token is
-            the same.
+        Both are (n_mixtures, n_tokens). Mixtures are indices of formats, (n_mixtures, n_layers, 2),
+        -1 for 16 bits.
         """
         rows = []
         for choices in mixtures:
@@ -266,8 +217,6 @@ class FormatProbe:
         return {"kls": kls, "agrees": agrees}
 
     def _logits(self, choices: IntArray | None) -> Tensor:
-        """Return the logits of a forward in which attention sees K and V in chosen formats."""
-
         def handler(states: AttentionStates, compute: Compute) -> tuple[Tensor, Tensor | None]:
             self._seen.add(states.layer)
             key = value = WHOLE

@@ -1,4 +1,4 @@
-"""Job: one profiling job with all settings that decide its numbers, and its finished samples."""
+"""Profiling jobs: all settings that decide the numbers."""
 
 from __future__ import annotations
 
@@ -35,16 +35,14 @@ class LossPlan:
     Attributes
     ----------
     method : {"measured", "fast"}
-        A forward for every unit and level, or the second-order estimate from one backward pass.
+        A forward for every unit and level, or the second-order estimate.
     level : {"layer", "head"}
-        The unit that is reduced alone.
-    shares : tuple of float
-        Shares of the evictable entries that each unit is reduced to.
+        Unit that is reduced alone.
     continuation_tokens : int
-        Largest number of tokens after the prompt on which the distributions are compared.
+        Largest number of compared predictions.
     matched, interval : int
-        The policy `attention_matching` fits the kept values to ``matched`` of the prompt's last
-        queries, at this interval; 0 leaves values unchanged.
+        `attention_matching` fits kept values to ``matched`` last queries, at this interval; 0
+        leaves values unchanged.
 
     Raises
     ------
@@ -74,7 +72,7 @@ class LossPlan:
             )
 
     def policy(self, scorer: Scorer) -> Score:
-        """Return the policy by which entries are kept."""
+        """Return the policy that keeps entries."""
         from kvalloc.runtime.policies.attention_matching import AttentionMatching
         from kvalloc.runtime.policies.score import Score
 
@@ -83,18 +81,7 @@ class LossPlan:
         return AttentionMatching(scorer=scorer, rows=self.matched, interval=self.interval)
 
     def levels(self, context_tokens: int, protected_tokens: int) -> IntArray:
-        """Return the budgets at which losses are measured.
-
-        Parameters
-        ----------
-        context_tokens, protected_tokens : int
-            Reference context; sinks and window, which every budget includes.
-
-        Returns
-        -------
-        ndarray of int64, (n_levels,)
-            Rising; the last one is the context.
-        """
+        """Return the budgets of losses, rising up to the context, (n_levels,)."""
         evictable = context_tokens - protected_tokens
         tokens = [protected_tokens + round(share * evictable) for share in self.shares]
         return np.unique([*tokens, context_tokens]).astype(np.int64)
@@ -112,13 +99,7 @@ Measured = dict[str, FloatArray]
 
 
 class Steps:
-    """Counts the finished steps of a job, and reports each.
-
-    Parameters
-    ----------
-    progress : callable or None
-        Called with (steps done, steps in all).
-    """
+    """Count of finished steps; `progress` is called with (steps done, steps in all)."""
 
     def __init__(self, total: int, progress: Callable[[int, int], None] | None) -> None:
         self.done, self.total, self._progress = 0, total, progress
@@ -140,25 +121,9 @@ def measured_samples(
     sample_steps: int,
     sizes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> tuple[dict[int, Measured], dict[int, Failed]]:
-    """Measure the samples that the checkpoint does not have.
+    """Return samples and failures by place; measure samples that the checkpoint does not have.
 
-    Parameters
-    ----------
-    measure : callable
-        Measures the sample of a place, as `Engine.run` calls it.
-    kept : Checkpoint or None
-        Stores finished samples.
-    sample_steps : int
-        Steps of one sample.
-    sizes : mapping, optional
-        Required shapes of the arrays of a stored sample.
-
-    Returns
-    -------
-    measured : dict of int to Measured
-        Arrays of each sample by its place, in order.
-    failed : dict of int to Failed
-        Reasons why the other samples failed.
+    `measure` is as for `Engine.run`; stored arrays need the shapes `sizes`.
     """
     measured, failed, left = dict[int, Measured](), dict[int, Failed](), dict[int, int]()
     for place in places:
@@ -186,19 +151,7 @@ def _name(place: int) -> str:
 class Job:
     """One measurement, fully decided.
 
-    Attributes
-    ----------
-    sinks, context_tokens : int
-        As in the score profile.
-    losses : LossPlan or None
-        None if losses are not measured.
-    bits : tuple of int
-        Bit widths of losses, beside 16.
-    shard : tuple of int or None
-        Number of the shard, from 1, and number of shards; a shard has every n-th sample. None for
-        all.
-    chunk : int or None
-        Tokens of a sample in one forward; see `chunk_of`.
+    A shard, number from 1 and count, has every n-th sample; `bits` are widths of losses beside 16.
     """
 
     shape: ModelShape
@@ -213,24 +166,24 @@ class Job:
 
     @cached_property
     def ranks(self) -> IntArray:
-        """Ranks at which curves are stored, ``(n_points,)``."""
+        """Ranks of curves, (n_points,)."""
         return rank_grid(self.context_tokens - self.protected_tokens, self.context_tokens)
 
     @property
     def protected_tokens(self) -> int:
-        """Sinks and window, which every budget includes."""
+        """Sinks and window, in every budget."""
         return self.sinks + self.scorer.window
 
     @property
     def loss_levels(self) -> IntArray:
-        """Budgets at which losses are measured; may be empty."""
+        """Budgets of losses; may be empty."""
         if self.losses is None:
             return np.empty(0, dtype=np.int64)
         return self.losses.levels(self.context_tokens, self.protected_tokens)
 
     @property
     def loss_layers(self) -> int:
-        """Work of measuring the losses of one layer, in layers of a mini-prefill."""
+        """Work for a layer's losses, in layers of a mini-prefill."""
         if self.losses is None:
             return 0
         layers = MEASURED_LAYERS if self.losses.method == "measured" else 1
@@ -238,17 +191,17 @@ class Job:
 
     @property
     def sample_steps(self) -> int:
-        """Work of measuring a sample, in layers of a mini-prefill."""
+        """Work for a sample, as `loss_layers`."""
         return len(self.shape.full_layers) * (1 + self.loss_layers)
 
     @property
     def loss_bits(self) -> tuple[int, ...]:
-        """Widths of losses: unrounded, then the others."""
+        """Widths of losses, 16 first."""
         return (16, *self.bits)
 
     @cached_property
     def places(self) -> Sequence[int]:
-        """Rising places of the measured samples among all.
+        """Rising places of the measured samples.
 
         Raises
         ------
@@ -264,20 +217,12 @@ class Job:
         return range(number - 1, n_samples, of)
 
     def chunk_of(self, n_tokens: int) -> int:
-        """Return the tokens of a sample in one forward, at least the queries of the scorer."""
+        """Return a sample's tokens in one forward, at least the scorer's queries."""
         chunk = self.chunk or (n_tokens if n_tokens <= EXACT_CONTEXT_TOKENS else CHUNK_TOKENS)
         return max(chunk, self.scorer.query_rows(n_tokens), self.scorer.window)
 
     def sizes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the arrays of one sample, by name; losses if they are measured.
-
-        Returns
-        -------
-        dict
-            ``curves``: retention at the ranks. ``masses``: evictable score mass.
-            ``interpolation_error``: largest difference between a curve and its interpolation.
-            ``losses``: loss curves, by width.
-        """
+        """Return the shapes of a sample's arrays, by name; losses if measured."""
         layers, heads, points = self.shape.n_layers, self.shape.n_kv_heads, self.ranks.size
         sizes: dict[str, tuple[int, ...]] = {
             "curves": (layers, heads, points),
@@ -290,7 +235,7 @@ class Job:
         return sizes
 
     def record(self, facts: ModelFacts) -> dict[str, Any]:
-        """Return all settings that decide the numbers, for the manifest of a checkpoint."""
+        """Return the settings that decide the numbers, for a checkpoint."""
         return {
             **facts.record(),
             "scorer": self.scorer.name,

@@ -1,4 +1,4 @@
-"""Loss curves: change of the next-token distribution if one layer or KV head is reduced."""
+"""Loss curves: change of predictions if one layer or KV head is reduced."""
 
 from __future__ import annotations
 
@@ -23,8 +23,6 @@ _Place = tuple[int, ...]
 
 
 class _Variant(NamedTuple):
-    """Kept entries of a layer, and the places of the losses that they give."""
-
     places: list[_Place]
     keep: Tensor
     """``(n_kv_heads, n_tokens)``"""
@@ -39,24 +37,12 @@ def sample_losses(
     *,
     layer_done: Callable[[], None],
 ) -> Measured:
-    """Return the loss curves of one sample of a job, by its plan.
-
-    Parameters
-    ----------
-    layer_done : callable
-        Called after each layer.
-
-    Returns
-    -------
-    Measured
-        ``losses``, as `Job.sizes` has them.
+    """Return ``losses`` of one sample by the job's plan, as in `Job.sizes`.
 
     Raises
     ------
-    InputError
-        If the sample cannot be measured; a `SampleError` if a loss is not finite.
-    UnsupportedModelError
-        If the model's layers cannot be seen.
+    InputError, UnsupportedModelError
+        As `LossProbe`; a `SampleError` if a loss is not finite.
     """
     plan = job.losses
     assert plan is not None  # else no losses are measured
@@ -84,23 +70,11 @@ def measure_losses(
     *,
     layer_done: Callable[[], None] = lambda: None,
 ) -> Measured:
-    """Measure the loss of each unit at each level, reduced alone.
+    """Return ``losses`` of each unit at each level, reduced alone, nats per token.
 
-    Parameters
-    ----------
-    probe : LossProbe
-        The prompt.
-    job : Job
-        The job of these losses. Its `loss_levels` are budgets at the reference context; a prompt of
-        another length is reduced to the same shares of its evictable entries.
-    layer_done : callable
-        Called after each measured layer.
-
-    Returns
-    -------
-    Measured
-        ``losses``: mean over the continuation's predictions of KL(full cache || reduced cache),
-        nats per token. They are 0 in sliding layers, and at 16 bits at the last level.
+    They are mean KL(full cache || reduced cache); 0 in sliding layers, and at 16 bits at the last
+    level. A prompt that is not of the reference context is reduced to the same shares of its
+    evictable entries.
     """
 
     def of_layer(layer: int) -> Iterator[tuple[list[_Place], FloatArray]]:
@@ -120,31 +94,17 @@ def estimate_losses(
     seed: int = 0,
     layer_done: Callable[[], None] = lambda: None,
 ) -> Measured:
-    """Estimate the losses to second order, from one forward.
+    """Estimate `measure_losses` to second order, from one forward.
 
-    Hiding and rounding entries moves the outputs of a unit's heads by a known ``d``. To second
-    order ``KL = d' F d / 2`` with F the Fisher information of those outputs. ``d' F d`` is the mean
-    of ``(g' d)^2`` over gradients g of next tokens drawn from the model's predictions. It is a
-    local estimate: it overstates the loss of a unit that flips an answer.
-
-    Parameters
-    ----------
-    probe, job, layer_done
-        As in `measure_losses`.
-    n_draws : int
-        Draws of next tokens; the relative standard error falls with their square root.
-    seed : int
-        Seed of the draws.
-
-    Returns
-    -------
-    Measured
-        Means over the draws.
+    Reducing a unit moves its heads' outputs by ``d``, and ``KL = d' F d / 2`` with their Fisher
+    information F. ``d' F d`` is the mean of ``(g' d)^2`` over gradients g of `n_draws` tokens from
+    the model's predictions, with a standard error that falls with their square root. It overstates
+    the loss of a unit that flips an answer.
 
     References
     ----------
-    S. Amari, Natural Gradient Works Efficiently in Learning (1998): the Fisher information as the
-    second-order term of the KL divergence. Its use for cache budgets is ours.
+    S. Amari, Natural Gradient Works Efficiently in Learning (1998). Its use for cache budgets is
+    ours.
     """
     gradients = probe.sensitivities(n_draws, seed=seed)
     heads = job.sizes()["losses"][1]
@@ -169,7 +129,6 @@ def _of_all_layers(
     of_layer: Callable[[int], Iterator[tuple[list[_Place], FloatArray]]],
     layer_done: Callable[[], None],
 ) -> Measured:
-    """Return the mean of the values that belong to each place."""
     losses = np.zeros(job.sizes()["losses"])
     for layer in sorted(probe.scores):
         for places, values in of_layer(layer):
@@ -180,19 +139,13 @@ def _of_all_layers(
 
 
 def _by_unit(outputs: Tensor, heads: int) -> Tensor:
-    """Group (n, n_predictions, n_query_heads, head_dim) by KV head or layer, in float64.
-
-    Returns
-    -------
-    Tensor, (heads, n, n_predictions * n_query_heads / heads * head_dim)
-    """
+    """Group (n, n_predictions, n_query_heads, head_dim) by unit, in float64, (heads, n, -1)."""
     n, n_predictions, _, head_dim = outputs.shape
     split = outputs.double().view(n, n_predictions, heads, -1, head_dim)
     return split.permute(2, 0, 1, 3, 4).reshape(heads, n, -1)
 
 
 def _figures(probe: LossProbe, layer: int, job: Job) -> list[_Variant]:
-    """Return a layer at each width and level, reduced as a whole; not full at 16 bits."""
     budgets = [probe.budget(level, job.context_tokens) for level in job.loss_levels.tolist()]
     kept = probe.kept(layer, budgets)
     return [
@@ -204,7 +157,6 @@ def _figures(probe: LossProbe, layer: int, job: Job) -> list[_Variant]:
 
 
 def _variants(figures: Sequence[_Variant], job: Job) -> list[_Variant]:
-    """Return the layer, or each head of it, reduced alone; each set of entries once a width."""
     variants: dict[bytes, _Variant] = {}
     for places, keep, bits in figures:
         reduced = [(keep, bits)]
@@ -222,7 +174,6 @@ def _variants(figures: Sequence[_Variant], job: Job) -> list[_Variant]:
 
 
 def _stacked(batch: Sequence[_Variant]) -> dict[str, Any]:
-    """Return the kept entries and their bits as the probe takes them."""
     keep, bits = torch.stack([one.keep for one in batch]), np.stack([one.bits for one in batch])
     return {"keep": keep, "bits": bits}
 

@@ -1,8 +1,4 @@
-"""Predictions with a reduced cache in one layer, for many variants in one batch.
-
-Its continuation then runs with entries of one layer hidden, from that layer on only. Variants are a
-batch that shares the prompt's keys and values.
-"""
+"""Predictions with a reduced cache in one layer, for many variants in one batch."""
 
 from __future__ import annotations
 
@@ -44,14 +40,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Reduced:
-    """Entries of a prompt that variants see in one layer.
+    """Entries that variants see in one layer.
 
     Attributes
     ----------
     keep : Tensor of bool, (n_variants, n_kv_heads, n_tokens)
-        Visible entries.
     keys, values : Tensor, (n_kv_heads, n_variants, n_tokens, head_dim), or None
-        The prompt's entries after rounding; None if all variants see them unrounded.
+        Rounded; None if all variants see them unrounded.
     """
 
     keep: Tensor
@@ -62,39 +57,25 @@ class Reduced:
 class LossProbe:
     """The full cache of one prompt, and losses from hiding or rounding entries of one layer.
 
-    Parameters
-    ----------
-    model : transformers.PreTrainedModel
-        A causal language model; unchanged afterwards.
-    sample : Sample
-        The prompt, which is reduced. Its answer is the continuation; by default the model writes
-        one with the full cache, greedily, up to its end-of-turn token. Its question comes between
-        the two; it is not reduced, and predictions inside it do not count.
-    policy : Score
-        Ranks the entries of each full-attention layer, and may fit kept values.
-    sinks : int
-        First tokens, without scores.
-    shape : ModelShape
-        Entries of its full-attention layers can be hidden.
-    continuation_tokens : int
-        Largest number of answer tokens.
+    Predictions inside the question do not count. Without an answer, the unchanged model writes one
+    with the full cache, greedily, up to its end of turn; `continuation_tokens` limits both. The
+    policy ranks entries and may fit kept values; the first tokens, `sinks`, have no scores.
 
     Attributes
     ----------
     prompt_ids : Tensor of int64, (n_tokens,)
-        The prompt.
     scores : dict of int to Tensor, (n_kv_heads, n_tokens)
-        The scorer's scores of each full-attention layer.
+        By full-attention layer.
     continuation_ids : Tensor of int64, (n_continuation,)
-        Tokens read after the prompt, the question first. Losses belong to the ``n_measured``
-        predictions after each of these tokens, or from the question's last one on.
+        Question and answer; ``n_measured`` predictions follow the question's last token or later
+        ones.
 
     Raises
     ------
     InputError
-        If the model has nothing to say after the prompt.
+        If the model ends its turn at once.
     UnsupportedModelError
-        If the model's decoder layers or their attention cannot be seen.
+        If layers or their attention cannot be seen.
     """
 
     def __init__(
@@ -138,7 +119,7 @@ class LossProbe:
         return int(self.continuation_ids.numel()) - self._unmeasured
 
     def budget(self, tokens: int, context_tokens: int) -> int:
-        """Return the budget with the share of evictable entries that `tokens` have in a context."""
+        """Return the budget with the same evictable share as `tokens` in a context."""
         protected = self._sinks + self._scorer.window
         share = (tokens - protected) / (context_tokens - protected)
         evictable = max(0, self.n_tokens - protected)
@@ -146,33 +127,21 @@ class LossProbe:
 
     @torch.no_grad()
     def kept(self, layer: int, budgets: Sequence[int]) -> list[Tensor]:
-        """Return the kept entries of a layer at some budgets, all from the same prefill.
-
-        Returns
-        -------
-        list of Tensor of bool, (n_kv_heads, n_tokens)
-        """
+        """Return a layer's kept entries at each budget, bool (n_kv_heads, n_tokens)."""
         scores, sinks, window = self.scores[layer], self._sinks, self._scorer.window
         rows = [torch.full((1, scores.shape[0]), one, device="cpu") for one in budgets]
         return [keep_best(scores[None], row, sinks=sinks, window=window)[0] for row in rows]
 
     @torch.no_grad()
     def losses(self, layer: int, keep: Tensor, *, bits: IntArray | None = None) -> Tensor:
-        """Return KL(full cache || reduced cache) of each prediction, for each variant.
+        """Return KL(full cache || reduced cache), nats, float64 (n_variants, n_measured).
+
+        Rounding may take 0 slightly below 0.
 
         Parameters
         ----------
-        layer : int
-            Layer with hidden entries.
         keep : Tensor of bool, (n_variants, n_kv_heads, n_tokens)
-            Entries of the prompt that each variant keeps.
         bits : ndarray of int64, (n_variants, n_kv_heads), optional
-            Width of the kept entries; unrounded by default.
-
-        Returns
-        -------
-        Tensor of float64, (n_variants, n_measured)
-            Nats. Rounding may take a loss of 0 slightly below 0.
         """
         reduced = {layer: self._reduced(layer, keep, bits)}
         with self._inputs.begun(layer, len(keep)):
@@ -180,20 +149,12 @@ class LossProbe:
 
     @torch.no_grad()
     def joint_losses(self, keep: Mapping[int, Tensor]) -> Tensor:
-        """Return KL(full cache || reduced cache) of each prediction with all these layers reduced.
-
-        Returns
-        -------
-        Tensor of float64, (n_variants, n_measured)
-            Nats.
-        """
+        """Return `losses` with several layers reduced."""
         (n_variants,) = {len(variants) for variants in keep.values()}
         reduced = {layer: self._reduced(layer, one, None) for layer, one in keep.items()}
         return self._divergences(reduced, n_variants)
 
     def _divergences(self, reduced: Mapping[int, Reduced], n_variants: int) -> Tensor:
-        """Return the losses of variants that see reduced entries in some layers."""
-
         def attend(states: AttentionStates) -> Tensor:
             return self._attend(states, reduced.get(self._shape.source(states.layer)))
 
@@ -201,7 +162,6 @@ class LossProbe:
         return self._full.divergences(self._measured(logits))
 
     def _reduced(self, layer: int, keep: Tensor, bits: IntArray | None) -> Reduced:
-        """Return the view of variants that keep these entries at these widths."""
         if bits is None or (bool((bits == 16).all()) and not self._policy.combines):
             return Reduced(keep=keep)
         stored, kept_counts = self._entries(layer), keep.sum(dim=-1).cpu()
@@ -229,16 +189,9 @@ class LossProbe:
 
     @torch.no_grad()
     def outputs(self, layer: int, keep: Tensor | None, bits: IntArray | None = None) -> Tensor:
-        """Return the outputs of a layer's heads on the continuation with reduced entries.
+        """Return a layer's heads' outputs, (n_variants, n_continuation, n_query_heads, head_dim).
 
-        Parameters
-        ----------
-        keep : Tensor of bool, (n_variants, n_kv_heads, n_tokens), or None
-            Entries of each variant; None for one variant with all.
-
-        Returns
-        -------
-        Tensor, (n_variants, n_continuation, n_query_heads, head_dim)
+        `keep` is bool (n_variants, n_kv_heads, n_tokens), None for one variant with all entries.
         """
         states = self._states[layer]
         if keep is None:
@@ -250,23 +203,11 @@ class LossProbe:
         return self._attend(replace(states, **wide), self._reduced(layer, keep, bits))
 
     def sensitivities(self, n_draws: int, *, seed: int = 0) -> dict[int, Tensor]:
-        """Return gradients of drawn tokens' log probability with respect to the heads' outputs.
+        """Return gradients of drawn tokens' log probability by the heads' outputs of each layer.
 
-        The tokens are drawn from the full cache's predictions, so the mean outer product of the
-        gradients is the Fisher information of the heads' outputs.
-
-        Parameters
-        ----------
-        n_draws : int
-            Independent draws, each of a token at every position: one forward pass in all, and a
-            backward pass each.
-        seed : int
-            Seed of the draws.
-
-        Returns
-        -------
-        dict of int to Tensor, (n_draws, n_continuation, n_query_heads, head_dim)
-            For each full-attention layer.
+        They are (n_draws, n_continuation, n_query_heads, head_dim), a backward pass each. Tokens
+        are drawn from the full cache's predictions: the mean outer product is the outputs' Fisher
+        information.
         """
         offsets: dict[int, Tensor] = {}
 
@@ -292,7 +233,6 @@ class LossProbe:
         return dict(zip(offsets, gradients, strict=True))
 
     def _prefill(self) -> Tensor:
-        """Run the prompt into the cache; return the logits of the next token."""
         seen: set[int] = set()
 
         def handler(states: AttentionStates, compute: Compute) -> tuple[Tensor, Tensor | None]:
@@ -315,24 +255,19 @@ class LossProbe:
         return logits
 
     def _entries(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return a layer's entries of the prompt, ``(n_kv_heads, n_tokens, dim)`` each.
-
-        A sliding layer has only the last tokens.
-        """
+        """Return a layer's entries, (n_kv_heads, n_tokens, dim); the last ones if it slides."""
         stored = self._cache.layers[self._shape.source(layer)]
         return stored.keys[0], stored.values[0]
 
     def _seen_as(self, layer: int, entries: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return entries as attention sees them."""
         latent = self._shape.layer_types[layer] == "latent"
         return latent_states(*entries) if latent else entries
 
     def _measured(self, logits: Tensor) -> Tensor:
-        """Return the predictions of the answer, without those inside the question."""
+        """Drop predictions inside the question."""
         return logits[..., self._unmeasured :, :]
 
     def _written(self, logits: Tensor, question: Tensor, n_tokens: int) -> Tensor:
-        """Return the greedy continuation with the full cache, after the prompt's logits."""
         cache, ends = copy.deepcopy(self._cache), end_tokens(self._model)
         keyword = cache_keyword(self._model, cache)
         if question.numel():
@@ -345,12 +280,10 @@ class LossProbe:
         return torch.stack(written)
 
     def _first_states(self, states: AttentionStates) -> Tensor:
-        """Store the states of a layer's attention with the full cache, and return its output."""
         self._states[states.layer] = states
         return self._attend(states, None)
 
     def _run(self, attend: Callable[[AttentionStates], Tensor], ids: Tensor) -> Tensor:
-        """Return logits of tokens after the prompt; `attend` gives each layer's attention."""
         positions = self.n_tokens + torch.arange(ids.shape[1], device=ids.device)[None]
         with (
             evaluating(self._model),
@@ -361,7 +294,7 @@ class LossProbe:
         return logits
 
     def _with_states(self, n_variants: int) -> dict[str, Any]:
-        """Return the cache of a forward after the prompt: its states, and no entries."""
+        """Return a cache of the prompt's states, without entries."""
         if not self._shape.state_bytes:
             return {"use_cache": False}
         rows, layers = torch.zeros(n_variants, dtype=torch.long, device="cpu"), []
@@ -375,21 +308,7 @@ class LossProbe:
         return cache_keyword(self._model, Cache(layers=layers))
 
     def _attend(self, states: AttentionStates, reduced: Reduced | None) -> Tensor:
-        """Return attention of new tokens over stored ones and over each other.
-
-        Variants with the same keys become rows of one product, so that keys are never copied.
-
-        Parameters
-        ----------
-        states : AttentionStates
-            Of the new tokens, (n_variants, n_heads, n_new, head_dim).
-        reduced : Reduced or None
-            The stored entries that each variant sees; all if None.
-
-        Returns
-        -------
-        Tensor, (n_variants, n_new, n_query_heads, head_dim)
-        """
+        """Return attention to all visible tokens, (n_variants, n_new, n_query_heads, head_dim)."""
         variants, _, n_new, head_dim = states.queries.shape
         entries = self._seen_as(states.layer, self._entries(states.layer))
         keys, values = (stored[:, None] for stored in entries)
@@ -423,19 +342,7 @@ class LossProbe:
 
 
 def check_continues(model: Any, token: int, *, where: str = "") -> None:
-    """Refuse a prompt after which the model ends at once.
-
-    Parameters
-    ----------
-    token : int
-        First token that it writes.
-    where : str
-        Beginning of the message.
-
-    Raises
-    ------
-    InputError
-    """
+    """Raise `InputError`, beginning with `where`, if the first written token ends the turn."""
     if token in end_tokens(model):
         raise InputError(
             f"{where}the model ends its turn at once after this prompt, so there is no "
@@ -446,7 +353,7 @@ def check_continues(model: Any, token: int, *, where: str = "") -> None:
 def _visible(
     n_new: int, stored: int, layer: LayerShape, n_before: int, device: torch.device
 ) -> Tensor:
-    """Return the mask of the tokens that each new token sees, ``(n_new, stored + n_new)``."""
+    """Return visible tokens of each new token, bool (n_new, stored + n_new)."""
     place = torch.arange(stored + n_new, device=device) + n_before - stored
     new, visible = place[stored:, None], place <= place[stored:, None]
     if layer.window is None:

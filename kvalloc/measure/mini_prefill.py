@@ -1,7 +1,6 @@
-"""Mini-prefill: a forward pass that only shows attention.
+"""Mini-prefill: a forward that only shows attention (XKV, Section IV-A and Figure 7).
 
-It stores no KV cache, does not run the language-model head, and ends where the last layer's
-attention would begin (XKV, Section IV-A and Figure 7).
+It stores no KV cache, and ends at the last layer's attention.
 """
 
 from __future__ import annotations
@@ -36,33 +35,24 @@ def mini_prefill(
 ) -> None:
     """Run a model's decoder up to the last requested layer.
 
-    With chunks, all of them run through one layer before any runs through the next. So keys and
-    values of only one layer are stored at a time, beside its hidden states.
+    All chunks run through one layer before the next, so only one layer's entries are stored.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel
-        A causal language model. Its config, hooks and training flags are unchanged afterwards.
+        Unchanged afterwards.
     input_ids : Tensor of int64, (batch, n_tokens)
         Prompts of equal length, without padding.
     look : callable
-        Called with the attention states of each requested layer, in order. It must not keep the
-        tensors.
-    layers : collection of int
-        Requested layers. The last one's attention output and all later parts are not computed,
-        except once for a model, to find its rotation on a few tokens.
+        Called with each requested layer's states, in order; must not keep tensors.
     chunk : int, optional
-        Tokens in one forward; all by default, and if layers do not `run_apart`. `look` is then
-        called with each chunk's queries, and all keys and values up to it.
+        Tokens in one forward; all by default, and if layers do not `run_apart`. `look` gets each
+        chunk's queries, and all keys and values up to it.
 
     Raises
     ------
     UnsupportedModelError
-        If the model's attention cannot be seen.
-
-    References
-    ----------
-    XKV, Section IV-A.
+        If attention cannot be seen.
     """
     import torch
 
@@ -95,18 +85,7 @@ def mini_prefill(
 def _one_layer(
     model: Any, input_ids: Tensor, entering: Tensor | None, layer: int, pieces: Sequence[slice]
 ) -> Tensor | None:
-    """Run chunks through one decoder layer.
-
-    Parameters
-    ----------
-    entering : Tensor, (batch, n_tokens, hidden_size), or None
-        Input of the layer; overwritten by its output. None for the first one.
-
-    Returns
-    -------
-    Tensor, the same, or None
-        None for the last layer.
-    """
+    """Run chunks through a layer; write outputs over its inputs, (batch, n_tokens, hidden_size)."""
     from transformers import DynamicCache
 
     decoder, layers = decoder_of(model), layers_of(model)
@@ -138,12 +117,7 @@ def _one_layer(
 
 
 def check_seen(model: Any, layers: Iterable[int], seen: Container[int]) -> None:
-    """Refuse a model with a layer of unseen attention.
-
-    Raises
-    ------
-    UnsupportedModelError
-    """
+    """Raise `UnsupportedModelError` for a layer of unseen attention."""
     missing = next((layer for layer in layers if layer not in seen), None)
     if missing is not None:
         raise UnsupportedModelError(
@@ -153,15 +127,7 @@ def check_seen(model: Any, layers: Iterable[int], seen: Container[int]) -> None:
 
 
 def run_apart(model: Any, *, states: bool = False) -> bool:
-    """Return whether each layer of a model runs on the output of the previous one alone.
-
-    A layer may also get the tokens.
-
-    Parameters
-    ----------
-    states : bool
-        Whether layers may have states.
-    """
+    """Return whether layers, maybe with `states`, need only the last output and the tokens."""
     probe = probe_of(model)
     special = any(one.kind == "shared" or (one.state_bytes and not states) for one in probe.layers)
     special |= len(layers_of(model)) != len(probe.layers)  # LongCat's layers attend twice
@@ -169,13 +135,7 @@ def run_apart(model: Any, *, states: bool = False) -> bool:
 
 
 def layers_of(model: Any) -> Any:
-    """Return the decoder layers of a model, in order.
-
-    Raises
-    ------
-    UnsupportedModelError
-        If they are not in the usual place.
-    """
+    """Return a model's decoder layers, in order, or raise `UnsupportedModelError`."""
     layers = decoder_layers(model)
     if layers is None:
         raise UnsupportedModelError(
@@ -186,7 +146,7 @@ def layers_of(model: Any) -> Any:
 
 
 class LayerInputs:
-    """Inputs of each decoder layer in one forward, so that later forwards can begin at a layer."""
+    """Inputs of decoder layers in one forward, for later forwards."""
 
     def __init__(self, model: Any) -> None:
         self._layers, self._apart = layers_of(model), run_apart(model, states=True)
@@ -194,7 +154,7 @@ class LayerInputs:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Record the inputs of the layers in a forward."""
+        """Record them in a forward."""
 
         def record(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._entering[layer] = args[0] if args else kwargs["hidden_states"]
@@ -205,7 +165,7 @@ class LayerInputs:
             yield
 
     def begun(self, layer: int, n_rows: int) -> AbstractContextManager[None]:
-        """Let forwards of ``rows`` copies of those tokens begin at a layer, if each runs apart."""
+        """Let forwards of `n_rows` copies begin at a layer, if layers `run_apart`."""
         if not self._apart:
             return nullcontext()
         hidden = self._entering[self._layers[layer]].repeat(n_rows, 1, 1)
@@ -214,10 +174,7 @@ class LayerInputs:
 
 @contextmanager
 def begun_at(layers: Any, begin: int, hidden: Tensor) -> Iterator[None]:
-    """Let the decoder begin at one layer, with known hidden states.
-
-    It gets its tokens too: some models add their embeddings later.
-    """
+    """Let the decoder, with its tokens, begin at a layer with known hidden states."""
 
     def enter(
         module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]

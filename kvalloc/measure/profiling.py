@@ -1,4 +1,4 @@
-"""Profiling: retention curves of a model on some text (XKV's mini-prefill)."""
+"""Profiling: retention curves of a model on text."""
 
 from __future__ import annotations
 
@@ -100,10 +100,8 @@ def profile(
 ) -> ScoreProfile:
     """Measure how concentrated the attention of every layer and KV head is.
 
-    Each sample runs through the decoder once, without a KV cache and without the head. In each
-    full-attention layer the scores become the head's retention curve at once. Curves are exact up
-    to 4096 tokens of context; above that they are stored on a grid, with the measured interpolation
-    error.
+    Each sample runs through the decoder once, without a KV cache. Curves are exact up to 4096
+    tokens of context; above that they are stored on a grid, with the measured interpolation error.
 
     Parameters
     ----------
@@ -113,18 +111,15 @@ def profile(
     tokenizer : transformers.PreTrainedTokenizerBase
     texts : iterable of str, Document or Prompt
         Running text, also a string, is cut into samples of exactly `context` tokens. A prompt is
-        one sample: a longer one loses its middle, and a shorter one's curve is stretched over the
-        reference ranks by the kept share.
+        one sample: a longer one loses its middle, a shorter one's curve is stretched.
     output : str or Path, optional
-        The score profile to write, atomically. Finished samples are stored in ``OUTPUT.partial``
-        until then.
+        The score profile to write, atomically. Until then, ``OUTPUT.partial`` has finished samples.
     resume : bool
-        Continue from the samples of an earlier, killed call; the arrays are bit-identical to an
-        unbroken run.
+        Continue an earlier, killed call; the arrays are bit-identical to an unbroken run.
     progress : callable, optional
-        Called with (layers done, layers in all); measuring a layer's losses counts as several.
+        Called with (layers done, layers in all); a layer's losses count as several.
     model_id : str, optional
-        Replaces the id in the model's config.
+        Replaces the config's id.
     **options
         See `ProfileOptions`.
 
@@ -132,14 +127,14 @@ def profile(
     -------
     ScoreProfile
         Sliding layers have the curve 1 and mass 0. A sample fails if its scores are not finite, it
-        does not fit into memory, or it kills its worker twice. It is then named in ``set_aside``.
-        All other arrays are as without it.
+        does not fit into memory, or it kills its worker twice; ``set_aside`` names it. Other arrays
+        are as without it.
 
     Raises
     ------
     InputError
         If text, prompts or options are invalid, the context is beyond the model's limit, or every
-        sample fails. If the output cannot be written, or has unfinished work of another job beside
+        sample fails. If the output cannot be written, or has another job's unfinished work beside
         it.
     UnsupportedModelError
         If kvalloc cannot see the model's attention.
@@ -169,36 +164,16 @@ def prompt_scores(
     sinks: int,
     shape: ModelShape,
 ) -> ScoreProfile:
-    """Return the retention curves of one prompt.
+    """Return the retention curves of one prompt, (n_tokens,), at its length as the context.
 
-    Parameters
-    ----------
-    model : transformers.PreTrainedModel
-        A causal language model, or its decoder; unchanged afterwards.
-    token_ids : ndarray of int64, (n_tokens,)
-        The prompt, without padding.
-    scorer : Scorer
-        Ranks the entries.
-    sinks : int
-        First tokens, never evicted.
-    shape : ModelShape
-        The model's sizes, with the name for the profile.
-
-    Returns
-    -------
-    ScoreProfile
-        One sample; its context is the prompt's length.
+    The model, also a decoder, is unchanged afterwards.
 
     Raises
     ------
     InputError
         If the prompt is not longer than sinks and window, or a score is not finite.
     UnsupportedModelError
-        If the model's attention cannot be seen.
-
-    References
-    ----------
-    XKV, Section IV-A.
+        If attention cannot be seen.
     """
     protected, n_tokens = sinks + scorer.window, int(token_ids.size)
     if n_tokens <= protected:
@@ -225,7 +200,7 @@ def read_options(options: ProfileOptions) -> dict[str, Any]:
     Raises
     ------
     InputError
-        If an option is invalid for all models, or some contradict each other.
+        If they are invalid for all models.
     """
     scorer, losses = options.get("scorer", "xkv"), options.get("loss")
     if not isinstance(scorer, Scorer):
@@ -258,7 +233,7 @@ def job_of(
     shape: ModelShape,
     options: ProfileOptions,
 ) -> Job:
-    """Return the options as a job; refuse impossible ones before anything is measured."""
+    """Return the options as a job; refuse impossible ones."""
     decided = read_options(options)
     context, sinks, window = decided["context_tokens"], decided["sinks"], decided["scorer"].window
     _check_sizes(shape, context, sinks, window)
@@ -281,7 +256,7 @@ def measure_job(
     kept: Checkpoint | None = None,
     progress: Progress | None = None,
 ) -> ScoreProfile:
-    """Measure all samples of a job and put them together."""
+    """Measure all samples of a job."""
     steps = Steps(len(job.places) * job.sample_steps, progress)
     measured, failed = measured_samples(
         engine,
@@ -301,7 +276,6 @@ def measure_job(
 
 
 def _measure_sample(job: Job, model: Any, index: int, advance: Advance) -> Measured:
-    """Measure a sample by one mini-prefill, and its losses."""
     import torch
 
     ids = job.samples.samples[index].token_ids
@@ -338,7 +312,6 @@ def _measure_sample(job: Job, model: Any, index: int, advance: Advance) -> Measu
 
 
 def _assemble(job: Job, samples: Mapping[int, Measured]) -> ScoreProfile:
-    """Return the profile of the samples that could be measured."""
     stacked = {name: np.stack([one[name] for one in samples.values()]) for name in job.sizes()}
     losses: dict[str, Any] = {}
     if job.losses is not None:

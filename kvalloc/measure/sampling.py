@@ -1,4 +1,4 @@
-"""Sampling: from texts to the token ids that are measured."""
+"""Sampling: from texts to measured token ids."""
 
 from __future__ import annotations
 
@@ -23,19 +23,18 @@ from kvalloc.prompts.texts import Document, Prompt
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """A measured prompt, with its question and answer.
+    """A measured prompt.
 
     Attributes
     ----------
     token_ids : ndarray of int64, (n_tokens,)
     answer_ids : ndarray of int64, (n_answer,), or None
-        The answer, if the data has one.
     question_ids : ndarray of int64, (n_question,), or None
-        The question, read after the compression and before the answer, if the data has one.
+        Read after the compression.
     name : str
         Origin, for messages.
     task : str
-        Task, if the data names one; else whether there is an answer.
+        By default ``"answers"`` with an answer, else ``"text"``.
     """
 
     token_ids: IntArray
@@ -46,7 +45,7 @@ class Sample:
 
 
 def read_shard(text: str) -> tuple[int, int]:
-    """Read a shard such as ``2/8``: its number, from 1, and the number of shards."""
+    """Return number, from 1, and count of shards such as ``2/8``."""
     match = re.fullmatch(r"\s*(\d{1,4})\s*/\s*(\d{1,4})\s*", text)
     number, of = map(int, match.groups()) if match else (0, 0)
     if not 1 <= number <= of or of < 2:
@@ -59,37 +58,30 @@ def read_shard(text: str) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleSet:
-    """The samples of one measurement.
-
-    Attributes
-    ----------
-    description : str
-        Origin, for people.
-    """
+    """Samples of one measurement, with a description for people."""
 
     samples: tuple[Sample, ...]
     description: str
 
     def set_aside(self, failed: Mapping[int, Failed]) -> dict[int, str]:
-        """Return the name of each failed sample and the reason, by its place."""
+        """Return failed samples' names and reasons, by place."""
         return {
             place: f"{self.samples[place].name or f'sample {place}'}: {failed[place].reason}"
             for place in sorted(failed)
         }
 
     def digest(self) -> str:
-        """Return SHA-256 over the samples' lengths and token ids, answers not included."""
+        """Return SHA-256 over lengths and token ids, without answers."""
         return _digest([one.token_ids for one in self.samples])
 
     def answers_digest(self) -> str:
-        """Return SHA-256 over the answers, and over the questions where there are any."""
+        """Return SHA-256 over answers and any questions."""
         questions = [one.question_ids for one in self.samples]
         asks = any(ids is not None for ids in questions)
         return _digest([one.answer_ids for one in self.samples] + (questions if asks else []))
 
 
 def _digest(arrays: Sequence[IntArray | None]) -> str:
-    """Return SHA-256 over lengths, -1 for None, and token ids."""
     hasher = hashlib.sha256()
     for ids in arrays:
         hasher.update(np.array([-1 if ids is None else ids.size], dtype="<i8").tobytes())
@@ -107,35 +99,18 @@ def choose_samples(
     sampling_ratio: float = 0.1,
     seed: int = 0,
 ) -> SampleSet:
-    """Choose samples, spread evenly over the texts.
+    """Choose samples in the order of the texts, one from each of equally long stretches.
 
-    Running text is joined, tokenised and cut into pieces of exactly `context_tokens` tokens, with
-    the tokenizer's start token, if any. A prompt is one sample: a longer one loses its middle, a
-    shorter one keeps its length.
-
-    Parameters
-    ----------
-    texts : iterable of str, Document or Prompt
-        A string is running text.
-    least_tokens : int
-        Fewest tokens of a sample.
-    samples : int, optional
-        Number of samples; by default the share `sampling_ratio` of all candidates, rounded up.
-    sampling_ratio : float
-        Share of the candidates (XKV, Section IV-C: 10%).
-    seed : int
-        Seed. One sample is drawn from each of equally long stretches of the candidates.
-
-    Returns
-    -------
-    SampleSet
-        In the order of the texts.
+    Running text, also a string, is joined, tokenised and cut into pieces of exactly
+    `context_tokens` tokens, with any start token. A prompt is one sample; a longer one loses its
+    middle. The number is by default the share `sampling_ratio` of all candidates (10% in XKV,
+    Section IV-C), rounded up.
 
     Raises
     ------
     InputError
-        If there is no text, or it is too short; if there are too few candidates, or a chosen prompt
-        is too short, named by file and line. If a text is reserved for the final evaluation.
+        If a text is reserved for the final evaluation, candidates are too few, or a chosen prompt
+        is shorter than `least_tokens`, named by file and line.
     """
     documents, prompts = _sort_out(texts)
     refuse_held_out([*documents, *prompts])
@@ -190,7 +165,6 @@ def _sort_out(
 
 
 def _of_prompt(prompt: Prompt, tokenizer: Any, context_tokens: int, least_tokens: int) -> Sample:
-    """Return one sample; a space separates a text that ends in a word from the answer."""
     ids = cut_middle(np.asarray(prompt_ids(tokenizer, prompt), dtype=np.int64), context_tokens)
     if ids.size < least_tokens:
         raise InputError(
@@ -217,7 +191,6 @@ def _of_prompt(prompt: Prompt, tokenizer: Any, context_tokens: int, least_tokens
 
 
 def _ids(ids: tuple[int, ...], text: str, tokenizer: Any) -> IntArray | None:
-    """Return tokens, of the text by default; None without either."""
     if ids:
         return np.asarray(ids, dtype=np.int64)
     return _encode(tokenizer, text) if text else None
@@ -228,14 +201,13 @@ def _encode(tokenizer: Any, text: str, *, special: bool = False) -> IntArray:
 
 
 def _start_tokens(tokenizer: Any) -> IntArray:
-    """Return the start token, if the tokenizer adds one."""
     start = getattr(tokenizer, "bos_token_id", None)
     ids = _encode(tokenizer, "a", special=True)
     return ids[: int(start is not None and ids.size > 1 and ids[0] == start)]
 
 
 def cut_middle(ids: IntArray, context_tokens: int) -> IntArray:
-    """Drop the middle of a text that is too long: the question is at its beginning or end."""
+    """Drop the middle of a long text: questions are at an end."""
     if ids.size <= context_tokens:
         return ids
     head = (context_tokens + 1) // 2
@@ -258,7 +230,7 @@ def _chosen(n_candidates: int, samples: int | None, ratio: float, seed: int) -> 
 
 
 def spread(n: int, count: int, seed: int) -> list[int]:
-    """Draw one rising index below `n` from each of `count` stretches of equal length."""
+    """Draw one index below `n` from each of `count` equal stretches."""
     random = np.random.default_rng(seed)
     edges = [index * n // count for index in range(count + 1)]
     return [int(random.integers(low, high)) for low, high in pairwise(edges)]

@@ -1,7 +1,4 @@
-"""Fitting the scorer ``surrogate``: ridge regression over streamed normal equations.
-
-It also fits the weight of a prompt's last queries beside a second read.
-"""
+"""Fitting of the scorer ``surrogate``: ridge regression over streamed normal equations."""
 
 from __future__ import annotations
 
@@ -52,19 +49,19 @@ TARGET = Reconstruction(chunk=PIECE)
 
 @dataclass(frozen=True, kw_only=True)
 class NormalEquations:
-    """Normal equations of rows ``(x, y)``, for each of several problems.
+    """Normal equations of rows ``(x, y)``, for several problems.
 
     Attributes
     ----------
     moments : ndarray of float64, (..., n_features + 2, n_features + 2)
-        Sum over the rows of the outer product of ``(x, y, 1)`` with itself.
+        Sum of outer products of ``(x, y, 1)``.
     """
 
     moments: FloatArray
 
     @classmethod
     def of(cls, rows: FloatArray, targets: FloatArray) -> Self:
-        """Return sums of rows, ``(..., n_rows, n_features)``, and targets, ``(..., n_rows)``."""
+        """Return sums of rows, (..., n_rows, n_features), and targets, (..., n_rows)."""
         ones = np.ones_like(targets, dtype=np.float64)
         joined = np.concatenate(
             [np.asarray(rows, dtype=np.float64), targets[..., None], ones[..., None]], axis=-1
@@ -75,19 +72,10 @@ class NormalEquations:
         return replace(self, moments=self.moments + other.moments)
 
     def fit(self, ridge: float) -> FloatArray:
-        """Return the weights that predict the target, the constant last.
+        """Return the weights that predict the target, the constant last, (..., n_features + 1).
 
-        ``(C + ridge I) w = c`` with the correlations C of the features and c with the target, so
-        that one ridge suits features of any size. A constant feature gets weight 0.
-
-        Parameters
-        ----------
-        ridge : float
-            Above 0.
-
-        Returns
-        -------
-        ndarray of float64, (..., n_features + 1)
+        ``(C + ridge I) w = c`` with the correlations C of the features and c with the target, so a
+        ridge above 0 suits all sizes. A constant feature gets weight 0.
         """
         means = self.moments[..., -1, :-1] / self.moments[..., -1, -1:]
         rows = self.moments[..., -1, -1][..., None, None]
@@ -106,10 +94,7 @@ class NormalEquations:
         return np.concatenate([weights, constant[..., None]], axis=-1)
 
     def r_squared(self, weights: FloatArray) -> FloatArray:
-        """Return the share of the targets' variance that weights explain on these rows, ``(...)``.
-
-        Below 0 is worse than the mean; 0 if the targets are constant.
-        """
+        """Return the share of the targets' variance that weights explain; 0 for constant ones."""
         signed = np.concatenate(
             [weights[..., :-1], -np.ones_like(weights[..., :1]), weights[..., -1:]], axis=-1
         )
@@ -144,40 +129,23 @@ def fit_surrogate(
 ) -> FittedSurrogate:
     """Fit the scorer ``surrogate``, which predicts the attention of a second read from one read.
 
-    Each sample runs through the decoder once, written twice. The target is the largest attention to
-    a token from the second copy, as in the scorer ``reconstruction``. Its log is fitted for each KV
-    head of every full-attention layer. A reduced cache of each sample then shows whether attention
-    of a prompt's last queries helps, and at which weight.
-
-    Each half of the samples is fitted and tested by the other half, and the best ridge is taken.
-
-    Parameters
-    ----------
-    shape : ModelShape
-        Sizes of the model.
-    samples : SampleSet
-        At least 2.
-    context : int
-        Longest sample, tokens.
-    engine : Engine
-        Where the model runs.
-    kept : Checkpoint, optional
-        Stores the sums of each finished sample.
-    progress : callable, optional
-        Called with (layers done, layers in all).
+    Each sample, at most `context` tokens, is written twice and read once. The target is the log of
+    the largest attention to a token from the second copy, for each KV head. Losses of a reduced
+    cache give the weight of the last queries. Each half of the samples tests the other; the best
+    ridge is taken.
 
     Returns
     -------
     FittedSurrogate
-        Fitted without failed samples, as in `kvalloc.profile`; the others stay in their half.
+        Without failed samples, as in `kvalloc.profile`.
 
     Raises
     ------
     InputError
-        If there is too little text, two reads are beyond the model's limit, or all samples of a
-        half fail.
+        If there are fewer than 2 samples or too little text, two reads are beyond the model's
+        limit, or all samples of a half fail.
     UnsupportedModelError
-        If kvalloc cannot see the model's attention or its rotation of keys.
+        If attention or its rotation of keys cannot be seen.
 
     References
     ----------
@@ -224,7 +192,6 @@ def fit_surrogate(
 
 
 def _check_samples(shape: ModelShape, samples: SampleSet, context: int) -> None:
-    """Refuse samples too long to be read twice, and text with fewer tokens than weights."""
     limit = shape.max_context_tokens
     if limit is not None and 2 * context > limit:
         raise InputError(
@@ -250,7 +217,6 @@ def _check_samples(shape: ModelShape, samples: SampleSet, context: int) -> None:
 def _sample_sums(
     shape: ModelShape, samples: Sequence[Sample], model: Any, index: int, advance: Advance
 ) -> dict[str, Any]:
-    """Return moments of a sample's tokens, and its losses by weight of the last queries."""
     features, targets = _rows(model, shape, samples[index], f"sample {index}", advance)
     losses = vote_losses(model, shape, samples[index], targets, SINKS)
     return {"moments": NormalEquations.of(features, targets).moments, "vote_losses": losses}
@@ -259,7 +225,7 @@ def _sample_sums(
 def _rows(
     model: Any, shape: ModelShape, sample: Sample, where: str, advance: Advance
 ) -> tuple[FloatArray, FloatArray]:
-    """Return features and log scores, ``(n_full_layers, n_kv_heads, n_tokens, ...)``."""
+    """Return features and log scores, (n_full_layers, n_kv_heads, n_tokens, ...)."""
     import torch
 
     from kvalloc.scorers.surrogate import entry_features
@@ -320,24 +286,12 @@ LEAST_LOSS = 1e-4
 def vote_losses(
     model: Any, shape: ModelShape, sample: Sample, logs: FloatArray, sinks: int
 ) -> FloatArray:
-    """Return the loss of a sample's reduced cache at each weight of the last queries.
+    """Return a sample's losses by weight of the last queries, nats per token, (n_weights,).
 
-    The entries with the largest scores of all heads stay. A score is the larger of a second read's
-    attention and of the weighted attention of the last queries.
-
-    Parameters
-    ----------
-    sample : Sample
-        Its answer is the continuation; by default its last tokens are.
-    logs : ndarray, (n_full_layers, n_kv_heads, n_tokens - sinks)
-        Log of the score of a second read.
-    sinks : int
-        First tokens, which stay.
-
-    Returns
-    -------
-    ndarray of float64, (n_weights,)
-        KL(full cache || reduced cache), mean over the continuation, nats per token.
+    Entries with the largest scores of all heads stay; a score is the larger of a second read's
+    attention and the weighted attention of the last queries. Without an answer, the last tokens are
+    the continuation. `logs` are of a second read's scores, (n_full_layers, n_kv_heads, n_tokens -
+    sinks).
     """
     import torch
 
@@ -371,19 +325,9 @@ def vote_losses(
 def best_weight(losses: FloatArray) -> tuple[float, float]:
     """Return the weight of the last queries, and the ratio of its loss to the loss without them.
 
-    It is the smallest weight with a loss not surely larger than the best one's, if it is surely
-    smaller than without them. Surely means by more than the standard error of the mean log ratio
-    over the samples.
-
-    Parameters
-    ----------
-    losses : ndarray, (n_samples, n_weights)
-        Result of `vote_losses`.
-
-    Returns
-    -------
-    tuple of float
-        0 and 1 if they do not help.
+    It is the smallest weight surely better than none and not surely worse than the best; else 0 and
+    1. Surely means by over the standard error of the mean log ratio. Losses are (n_samples,
+    n_weights).
     """
     logs = np.log(np.maximum(losses, LEAST_LOSS))
     excess = logs - logs[:, [int(logs.mean(axis=0).argmin())]]
@@ -397,6 +341,5 @@ def best_weight(losses: FloatArray) -> tuple[float, float]:
 
 
 def _standard_error(ratios: FloatArray) -> FloatArray:
-    """Return the standard error of the mean over the samples, ``(n_weights,)``."""
     error: FloatArray = ratios.std(axis=0) / np.sqrt(len(ratios))
     return error

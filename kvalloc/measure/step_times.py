@@ -1,4 +1,4 @@
-"""Seconds of a decoding step by rows and bytes of the cache: measured, or of a named device."""
+"""Seconds of a decoding step: measured, or published."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ after a prompt."""
 
 
 class Line(NamedTuple):
-    """Seconds for one row, as a line over the bytes or tokens of the row."""
+    """Seconds of one row, linear in its bytes or tokens."""
 
     fixed: float
     slope: float
 
     def at(self, count: float) -> float:
-        """Return the seconds for a row of this many bytes or tokens."""
+        """Return the seconds of some bytes or tokens."""
         return self.fixed + self.slope * count
 
     @classmethod
@@ -55,22 +55,18 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimes:
-    """Seconds of a decoding step: the model's part for all rows, and each row's part for its cache.
+    """Seconds of a decoding step, for the model and for each row's cache.
 
     Attributes
     ----------
     rows : tuple of int
-        Rows at which the model was measured, rising; linear between and beyond.
+        Measured numbers of rows, rising; linear between and beyond.
     model_seconds : tuple of float
-        Seconds of a step of these rows with an empty cache.
+        With an empty cache.
     plain, kept, followed : Line
-        A row's part for a plain cache, for a reduced one's kept entries, and for newer entries,
-        over their bytes.
+        For a plain cache, a reduced one's kept entries, and newer entries, over bytes.
     evicting, entered : Line
-        Time of an eviction that ranks kept and new entries: over the tokens seen before, and over
-        the new tokens.
-    source : str
-        Origin of the figures, for people.
+        For an eviction, over tokens seen before, and over new ones.
     """
 
     rows: tuple[int, ...]
@@ -83,7 +79,7 @@ class StepTimes:
     source: str
 
     def of_model(self, rows: int) -> float:
-        """Return the seconds of a step of some rows with an empty cache."""
+        """Return the seconds of a step with an empty cache."""
         if rows <= self.rows[-1]:
             return float(np.interp(rows, self.rows, self.model_seconds))
         (first, last), (fast, slow) = self.rows[-2:], self.model_seconds[-2:]
@@ -91,15 +87,9 @@ class StepTimes:
 
 
 def device_steps(model: Any, name: str) -> StepTimes:
-    """Return the times of a device by its published figures: a lower bound of any run.
+    """Return the times of one of `DEVICES` by published figures, a lower bound.
 
-    The weights are read once a step, and each row's cache; products take their time if that is
-    more.
-
-    Parameters
-    ----------
-    name : str
-        One of `DEVICES`.
+    A step reads the weights, or takes its products' longer time, and reads each row's cache.
     """
     bandwidth, products = DEVICES[name]
     table = model.get_input_embeddings().weight
@@ -126,23 +116,13 @@ def device_steps(model: Any, name: str) -> StepTimes:
 def measure_steps(
     model: Any, profiles: tuple[BudgetProfile, BudgetProfile], plain_tokens: int
 ) -> StepTimes:
-    """Measure the steps of a model on its own device.
+    """Measure steps on the model's device.
 
-    One prompt is read for each reduced cache, and its row repeated. A plain cache has one long row,
-    since many short rows take another time for a byte.
-
-    Parameters
-    ----------
-    profiles : tuple of BudgetProfile
-        Two with different prompts and shares.
-    plain_tokens : int
-        Length of the row of a plain cache.
+    The profiles have different prompts and shares; a plain cache is one row.
     """
     begun, shape = time.perf_counter(), shape_of(model)
 
     def read(cache: Any, tokens: int, rows: int) -> Callable[[int], object]:
-        """Read a prompt into a cache; return a function that adds tokens to each of its rows."""
-
         def forward(rows: int, tokens: int) -> None:
             ids = torch.ones((rows, tokens), dtype=torch.long, device=model.device)
             model(input_ids=ids, logits_to_keep=1, **cache_keyword(model, cache))
@@ -152,7 +132,6 @@ def measure_steps(
         return lambda tokens: forward(rows, tokens)
 
     def plain(rows: int, tokens: int = FEW_TOKENS) -> Callable[[int], object]:
-        """Read a few tokens into a plain cache, and copy them up to its length."""
         cache: Any = DynamicCache(config=model.config)
         add = read(cache, FEW_TOKENS, rows)
         more = (1, 1, -(-tokens // FEW_TOKENS) - 1, 1)
@@ -201,13 +180,12 @@ def measure_steps(
 
 
 def _in_turns(calls: Mapping[Any, Callable[[], object]]) -> dict[Any, float]:
-    """Return the lowest seconds of each call: other work can only add to them."""
+    """Return the lowest seconds of each call."""
     rounds = [{name: _seconds(call) for name, call in calls.items()} for _ in range(ROUNDS)]
     return {name: min(one[name] for one in rounds) for name in calls}
 
 
 def _seconds(call: Callable[[], object]) -> float:
-    """Return the seconds of a call, with work still queued on a device."""
     _wait()
     begun = time.perf_counter()
     call()

@@ -1,12 +1,9 @@
 """Interception of the attention of every layer of a transformers model.
 
-Profiling needs a layer's queries, keys and values; the runtime changes a layer's mask. Both use the
-table of attention functions that transformers offers for adding implementations. Only while an
-`AttentionSwitch` is on, the model's attention modules hold a view of their config. In an
-intercepted forward the view names a wrapper of the model's implementation. All others, such as
-another thread, read the config. The config itself, which models and threads share, is never written
-to. Without a handler the wrapper calls the model's implementation with the same arguments, so the
-result is bit-identical.
+While an `AttentionSwitch` is on, attention modules hold a view of their config. In intercepted
+forwards it names a wrapper in transformers' table of attention functions. All others, such as
+another thread, read the config, which is never written to. A wrapper without a handler is
+bit-identical to the model's implementation.
 """
 
 from __future__ import annotations
@@ -56,28 +53,26 @@ class AttentionStates:
     Attributes
     ----------
     layer : int
-        Index of the layer in the model.
+        Index in the model.
     queries : Tensor, (batch, n_query_heads, n_new_tokens, head_dim)
-        Queries of the new tokens, rotated to their positions.
+        Rotated to their positions.
     keys : Tensor, (batch, n_kv_heads, n_tokens, head_dim)
-        All keys, old and new, rotated to their positions, not repeated for grouped queries.
+        Old and new, rotated to their positions, not repeated for grouped queries.
     values : Tensor, (batch, n_kv_heads, n_tokens, head_dim)
-        All values, old and new, not repeated for grouped queries.
+        Old and new, not repeated.
     scaling : float
         Factor on the logits, normally ``head_dim ** -0.5``.
     mask : Tensor or None
-        The mask that transformers passed. None means causal for several new tokens and "sees
-        everything" for one.
+        From transformers. None means causal for several new tokens and "sees everything" for one.
     softcap : float or None
-        The logits are ``softcap * tanh(logits / softcap)`` before the mask, as in Gemma 2.
+        Logits are ``softcap * tanh(logits / softcap)`` before the mask, as in Gemma 2.
     sink_logits : Tensor or None, (n_query_heads,)
         One more logit a query head, without a value, as in gpt-oss.
     output_projection : Tensor, (hidden_size, all query heads * head_dim), or callable, or None
-        Weight of the layer's output projection for all heads, for any `first_head`; or a function
-        that returns it, for a layer quantized by torch. None if it cannot be read.
+        Weight for all heads, for any `first_head`; or a function that returns it, for a layer
+        quantized by torch. None if it cannot be read.
     rotation : Rotation
-        Pairs of a head's dimensions that the layer rotates by the position (RoPE), and their
-        frequencies; none without positions.
+        Pairs of dimensions that the layer rotates by the position (RoPE).
     observed : Observed or None
         Notes of the scorer's `observe` on earlier chunks of this prompt; None for the first.
     older : int
@@ -90,29 +85,27 @@ class AttentionStates:
     displaced : bool
         Whether all queries come after the newest token: without a mask, each sees every key.
     positions : Tensor of int32, (batch, n_kv_heads, n_tokens), or None
-        Position of each key, if some between them were evicted; None for 0, 1, 2, ...
+        Of each key; None for 0, 1, 2, ...
     later : Observed or None
-        Notes of the scorer about a second read of the prompt; its columns may be by query head.
+        Notes about a second read of the prompt; its columns may be by query head.
     absent : Tensor of bool, (batch, n_kv_heads, n_tokens), or None
-        True at padding of heads with fewer entries, which no query sees. Scorers that observe
-        chunks get none.
+        True at padding, which no query sees. Scorers that observe chunks get none.
     counts : Tensor of int64, (batch, n_kv_heads), or None
-        Number of entries of each head, on the host, if `absent` is set.
+        Entries of each head, on the host, if `absent` is set.
     widths : ChosenWidths or None
-        Widths of kept entries; None if they are not rounded.
+        Of kept entries; None if they are not rounded.
     layers : tuple of int
-        If heads of several layers are passed as one layer's: these layers, with equal numbers of
-        heads. Empty for one layer.
+        Layers, of equal numbers of heads, that are passed as one. Empty for one layer.
     latents : (Tensor, Tensor) or None
-        For a layer that stores latents: these and their rotary keys, (batch, 1, n_tokens, dim)
-        each. Keys are then both of them, values the latents, the same for all query heads. Queries
-        are transformed so that logits and weights equal the layer's.
+        Latents of a layer, and their rotary keys, (batch, 1, n_tokens, dim) each. Keys are then
+        both of them, values the latents, for all query heads; transformed queries give the layer's
+        logits.
     latest : int
-        Number of last entries since the latest eviction; 0 without one.
+        Number of last entries since the latest eviction.
     biased : bool
         Whether the layer adds numbers to its logits, beside the mask.
     shared : dict
-        Cached results from these states; `replace` copies none.
+        Cached results; `replace` copies none.
     """
 
     layer: int
@@ -172,10 +165,7 @@ class AttentionStates:
 
     @classmethod
     def joined(cls, shown: Sequence[AttentionStates]) -> AttentionStates:
-        """Return several layers of equal sizes as one with the heads of all.
-
-        They must have no mask, notes or evicted entries.
-        """
+        """Join layers of equal sizes, without mask, notes or evicted entries, into one."""
         import torch
 
         heads: dict[str, Any] = {
@@ -191,7 +181,7 @@ class AttentionStates:
         )
 
     def unobserved(self) -> AttentionStates:
-        """Return the states without the queries that `observed` counts already."""
+        """Return the states without the queries that `observed` counts."""
         if self.observed is None or not self.older:
             return self
         mask = None if self.mask is None else self.mask[:, :, self.older :]
@@ -200,14 +190,14 @@ class AttentionStates:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChosenWidths:
-    """Bits of the kept entries of heads.
+    """Bits of kept entries.
 
     Attributes
     ----------
     counts : mapping of int to ndarray of int64, (batch, n_kv_heads)
         Number of entries by width.
     of : Tensor of int16, (batch, n_kv_heads, n_tokens), or None
-        Width of each entry, 0 if evicted; None if each head has one for all.
+        Of each entry, 0 if evicted; None if each head has one for all.
     """
 
     counts: Mapping[int, IntArray]
@@ -229,7 +219,7 @@ class Observed:
     n_tokens : int
         Prompt tokens seen so far.
     columns : Tensor or None, (batch, n_kv_heads, n_stored)
-        One number an entry, which follows the entry in evictions and reorderings.
+        One number an entry, which follows it in evictions and reorderings.
     totals : dict of Tensor, each (batch, ...)
         Sums over tokens, which no eviction changes.
     """
@@ -248,7 +238,7 @@ AttentionResult: TypeAlias = "tuple[Tensor, Tensor | None]"
 
 
 class Compute(Protocol):
-    """Runs the model's attention of this layer with a mask.
+    """Run of the model's attention of this layer with a mask.
 
     Other keys and values, (batch, n_kv_heads, n_read, head_dim), may replace the states' ones,
     except in a layer of latents.
@@ -266,11 +256,6 @@ Handler: TypeAlias = Callable[[AttentionStates, Compute], AttentionResult]
 
 @dataclass(frozen=True, slots=True)
 class _Active:
-    """One open interception.
-
-    Modules are compared by identity, so a second model that runs inside the ``with`` is left alone.
-    """
-
     handler: Handler
     switch: AttentionSwitch
     outer: _Active | None
@@ -278,9 +263,9 @@ class _Active:
 
 
 class _ConfigView:
-    """An attention module's config with another implementation for intercepted forwards.
+    """A view of a module's config with another implementation for intercepted forwards.
 
-    Copies and pickles are the config itself; its type and attributes are the config's.
+    Copies, pickles, type and attributes are the config's.
     """
 
     def __init__(self, module: Any) -> None:
@@ -329,10 +314,7 @@ _lock = threading.Lock()
 
 
 def _lend(module: nn.Module) -> None:
-    """Give a module its view while it is intercepted; the view remembers the config.
-
-    With threads or nesting, the first one to leave must not take away a view still in use.
-    """
+    """Give a module its view of the config, or count a user."""
     attributes, kind = vars(module), type(module)
     view: Any = module.config
     if type(view) is not _ConfigView:
@@ -348,7 +330,6 @@ def _lend(module: nn.Module) -> None:
 
 
 def _take_back(module: nn.Module) -> None:
-    """Undo one `_lend`."""
     attributes, view = vars(module), vars(module).get("config")
     if type(view) is not _ConfigView:  # somebody has set another config meanwhile
         return
@@ -361,7 +342,7 @@ def _take_back(module: nn.Module) -> None:
 
 
 def _call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a module that several layers share, and note the layer that calls it."""
+    """Run a shared module, and note the layer that calls it."""
     token = _called_layer.set(kwargs.get(LAYER))
     try:
         return forward(*args, **kwargs)
@@ -370,18 +351,13 @@ def _call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _expand(module: nn.Module, latents: Tensor, rotary: Tensor) -> Any:
-    """Return keys and values of all heads as a layer makes them, and note the latents."""
     if _active.get() is not None:
         _expanded.set((id(module), latents, rotary))
     return getattr(type(module), EXPANSION)(module, latents, rotary)
 
 
 def _matrices(module: Any, latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the matrices that expand latents, (1, n_query_heads, n, dim), to keys and to values.
-
-    The bias of values follows, (1, n_query_heads, 1, dim). A bias of keys is the same for all
-    tokens, and changes no weight.
-    """
+    """Return matrices from latents to keys and values, (1, n_query_heads, n, dim), and a bias."""
     import torch
 
     n, first = latents.shape[-1] + rotary.shape[-1], latents.shape[-1]
@@ -393,7 +369,6 @@ def _matrices(module: Any, latents: Tensor, rotary: Tensor) -> tuple[Tensor, Ten
 
 
 def _handler_of(module_id: int) -> _Active | None:
-    """Return the innermost interception of a module in this context."""
     active = _active.get()
     while active is not None and module_id not in active.switch.module_ids:
         active = active.outer
@@ -403,25 +378,22 @@ def _handler_of(module_id: int) -> _Active | None:
 def intercept_attention(model: nn.Module, handler: Handler) -> AbstractContextManager[None]:
     """Let `handler` see and answer every attention call of `model` while the ``with`` is open.
 
+    The innermost handler for a module answers. Another thread that runs the model is not
+    intercepted.
+
     Parameters
     ----------
     model : transformers.PreTrainedModel
-        A decoder-only model, with or without its language-model head.
+        Decoder-only, also without its head.
     handler : callable
         ``handler(states, compute)``: `states` is an `AttentionStates`, ``compute(mask)`` runs the
-        layer's attention (sdpa, eager, flash, ...). It returns ``(output (batch, n_new_tokens,
-        n_query_heads, head_dim), weights or None)``. The layer continues with the handler's result,
-        so a handler that only reads ends with ``return compute(states.mask)``.
+        layer's attention. It returns ``(output (batch, n_new_tokens, n_query_heads, head_dim),
+        weights or None)``, so a handler that only reads ends with ``return compute(states.mask)``.
 
     Raises
     ------
     UnsupportedModelError
-        If the model's attention does not go through transformers' attention interface.
-
-    Notes
-    -----
-    Nested use is safe: the innermost handler for a module answers. Handlers are found through a
-    context variable, so another thread that runs the same model is not intercepted.
+        As `AttentionSwitch`.
     """
     return AttentionSwitch(model).intercepting(handler)
 
@@ -429,18 +401,13 @@ def intercept_attention(model: nn.Module, handler: Handler) -> AbstractContextMa
 class AttentionSwitch:
     """The reusable half of `intercept_attention`, with the facts about a model.
 
-    Each `enter` needs one `leave`, in reverse order.
-
-    Parameters
-    ----------
-    model : transformers.PreTrainedModel
-        A decoder-only model. The switch keeps parts of it alive, not the model.
+    Each `enter` needs one `leave`, in reverse order. The switch keeps parts of the model alive.
 
     Raises
     ------
     UnsupportedModelError
-        If the model's attention does not go through transformers' attention interface, a layer
-        attends to anything but its cache's output, or heads differ from the config.
+        If attention does not go through transformers' attention interface, or a layer attends to
+        anything but its cache's output.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -466,7 +433,7 @@ class AttentionSwitch:
 
     @classmethod
     def of(cls, model: nn.Module) -> AttentionSwitch:
-        """Return the existing switch of a model, or a new one."""
+        """Return a model's existing switch, or a new one."""
         decoder = decoder_of(model)
         switch = _switches.get(decoder, lambda: None)()
         if switch is None:
@@ -478,12 +445,7 @@ class AttentionSwitch:
     def answer(self, handler: Handler, layer: int, *states: Any, **kwargs: Any) -> AttentionResult:
         """Return a handler's answer for one layer, without interception.
 
-        Parameters
-        ----------
-        *states : Tensor or None
-            Query, key, value and mask, as an attention function gets them.
-        **kwargs
-            As an attention function gets them.
+        Other arguments, query, key, value and mask first, are an attention function's.
         """
         module = self.attention[layer]
         active = _Active(handler, self, None)
@@ -492,7 +454,7 @@ class AttentionSwitch:
     def enter(self, handler: Handler, *, known: bool = False) -> Token[_Active | None]:
         """Switch interception on; return the token for `leave`.
 
-        If the handler knows the layers, states carry no output projection and no rotation.
+        If `known`, states have no output projection, rotation or `biased`.
         """
         with _lock:
             for module in self._modules:
@@ -511,7 +473,7 @@ class AttentionSwitch:
 
     @contextmanager
     def intercepting(self, handler: Handler) -> Iterator[None]:
-        """Switch interception on while the ``with`` is open."""
+        """Switch interception on inside a ``with``."""
         token = self.enter(handler)
         try:
             yield
@@ -525,7 +487,7 @@ def probe_of(model: nn.Module) -> Probe:
     Raises
     ------
     UnsupportedModelError
-        If the model's attention does not go through transformers' attention interface.
+        As `AttentionSwitch`.
     """
     return AttentionSwitch.of(model).probe
 
@@ -539,8 +501,6 @@ def latent_states(latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
 
 @cache
 def _wrapper_name(base: str) -> str:
-    """Register the wrapper of an implementation, and return its name."""
-
     def attention(module: Any, *states: Any, **kwargs: Any) -> AttentionResult:
         if (active := _handler_of(id(module))) is not None:
             return _answered(active, base, module, *states, **kwargs)
@@ -562,7 +522,6 @@ def _answered(
     *more: Any,  # dropout, if another package calls this one: kvpress wraps all implementations
     **kwargs: Any,
 ) -> AttentionResult:
-    """Return a handler's answer in place of an implementation's."""
     kind: Any = type(module)
     function = attention_function(kind, base)
     tensors = query, key, value, attention_mask
@@ -597,7 +556,6 @@ def _states(
     tensors: tuple[Tensor, Tensor, Tensor, Tensor | None],
     kwargs: dict[str, Any],
 ) -> tuple[AttentionStates, tuple[Tensor, Tensor] | None]:
-    """Return the states for a handler, and the matrix that expands latents to values."""
     query, key, value, mask = tensors
     scaling, softcap = kwargs.get("scaling"), kwargs.get("softcap")
     scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
@@ -635,7 +593,6 @@ def _states(
 
 
 def _sink_logits(module: nn.Module, kwargs: dict[str, Any]) -> Tensor | None:
-    """Return the sink logits: gpt-oss passes them to flash attention, eager reads the module's."""
     logits = kwargs.get("s_aux")
     if logits is None:
         logits = getattr(module, "sinks", None)
@@ -643,13 +600,12 @@ def _sink_logits(module: nn.Module, kwargs: dict[str, Any]) -> Tensor | None:
 
 
 def _output_projection(module: nn.Module, width: int) -> Tensor | Callable[[], Tensor] | None:
-    """Return the output projection's weight, or the method that unpacks a quantized one."""
     weight: Any = getattr(getattr(module, "o_proj", None), "weight", None)
     return weight if callable(weight) or getattr(weight, "shape", ())[1:] == (width,) else None
 
 
 def without_autocast(states: Tensor) -> AbstractContextManager[Any]:
-    """Return a context on the device of some states in which no product is rounded."""
+    """Return a context on the device of `states` without rounded products."""
     import torch
 
     return torch.autocast(states.device.type, enabled=False)

@@ -1,8 +1,4 @@
-"""Families of models: what each layer stores, and how much of it can be reduced.
-
-A layer's kind is the kind of its layer in transformers' cache. Sizes, and layers that read another
-one's entries, are seen in a forward of a few tokens (`kvalloc.models.probe`).
-"""
+"""Families of models: each layer's kind, of its layer in transformers' cache, and sizes."""
 
 from __future__ import annotations
 
@@ -20,15 +16,10 @@ WITH_FULL_CACHE = "use this model with its full cache"
 def cached_layers(model: Any, name: str | None = None) -> list[Any]:
     """Return new layers of the cache that transformers makes for a model, in order.
 
-    Parameters
-    ----------
-    name : str, optional
-        Class of the model, for messages.
-
     Raises
     ------
     UnsupportedModelError
-        If a layer is of an unknown kind.
+        If there is none, or one is of an unknown kind or attends to images.
     """
     from transformers import DynamicCache
 
@@ -59,19 +50,10 @@ def layer_shapes(
     reads: Mapping[int, int],
     latents: Collection[int],
 ) -> tuple[LayerShape, ...]:
-    """Return the shapes of layers after a forward has shown them.
+    """Return the shapes of layers.
 
-    Parameters
-    ----------
-    cached : sequence of transformers' layers
-        After the forward.
-    stored : mapping of int to mapping of str to int
-        KV heads, and numbers of a key and of a value, of each layer that stores entries, as in
-        `LayerShape`.
-    reads : mapping of int to int
-        For each layer that reads another one's entries, that layer.
-    latents : collection of int
-        Layers that store latents.
+    By layer, `stored` has sizes, as in `LayerShape`, and `reads` the source of other layers'
+    entries; `cached` is the cache after the forward, `latents` the layers that store latents.
     """
     configured = dict(enumerate(getattr(text_config(model), "layer_types", None) or ()))
     shapes = []

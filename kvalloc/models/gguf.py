@@ -1,8 +1,4 @@
-"""GGUF: a ``.gguf`` file as a model folder, converted once, stored in the user's cache.
-
-Reading a GGUF file unpacks every weight, which takes half a minute for a small model; the folder
-loads in a moment.
-"""
+"""GGUF: a ``.gguf`` file as a model folder, converted once into the user's cache."""
 
 from __future__ import annotations
 
@@ -41,7 +37,7 @@ neighbours."""
 
 
 def reorders_keys(config: Any) -> bool:
-    """Return whether a GGUF file of such a model has rotated pairs of channels as neighbours."""
+    """Return whether such a model's GGUF file has rotated pairs of channels as neighbours."""
     return getattr(config, "model_type", "") in _REORDERED
 
 
@@ -51,29 +47,17 @@ def converted_folder(
     *,
     notify: Callable[[str], None] | None = None,
 ) -> Path:
-    """Return the model folder of a ``.gguf`` file, converted now if it is not in the cache.
+    """Return the model folder of a ``.gguf`` file, converted now if not in the cache.
 
-    Parameters
-    ----------
-    file : Path
-        The ``.gguf`` file.
-    dtype : str
-        Type of the unpacked weights, such as ``"float32"``.
-    notify : callable, optional
-        Called with one line before a conversion; writes to stderr by default.
-
-    Returns
-    -------
-    Path
-        A folder as `save_pretrained` writes it. It appears complete or not at all, also if two
-        processes convert the same file.
+    It appears complete or not at all, also if two processes convert the same file. Before a
+    conversion, `notify` is called with one line; by default stderr gets it.
 
     Raises
     ------
     InputError
         If the file is not GGUF, or the cache folder cannot be written to.
     MissingDependencyError
-        If transformers is too old to read the file, or a package is missing.
+        If transformers is too old, or a package is missing.
     UnsupportedModelError
         If transformers cannot read this model.
     """

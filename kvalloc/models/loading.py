@@ -1,4 +1,4 @@
-"""Loading a model and its tokenizer, and reading its sizes."""
+"""Loading of models and tokenizers, and their sizes."""
 
 from __future__ import annotations
 
@@ -52,12 +52,10 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
-    """A model that is ready to run.
+    """A model in evaluation mode, and its tokenizer.
 
     Attributes
     ----------
-    model : transformers.PreTrainedModel
-        In evaluation mode.
     model_id : str
         Hub id, or the base name of a local folder or file.
     """
@@ -67,7 +65,6 @@ class LoadedModel:
     model_id: str
 
     def __repr__(self) -> str:
-        """Return one line; the model's own text fills a screen."""
         model, dtype = self.model, str(self.model.dtype).removeprefix("torch.")
         kind = type(model).__name__
         return f"LoadedModel({self.model_id}, {kind}, {dtype} on {model.device})"
@@ -75,7 +72,7 @@ class LoadedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
-    """Source of a model, with the options of loading; see `load_model`."""
+    """Source of a model, for `load_model`."""
 
     source: str
     dtype: str = "float32"
@@ -86,7 +83,7 @@ class ModelSource:
         return load_model(**vars(self))
 
     def tokenizer(self, notify: Callable[[str], None] | None = None) -> tuple[Any, str]:
-        """Return the tokenizer alone, and the model's id."""
+        """Return tokenizer and model id."""
         require_run_packages()
         folder, model_id, _ = _locate(self.source, self.dtype, notify)
         return read_pretrained(folder, model_id, None)[1], model_id
@@ -107,12 +104,12 @@ def load_model(
     source : str or Path
         A local folder, a ``.gguf`` file, ``"demo"`` (SmolLM2-135M-Instruct) or a hub id.
     dtype : {"float32", "bfloat16", "float16"}
-        Type of the weights and of the cache.
+        Of weights and cache.
     device : str, optional
-        Such as ``"cuda:0"``; the CPU by default. ``"auto"`` spreads the layers of a large model
-        over all devices (transformers' ``device_map``).
+        Such as ``"cuda:0"``; the CPU by default. ``"auto"`` spreads the layers over all devices
+        (transformers' ``device_map``).
     attention : str, optional
-        An attention implementation of transformers, such as ``"sdpa"`` or ``"eager"``.
+        Implementation of transformers, such as ``"sdpa"`` or ``"eager"``.
     notify : callable, optional
         Called with one line before a slow step; writes to stderr by default.
 
@@ -153,36 +150,20 @@ def load_model(
 
 
 def check_not_loaded(model: object) -> None:
-    """Refuse a result of `load_model` instead of its model.
-
-    Raises
-    ------
-    UnsupportedModelError
-    """
+    """Raise `UnsupportedModelError` for a `LoadedModel`, not its model."""
     if isinstance(model, LoadedModel):
         raise UnsupportedModelError("a LoadedModel is a model and its tokenizer; pass its .model")
 
 
 def shape_of(model: Any, *, model_id: str | None = None) -> ModelShape:
-    """Return the sizes of a model's KV cache, read from its config.
+    """Return the sizes of a decoder-only model's KV cache.
 
-    Parameters
-    ----------
-    model : transformers.PreTrainedModel
-        A decoder-only model.
-    model_id : str, optional
-        Replaces the id in the config.
-
-    Returns
-    -------
-    ModelShape
-        Its ``model_id`` is the hub id, or the base name of a path, since profiles travel between
-        machines.
+    `model_id` is by default the hub id, or the base name of a path.
 
     Raises
     ------
     UnsupportedModelError
-        If the model has no attention layers, or kvalloc cannot account for their cache.
+        If no layer stores entries of all tokens, or kvalloc cannot account for the cache.
     """
     check_not_loaded(model)
     try:
@@ -238,25 +219,19 @@ def _shape_of(model: Any, model_id: str | None) -> ModelShape:
 
 
 def require_run_packages() -> None:
-    """Raise if torch or transformers is not installed.
-
-    Raises
-    ------
-    MissingDependencyError
-        Names the package and the command that installs it.
-    """
+    """Raise `MissingDependencyError` if torch or transformers is not installed."""
     require("running a model", "torch", "transformers", extra="run")
 
 
 @cache
 def warn_if_untested() -> None:
-    """Warn once a process if kvalloc is not tested with the installed transformers."""
+    """Warn once if kvalloc is not tested with the installed transformers."""
     if line := outside_range("transformers"):
         warn_user(line)
 
 
 def demo_file() -> Path | None:
-    """Return the demo model's ``.gguf`` file in its installed package, or None."""
+    """Return the installed demo model's ``.gguf`` file, or None."""
     # the package itself cannot be imported without llama-cpp-python: only its folder is wanted
     spec = importlib.util.find_spec(DEMO_PACKAGE)
     for folder in (spec.submodule_search_locations if spec is not None else None) or ():
@@ -267,7 +242,7 @@ def demo_file() -> Path | None:
 
 
 def _locate(source: str, dtype: str, notify: Callable[[str], None] | None) -> tuple[str, str, bool]:
-    """Return transformers' source, the model's id, and whether it is in a folder of a cache."""
+    """Return transformers' source, the model's id, and whether a cache has its folder."""
     if source == DEMO:
         file = demo_file()
         if file is not None:
@@ -303,7 +278,7 @@ def _locate(source: str, dtype: str, notify: Callable[[str], None] | None) -> tu
 
 
 def _check_shards(folder: Path) -> None:
-    """Refuse a list of weight files with a file outside the folder: transformers reads any path."""
+    """Refuse weight files outside the folder: transformers reads any path."""
     for index in folder.glob("*.index.json"):
         files: Any = ()
         with suppress(Exception):  # transformers refuses any other kind
@@ -317,7 +292,6 @@ def _check_shards(folder: Path) -> None:
 
 
 def _check_sizes(folder: Path) -> None:
-    """Refuse a config of far more numbers than there are weights, which would be random."""
     config: Any = {}
     with suppress(Exception):  # transformers refuses any other kind
         stated = json.loads((folder / "config.json").read_bytes())
@@ -345,11 +319,7 @@ def _looks_like_path(source: str) -> bool:
 
 
 def _on_hub(model_id: str, *, demo: bool = False) -> tuple[str, str, bool]:
-    """Return the result of `_locate` for a hub id, after one short request.
-
-    If the hub does not answer, the folder in its cache is read as a local one: by the id
-    transformers would repeat requests for minutes.
-    """
+    """Return `_locate` of a hub id, after one short request, or of its cached folder."""
     from huggingface_hub import HfApi, errors, try_to_load_from_cache
 
     near = nearest(model_id, [DEMO]) or near_file(model_id)

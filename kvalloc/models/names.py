@@ -1,8 +1,7 @@
 """Names of transformers and torch that are private or change between versions.
 
-No other file of kvalloc contains one (``tests/unit/models/test_names.py``). If a version lacks a
-name, only the ability that needs it is lost, with one line of explanation. Public names of the
-package ``transformers`` itself may be used anywhere.
+No other file contains one (``tests/unit/models/test_names.py``). A missing name costs only the
+ability that needs it.
 """
 
 from __future__ import annotations
@@ -73,19 +72,12 @@ AttentionFunction: TypeAlias = "Callable[..., tuple[Tensor, Tensor | None]]"
 
 @cache
 def lookup(path: str, ability: str) -> Any:
-    """Return an object of torch or transformers that only some versions have.
-
-    Parameters
-    ----------
-    path : str
-        Module and name, as ``"torch.nn:Module.forward"``.
-    ability : str
-        Ability that needs it, for the message.
+    """Return an object of torch or transformers, such as ``"torch.nn:Module.forward"``.
 
     Raises
     ------
     MissingDependencyError
-        If the installed version lacks it; names version, path and ability.
+        If the installed version lacks it; names the `ability` that needs it.
     """
     module, _, name = path.partition(":")
     try:
@@ -106,22 +98,16 @@ def _missing(package: str, name: str, ability: str) -> MissingDependencyError:
 
 
 def cache_argument(model: Any) -> str:
-    """Return the name of the cache among the arguments of a model's forward.
+    """Return the name of the cache in a model's forward.
 
-    A wrapper that takes any argument, such as PEFT's or torch.compile's, passes it to a model of
-    transformers, so the name is `generation_argument`.
-
-    Raises
-    ------
-    MissingDependencyError
-        If transformers uses none of the names in `CACHE_ARGUMENTS`.
+    For a wrapper that takes any argument, such as PEFT's, it is `generation_argument`.
     """
     return _named_cache(type(model).forward) or generation_argument()
 
 
 @cache
 def generation_argument() -> str:
-    """Return the name of the cache among the arguments of ``generate()``.
+    """Return the name of the cache in ``generate()``.
 
     Raises
     ------
@@ -140,12 +126,12 @@ def _named_cache(function: Callable[..., Any]) -> str | None:
 
 
 def cache_keyword(model: Any, cache: Any) -> dict[str, Any]:
-    """Return a cache as the keyword argument of a model's forward."""
+    """Return a cache as a keyword of a model's forward."""
     return {cache_argument(model): cache}
 
 
 def cache_among(arguments: Mapping[str, Any]) -> Any:
-    """Return the cache among the arguments of a forward or ``generate()``; None if it has none."""
+    """Return the cache among arguments, or None."""
     for name in CACHE_ARGUMENTS:
         if arguments.get(name) is not None:
             return arguments[name]
@@ -153,7 +139,7 @@ def cache_among(arguments: Mapping[str, Any]) -> Any:
 
 
 def without_cache(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a forward or ``generate()`` without a cache."""
+    """Return arguments without the cache."""
     return {name: value for name, value in arguments.items() if name not in CACHE_ARGUMENTS}
 
 
@@ -176,24 +162,19 @@ _LAYER_KINDS: dict[str, LayerType] = {
 
 
 def layer_kind(layer: Any) -> LayerType | None:
-    """Return the kind of a cache layer of transformers, or None."""
+    """Return the kind of a cache layer, or None."""
     if has_state(layer) and not hasattr(layer, "number_of_states"):
         return None
     return _LAYER_KINDS.get(type(layer).__name__)
 
 
 def has_state(layer: Any) -> bool:
-    """Return whether a cache layer has a state of a convolution or a recurrence."""
+    """Return whether a cache layer has a state."""
     return hasattr(layer, "conv_states")
 
 
 def state_class() -> type:
-    """Return transformers' cache layer of a state.
-
-    Raises
-    ------
-    MissingDependencyError
-    """
+    """Return transformers' cache layer of a state, or raise `MissingDependencyError`."""
     path = "transformers.cache_utils:LinearAttentionLayer"
     return lookup(path, "a reduced cache beside states")  # type: ignore[no-any-return]
 
@@ -211,22 +192,18 @@ and values of all heads."""
 
 @cache
 def takes(function: Callable[..., Any], argument: str) -> bool:
-    """Return whether a function has an argument of this name.
-
-    An attention that several layers share takes the layer. Older versions of transformers pass
-    columns of new tokens to forwards and mask functions; newer ones pass lengths.
-    """
+    """Return whether a function has this argument."""
     return argument in inspect.signature(function).parameters
 
 
 def can_take_back(layer: Any) -> bool:
-    """Return whether a cache layer can remove its latest tokens, which old sliding ones cannot."""
+    """Return whether a cache layer can remove its latest tokens."""
     slides = getattr(layer, "is_sliding", False)
     return not has_state(layer) and (not slides or hasattr(layer, "record_past"))
 
 
 def record_past(layers: Iterable[Any]) -> None:
-    """Let sliding-window layers keep all tokens until the next `crop`, which may remove some."""
+    """Let sliding-window layers keep all tokens until the next `crop`."""
     for layer in layers:
         if hasattr(layer, "activate_past_recording"):
             layer.activate_past_recording()
@@ -236,15 +213,14 @@ def record_past(layers: Iterable[Any]) -> None:
 
 
 def base_implementation(config: Any) -> str:
-    """Return the name of a model's attention implementation, such as ``"sdpa"``."""
+    """Return a model's attention implementation, such as ``"sdpa"``."""
     return getattr(config, IMPLEMENTATION) or "eager"
 
 
 def set_implementation(config: Any, name: str) -> None:
-    """Set another implementation in the config of a model that Dynamo traces.
+    """Set the implementation in the config of a model that Dynamo traces.
 
-    Dynamo writes the last value to the config after the graph, so restore the name before the graph
-    ends.
+    Restore it before the graph ends: Dynamo then writes the last value.
     """
     config._attn_implementation_internal = name
 
@@ -258,14 +234,12 @@ def register_implementation(name: str, function: Callable[..., Any]) -> None:
 def attention_function(kind: Any, base: str) -> AttentionFunction:
     """Return the function that a layer calls for an attention implementation.
 
-    A modeling file may override an implementation in its own table, and only it has the eager
-    function. So the file of the attention class comes first, then the files of its parent classes,
-    for a user's subclass.
+    A modeling file may override one, and only it has the eager function. The file of the class
+    comes first, then its parents' files.
 
     Raises
     ------
     UnsupportedModelError
-        If there is no such function.
     """
     for parent in kind.__mro__:
         modeling_file = sys.modules.get(parent.__module__)
@@ -283,10 +257,9 @@ def attention_function(kind: Any, base: str) -> AttentionFunction:
 
 
 def mask_function(base: str) -> MaskFunction | None:
-    """Return the mask function of an attention implementation, or None if it is unknown.
+    """Return the mask function of an attention implementation; None if unknown.
 
-    An implementation of another package, such as flash attention from the kernels hub, is
-    recognised by its registered mask function.
+    Another package's implementation is known by its registered mask function.
     """
     ability = f"a reduced cache on {base} attention"
     functions = lookup("transformers:AttentionMaskInterface", ability)()
@@ -302,12 +275,12 @@ def mask_function(base: str) -> MaskFunction | None:
 
 
 def forward_hooks(attributes: Mapping[str, Any]) -> Iterator[tuple[str, dict[int, Any]]]:
-    """Yield name and contents of each table of forward hooks in a module's attributes."""
+    """Yield a module's tables of forward hooks, by name."""
     return ((name, hooks) for name, hooks in attributes.items() if name.startswith("_forward_"))
 
 
 def renumber(module: nn.Module, handle: RemovableHandle, number: int) -> None:
-    """Replace the number that torch gave to a hook of a module."""
+    """Replace torch's number of a module's hook."""
     for _, hooks in forward_hooks(vars(module)):
         if handle.id in hooks:
             hooks[number] = hooks.pop(handle.id)
@@ -315,12 +288,12 @@ def renumber(module: nn.Module, handle: RemovableHandle, number: int) -> None:
 
 
 def uncompiled(model: Any) -> Any:
-    """Return the model that ``torch.compile`` has wrapped, or the model itself."""
+    """Return the model without a wrapper of ``torch.compile``."""
     return getattr(model, "_orig_mod", model)
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether ``torch.compile`` has taken a module, in place or by a wrapper."""
+    """Return whether a module is compiled, in place or by a wrapper."""
     attributes = vars(module)  # a failing attribute search of a module takes long
     compiled = attributes.get("_compiled_call_impl") is not None
     return compiled or "_orig_mod" in attributes["_modules"]
@@ -331,10 +304,9 @@ _FLOATS = {float, np.float64}
 
 
 def own_parts(module: Any) -> Iterator[tuple[str, Any]]:
-    """Yield by name a module's parts: numbers, tensors, active adapters, modules.
+    """Yield a module's numbers, tensors, active adapters and modules, by name.
 
-    Adapters that are off, or merged into the layer, are left out, so the result is the same without
-    the wrapper. bitsandbytes stores scales beside a weight.
+    Adapters that are off or merged are left out.
     """
     attributes, wraps = vars(module), hasattr(type(module), "adapter_layer_names")
     if not _FLOATS.isdisjoint(map(type, attributes.values())):  # few modules have any
@@ -361,17 +333,17 @@ def own_parts(module: Any) -> Iterator[tuple[str, Any]]:
 
 
 def packed_numbers(module: Any) -> Any:
-    """Return the object that holds weight and bias of a module quantized by torch."""
+    """Return the holder of weight and bias in a module quantized by torch."""
     return getattr(getattr(module, "_packed_params", None), "_packed_params", None)
 
 
 def version(tensor: Tensor) -> int:
-    """Return how often a tensor was written to, as counted by torch."""
+    """Return torch's count of writes to a tensor."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def placement(module: nn.Module) -> Any:
-    """Return accelerate's hook that says where a module computes and has its weights, or None."""
+    """Return accelerate's hook with a module's devices, or None."""
     hook = vars(module).get("_hf_hook")
     if hook is None:
         return None
@@ -381,7 +353,7 @@ def placement(module: nn.Module) -> Any:
 
 @cache
 def compile_obstacle() -> str | None:
-    """Return why compiled models cannot be served with this version of torch, or None."""
+    """Return why this torch cannot serve compiled models, or None."""
     names = ("_FrameAction", "_FrameExecStrategy", "set_code_exec_strategy", "set_eval_frame")
     try:
         for name in names:
@@ -392,7 +364,7 @@ def compile_obstacle() -> str | None:
 
 
 def start_no_graph_at(function: Any) -> None:
-    """Let Dynamo trace a function inside a graph, but never start a graph at it."""
+    """Let Dynamo trace a function, but never start a graph at it."""
     if compile_obstacle() is None:
         from torch._C._dynamo import eval_frame
 
@@ -402,9 +374,9 @@ def start_no_graph_at(function: Any) -> None:
 
 
 def set_frame_callback(callback: Any) -> Any:
-    """Set Dynamo's callback for Python frames, None for no tracing; return the previous one.
+    """Set Dynamo's callback for frames, None for no tracing; return the previous one.
 
-    Does nothing if this version of torch lacks it: then no compiled model is served.
+    After a `compile_obstacle`, do nothing.
     """
     if compile_obstacle() is not None:
         return None
@@ -414,10 +386,7 @@ def set_frame_callback(callback: Any) -> Any:
 
 
 def mark_constant(function: Callable[..., Any]) -> None:
-    """Let Dynamo run a function at trace time and put its result into the graph.
-
-    Sets the attribute that ``torch.compiler.assume_constant_result`` sets, which imports Dynamo.
-    """
+    """Let Dynamo run a function at trace time and put its result into the graph."""
     vars(function)["_dynamo_marked_constant"] = True
 
 
@@ -429,7 +398,7 @@ def is_tracing() -> bool:
 
 
 def break_graph(why: str) -> None:
-    """End the graph that Dynamo traces; Python runs the next operations."""
+    """End the graph that Dynamo traces."""
     import torch
 
     torch._dynamo.graph_break(msg=why)

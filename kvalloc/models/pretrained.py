@@ -1,4 +1,4 @@
-"""Reading of models and tokenizers with transformers, without its messages."""
+"""Quiet reading of models and tokenizers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvalloc.errors import MissingDependencyError, UnsupportedModelError, one_li
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Silence progress bars and warnings of transformers inside the ``with``."""
+    """Silence progress bars and warnings of transformers."""
     from transformers import logging as transformers_logging
 
     verbosity = transformers_logging.get_verbosity()
@@ -41,21 +41,12 @@ def read_pretrained(
 
     Parameters
     ----------
-    name : str
-        Name of the model, for messages.
     options : dict, or None
-        Options of the model; None reads no model.
-    **where
-        File in the folder.
-
-    Returns
-    -------
-    (PreTrainedModel or None, PreTrainedTokenizerBase)
+        Of the model; None reads no model.
 
     Raises
     ------
     MissingDependencyError
-        If a required package is missing.
     UnsupportedModelError
         If transformers cannot read it, or weights are missing.
     """

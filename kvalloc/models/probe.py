@@ -1,8 +1,7 @@
-"""Probe of a model before its use: one forward of a few tokens with a cache.
+"""Probe of a model: one forward of a few tokens with a cache.
 
-It shows how each layer rotates its queries, which heads it has, and whether it attends exactly once
-to exactly its cache's output. No entry of any other layer may be evicted or rounded: its answers
-would be silently wrong.
+It shows each layer's rotation and heads, and whether it attends once to exactly its cache's output.
+Else, answers with evicted or rounded entries would be silently wrong.
 """
 
 from __future__ import annotations
@@ -51,15 +50,11 @@ class Probe:
     Attributes
     ----------
     rotations : dict of int to Rotation
-        Rotation of each layer that attends. It has no strong reference to the decoder.
-    layers : tuple of LayerShape
-        Stored entries of each layer.
-    n_query_heads : int
-        Query heads of a layer that attends.
+        Of each layer that attends, without a strong reference to the decoder.
     passes_more : bool
         Whether decoder layers return more than hidden states.
     final : bool
-        Whether a later probe would find the same. False if queries were zeros.
+        Whether a later probe would find the same.
     """
 
     rotations: Mapping[int, Rotation] = field(default_factory=dict)
@@ -70,12 +65,12 @@ class Probe:
 
     @property
     def moves_queries(self) -> bool:
-        """Whether queries can be rotated to other positions, in each layer that attends."""
+        """Whether all layers' queries can be rotated to other positions."""
         return all(one.fixed is None for one in self.rotations.values())
 
     @property
     def knows_rotations(self) -> bool:
-        """Whether the rotation of each layer that attends is known."""
+        """Whether all rotations are known."""
         return all(one.known for one in self.rotations.values())
 
     @property
@@ -91,19 +86,11 @@ def probe(
     intercepting: Callable[[Callable[..., Any]], AbstractContextManager[None]],
     name: str,
 ) -> Probe:
-    """Run a decoder over a few tokens, once, and return its findings.
+    """Probe a decoder by a few tokens.
 
-    Parameters
-    ----------
-    decoder : nn.Module
-        The model without its language-model head. Its own hooks are skipped, since they may be
-        kvalloc's; hooks of its parts run, since they may load weights.
-    layers : mapping of int to nn.Module
-        Receives the attention module of each layer while the decoder runs.
-    intercepting : callable
-        Takes a handler of attention calls, and returns a context in which it is called.
-    name : str
-        Class of the model, for messages.
+    Its own hooks, maybe kvalloc's, are skipped; hooks of its parts, which may load weights, run.
+    `layers` receives each layer's attention; `intercepting` takes a handler and returns its
+    context.
 
     Raises
     ------
@@ -155,22 +142,7 @@ def probe(
 class _Seen:
     """Stored entries and attention calls of one forward.
 
-    Attributes
-    ----------
-    modules : mapping of int to nn.Module
-        Attention of each layer that has attended.
-    layers : list
-        Layers of the cache.
-    calls : list of AttentionStates
-        States of all attention calls, in order.
-    reads : dict of int to int
-        For each layer that attends to another one's entries, that layer.
-    stored : dict of int to list
-        Outputs of the cache, and copies of them, by layer.
-    faults : list of str
-        Sentences about attention to tensors that no cache returned.
-    returned : list
-        Outputs of each decoder layer.
+    `reads` has the source of other layers' entries, `stored` the cache's outputs with copies.
     """
 
     decoder: Any
@@ -184,19 +156,15 @@ class _Seen:
 
     @property
     def latest(self) -> dict[int, Any]:
-        """Return the states of the latest attention call of each layer."""
         return {states.layer: states for states in self.calls}
 
     def module(self, layer: int) -> nn.Module:
-        """Return a layer's attention, or the decoder."""
         return self.modules.get(layer, self.decoder)
 
     def kind(self, layer: int) -> str:
-        """Return the class of `module`."""
         return type(self.module(layer)).__name__
 
     def cache(self) -> Any:
-        """Return a plain cache, and note its updates."""
         from transformers import DynamicCache
 
         cache: Any = DynamicCache()
@@ -212,10 +180,7 @@ class _Seen:
         return cache
 
     def attend(self, states: Any, compute: object) -> tuple[Tensor, None]:
-        """Answer as attention to a single key does, with its value.
-
-        A layer with sinks would compute a result that depends on the position.
-        """
+        """Answer with the only key's value, also if the layer has sinks; note faults."""
         layer, mask = states.layer, states.mask
         self.calls.append(states)
         floats = getattr(mask, "is_floating_point", None)  # flex attention's has none
@@ -256,7 +221,6 @@ class _Seen:
 
 
 def _rotations(seen: _Seen, positions: Tensor) -> tuple[dict[int, Rotation], bool]:
-    """Return how each layer rotates, and whether a later probe would find the same."""
     decoder, name = seen.decoder, type(seen.decoder).__name__
     rotations, final, fixed = dict[int, Rotation](), True, None
     for layer, states in seen.latest.items():
@@ -282,12 +246,11 @@ def _rotations(seen: _Seen, positions: Tensor) -> tuple[dict[int, Rotation], boo
 
 
 def _newest(states: Tensor) -> Tensor:
-    """Return the states of a probe's token: a layer that runs several times has others too."""
+    """Return the latest states: a layer that runs several times has others."""
     return states[:, :, -1:]
 
 
 def _is_same(states: Tensor, returned: Tensor, copy: Tensor) -> bool:
-    """Return whether attention gets the cache's output unchanged."""
     same = states is returned or states.is_set_to(returned)
     return same and not float((states - copy).abs().nansum())
 
@@ -297,11 +260,7 @@ def _size(states: Tensor) -> str:
 
 
 def _run(decoder: Any, seen: _Seen) -> Tensor:
-    """Run a decoder over a few tokens at several positions, and return the positions.
-
-    So its queries depend on the token and the position alone, even if a layer mixes the tokens of a
-    row.
-    """
+    """Run a decoder over a few tokens at several positions, one a row; return the positions."""
     import torch
 
     check_layers(decoder)

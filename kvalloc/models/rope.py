@@ -1,8 +1,6 @@
 """Rotary position embeddings (RoPE): the pairs of dimensions that a layer rotates, and how fast.
 
-Transformers has no interface for a layer's rotation, so it is found by a run
-(`kvalloc.models.probe`). Queries and keys of a token at position 0 are rotated by `rotate`, and
-compared with its queries and keys at other positions.
+Transformers has no interface for this: `kvalloc.models.probe` compares states at several positions.
 """
 
 from __future__ import annotations
@@ -33,13 +31,13 @@ than 0.005, and in bfloat16 by less than 0.003.
 
 @dataclass(frozen=True)
 class Buffer:
-    """A module's buffer or weight, which the model may replace as a text grows."""
+    """A module's buffer or weight, which the model may replace."""
 
     module: weakref.ref[nn.Module]
     name: str
 
     def __call__(self) -> Tensor:
-        """Return the buffer as it is now."""
+        """Return the current buffer."""
         module = self.module()
         if module is None:
             raise UnsupportedModelError(
@@ -54,18 +52,16 @@ class Rotation:
 
     Attributes
     ----------
-    source : callable
-        Returns `frequencies`.
     first, second : slice
-        Dimensions of the pairs: the first one of each, and the second one.
+        Dimensions of the pairs.
     fixed : str or None
-        Sentence why no query can be rotated to another position; None if `rotate` does it.
+        Sentence why no query can be rotated to another position.
     known : bool
-        Whether the layer's rotation is known; if not, `fixed` says why.
+        If not, `fixed` says why.
     scales : (Buffer, Buffer) or None
-        Weights, (head_dim,), by which the layer multiplies queries, and keys, after the rotation.
+        Factors of queries and of keys after the rotation, (head_dim,).
     error : float
-        Relative difference from the probe's states: see `rotation_of`.
+        See `rotation_of`.
     """
 
     source: Callable[[], Tensor]
@@ -78,7 +74,7 @@ class Rotation:
 
     @property
     def frequencies(self) -> Tensor:
-        """Angle per position of each pair as it is now, radians, (n_pairs,)."""
+        """Current angle per position of each pair, radians, (n_pairs,)."""
         return self.source()
 
 
@@ -96,17 +92,12 @@ UNKNOWN = replace(NO_ROTATION, fixed="it is not known when the model does so", k
 
 
 def known_rotation(rotation: Rotation, *, user: str, instead: str) -> Rotation:
-    """Return a rotation to other positions, or raise if there is none.
-
-    Parameters
-    ----------
-    user, instead : str
-        The part that needs it, such as ``"the scorer expected_attention"``, and its replacement.
+    """Return a rotation to other positions.
 
     Raises
     ------
     UnsupportedModelError
-        If there is none, or it is unknown; names the layer's class, the reason and the way out.
+        If there is none; names the `user`, which needs it, and the way out.
     """
     if rotation.fixed is not None:
         raise UnsupportedModelError(
@@ -116,19 +107,7 @@ def known_rotation(rotation: Rotation, *, user: str, instead: str) -> Rotation:
 
 
 def rotate(states: Tensor, positions: Tensor, rotation: Rotation, *, keys: bool = False) -> Tensor:
-    """Rotate queries or keys by positions, as rotary embeddings do.
-
-    Parameters
-    ----------
-    states : Tensor, (..., n, head_dim)
-    positions : Tensor, (n,) or (..., n)
-        Number of positions; a negative number rotates back.
-    keys : bool
-        Whether the states are keys, which a layer may scale by other factors than queries.
-
-    Returns
-    -------
-    Tensor, of the shape and type of `states`
+    """Rotate queries or keys, (..., n, head_dim), by positions, (n,) or (..., n).
 
     References
     ----------
@@ -150,10 +129,7 @@ def rotate(states: Tensor, positions: Tensor, rotation: Rotation, *, keys: bool 
 def layer_rotation(
     layer: nn.Module, queries: Tensor, keys: Tensor, positions: Tensor, decoder: Any
 ) -> Rotation | None:
-    """Return the rotation of a layer, which may apply norms of queries and keys after it.
-
-    As `rotation_of`, for queries and keys of a probe.
-    """
+    """Return `rotation_of` a layer, which may apply norms of queries and keys after it."""
     import torch
 
     kind, states = type(layer).__name__, [queries, keys]
@@ -172,20 +148,12 @@ def layer_rotation(
 
 
 def rotation_of(kind: str, states: Tensor, positions: Tensor, decoder: Any) -> Rotation | None:
-    """Return the rotation that fits queries and keys of a probe best, or a reason why none does.
+    """Return the rotation that best fits queries and keys of a probe, or a reason why none does.
 
-    None if they are zeros or not finite, or of one position. Sizes are ignored, since some models
-    let them grow with the position. Its error is the root of the mean over pairs of the squared
-    difference, as a share of the pair's size.
-
-    Parameters
-    ----------
-    states : Tensor, (n_tokens * n_positions, n_heads, 1, head_dim)
-        Queries and keys, by head. Each token at all positions, then the next one.
-    positions : Tensor of int64, (n_positions,)
-        The first one is 0.
-    decoder : nn.Module
-        Has the buffers of frequencies. The result has no strong reference to it.
+    None for zeros, numbers that are not finite, or one position. Sizes are ignored: some models let
+    them grow with the position. The error is the root mean square of pairs' relative differences.
+    States are (n_tokens * n_positions, n_heads, 1, head_dim): each token at all positions, the
+    first one 0, then the next.
     """
     import torch
 
@@ -214,10 +182,7 @@ def rotation_of(kind: str, states: Tensor, positions: Tensor, decoder: Any) -> R
 
 
 def _layouts(source: Callable[[], Tensor], head_dim: int) -> Iterator[Rotation]:
-    """Yield the usual rotations by these frequencies, halves of a head first.
-
-    Halves or neighbours are rotated, of the first or the last dimensions, in both directions.
-    """
+    """Yield the usual rotations by these frequencies, halves of a head first."""
     n_rotated = 2 * len(source())
     for start in sorted({0, head_dim - n_rotated} if n_rotated <= head_dim else {}):
         middle, end = start + n_rotated // 2, start + n_rotated
@@ -229,10 +194,9 @@ def _layouts(source: Callable[[], Tensor], head_dim: int) -> Iterator[Rotation]:
 
 
 def _measured(rows: Tensor, places: Tensor) -> Iterator[Rotation]:
-    """Yield rotations of the whole head by frequencies measured from a probe's states.
+    """Yield rotations of the whole head by measured frequencies.
 
-    The angle at each position gives the next digits of the frequencies; the digits so far give the
-    whole turns.
+    Each position gives the next digits; the digits so far give the whole turns.
     """
     import torch
 
@@ -247,7 +211,6 @@ def _measured(rows: Tensor, places: Tensor) -> Iterator[Rotation]:
 
 
 def _squares_by_pair(states: Tensor, rotation: Rotation) -> Tensor:
-    """Return the sum of squares of each dimension; of both dimensions of a pair."""
     squares = states.square().flatten(0, -2).sum(dim=0)
     pairs = squares[rotation.first] + squares[rotation.second]
     squares[rotation.first] = squares[rotation.second] = pairs
@@ -255,7 +218,6 @@ def _squares_by_pair(states: Tensor, rotation: Rotation) -> Tensor:
 
 
 def _tables(decoder: Any) -> Iterator[Buffer]:
-    """Yield each buffer of inverse frequencies."""
     for part in decoder.modules():
         for name, buffer in part.named_buffers(recurse=False):
             named = name.endswith("inv_freq") and not name.endswith("original_inv_freq")

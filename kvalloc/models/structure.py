@@ -1,4 +1,4 @@
-"""Structure of a transformers model: its decoder, layers and text config."""
+"""Structure of transformers models."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def decoder_of(model: Any) -> Any:
 
 
 def decoder_layers(model: Any) -> Any:
-    """Return the decoder's layers in order; None if they have none of the usual names."""
+    """Return the decoder's layers, in order; None without a usual name."""
     decoder, names = decoder_of(model), ("layers", "h", "blocks", "layer")
     parts = (decoder, getattr(decoder, "encoder", None))  # BERT's layers are in its encoder
     modules = (getattr(part, name, None) for part in parts for name in names)
@@ -41,10 +41,7 @@ def decoder_layers(model: Any) -> Any:
 
 
 def check_layers(model: Any) -> None:
-    """Refuse a model with a layer, or a part of one, compiled by ``torch.compile``.
-
-    A compiled layer reads its attention implementation once, and a cache may come later.
-    """
+    """Refuse a model with a layer, or a part of one, compiled by ``torch.compile``."""
     layers = list(decoder_layers(model) or ())
     if any(is_compiled(one) for layer in layers for one in (layer, *layer.children())):
         raise UnsupportedRequestError(
@@ -54,21 +51,18 @@ def check_layers(model: Any) -> None:
 
 
 def plain_weight(weight: Tensor | Callable[[], Tensor]) -> Tensor:
-    """Return a layer's weight as numbers, also if torch has quantized it.
-
-    A layer of ``torch.ao.quantization.quantize_dynamic`` has a method in its place.
-    """
+    """Return a layer's weight as numbers, also if quantized by torch."""
     weight = weight() if callable(weight) else weight
     return weight.dequantize() if weight.is_quantized else weight
 
 
 def is_packed(module: Any) -> bool:
-    """Whether torch has quantized a layer, and its weight is a method."""
+    """Return whether a layer's weight is a method, after quantization by torch."""
     return callable(getattr(type(module), "weight", None))
 
 
 def computing_device(module: Any) -> torch.device:
-    """Return the device on which a module computes, also with offloaded weights."""
+    """Return the device on which a module computes, also if offloaded."""
     import torch
 
     for part in module.modules():
@@ -80,12 +74,12 @@ def computing_device(module: Any) -> torch.device:
 
 
 def input_device(model: Any) -> torch.device:
-    """Return the device of token ids: the device of the embeddings."""
+    """Return the device of token ids."""
     return computing_device(model.get_input_embeddings())
 
 
 def text_config(model: Any) -> Any:
-    """Return the config of the model's decoder, also from a config of several parts."""
+    """Return the config of the model's decoder."""
     config = getattr(model, "config", None)
     if config is None:
         name = type(model).__name__
@@ -96,7 +90,7 @@ def text_config(model: Any) -> Any:
 
 @contextmanager
 def evaluating(module: Any) -> Iterator[None]:
-    """Switch dropout off, and restore each module's flag afterwards."""
+    """Switch dropout off, and restore each module's flag."""
     training = [part for part in module.modules() if part.training]
     for part in training:
         part.training = False
@@ -108,7 +102,7 @@ def evaluating(module: Any) -> Iterator[None]:
 
 
 def token_kinds(model: Any) -> dict[str, int]:
-    """Return the token ids that stand for pieces of images, videos and audio, by kind."""
+    """Return the token ids of images, videos and audio, by kind."""
     tokens = dict[str, int]()
     for kind, end in product(("image", "video", "audio"), ("token_index", "token_id")):
         if isinstance(token := getattr(model.config, f"{kind}_{end}", None), int):
@@ -117,19 +111,19 @@ def token_kinds(model: Any) -> dict[str, int]:
 
 
 def scattering_tokens(model: Any) -> list[int]:
-    """Return the token ids of `token_kinds` that get positions on several axes, if any do."""
+    """Return the ids of `token_kinds` if they get positions on several axes."""
     parts = (model, getattr(model, "base_model", model))
     return [*token_kinds(model).values()] if any(hasattr(one, IMAGE_AXES) for one in parts) else []
 
 
 def context_limit(model: Any) -> int | None:
-    """Return the model's limit of tokens; None if its config has none."""
+    """Return the config's limit of tokens, or None."""
     limit = getattr(text_config(model), "max_position_embeddings", None)
     return limit if isinstance(limit, int) and limit > 0 else None
 
 
 def end_tokens(model: Any) -> frozenset[int]:
-    """Return the tokens that end a turn of the model."""
+    """Return the tokens that end a turn."""
     ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     return frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
 
@@ -141,13 +135,7 @@ def repetition_penalty(model: Any) -> float:
 
 
 def check_decoder_only(model: Any) -> None:
-    """Refuse encoder-decoder models.
-
-    Raises
-    ------
-    UnsupportedModelError
-        Names the model's class.
-    """
+    """Raise `UnsupportedModelError` for an encoder-decoder model."""
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise UnsupportedModelError(
             f"{type(model).__name__} is an encoder-decoder model; kvalloc works on decoder-only "
@@ -156,6 +144,6 @@ def check_decoder_only(model: Any) -> None:
 
 
 def rotary_settings(config: Any) -> str | None:
-    """Return rotary settings as JSON in one order; None if the config has none."""
+    """Return rotary settings as sorted JSON; None without any."""
     settings = getattr(config, "rope_parameters", None)
     return None if not settings else json.dumps(settings, sort_keys=True, default=str)

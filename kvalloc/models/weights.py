@@ -1,4 +1,4 @@
-"""Digests that distinguish the weights of models, and all other inputs of forwards."""
+"""Digests that distinguish models' weights, and other inputs of forwards."""
 
 from __future__ import annotations
 
@@ -30,17 +30,10 @@ _NO_EFFECT = re.compile(
 
 
 class _Part(NamedTuple):
-    """A tensor or a number that a forward computes with.
+    """A tensor or a number of a forward.
 
-    Attributes
-    ----------
-    stamp : object
-        Changes with it, as far as can be told without reading tensors.
-    values : callable
-        Reads it: returns plain tensors, or texts.
-    source : object
-        The tensor, the layer quantized by torch, the config, or the hook of an offloaded tensor.
-        While it lives, an equal stamp means the same part. None if only the stamp is known.
+    Its `stamp` changes with it, as far as this shows without reading; `values` reads tensors or
+    texts. While any `source` lives, an equal stamp means the same part.
     """
 
     stamp: Any
@@ -49,15 +42,9 @@ class _Part(NamedTuple):
 
 
 class _Digests(NamedTuple):
-    """Digests of a module's parts.
+    """Digests of exact values, and of values rounded to bfloat16 and to float16.
 
-    Attributes
-    ----------
-    exact : str
-        Digest of exact values.
-    rounded : tuple of str, or None
-        Digests of values rounded to bfloat16, and to float16; only an exact digest of a quantized
-        form; None if weights are not loaded.
+    A quantized form is never rounded; `rounded` is None if weights are not loaded.
     """
 
     exact: str
@@ -70,16 +57,11 @@ _KNOWN = weakref.WeakKeyDictionary()
 
 
 def known_weights(model: Any) -> tuple[str, ...] | None:
-    """Return the weights' digests, which `ModelShape.has_weights_of` compares.
+    """Return digests of decoder and head, which `ModelShape.has_weights_of` compares.
 
-    They are read again if a tensor was replaced or written to, or if adapters, their scales or the
-    config changed. Torch does not count writes through ``.data``.
-
-    Returns
-    -------
-    tuple of str, or None
-        Two digests of the decoder and the language-model head: rounded to bfloat16, and to float16.
-        One digest of a quantized form. None if weights are not loaded.
+    They are of weights rounded to bfloat16 and to float16, or one digest of a quantized form; None
+    if weights are not loaded. They are read again if tensors, adapters, their scales or the config
+    changed. Torch does not count writes through ``.data``.
     """
     head = getattr(model, "get_output_embeddings", lambda: None)()
     digests = [_remembered(one) for one in (decoder_of(model), head) if one is not None]
@@ -92,16 +74,11 @@ def known_weights(model: Any) -> tuple[str, ...] | None:
 
 
 def weights_digest(module: Any) -> str:
-    """Return a digest of a module's weights in their own types, read now.
+    """Return a digest of a model's or decoder's weights in their own types, read now.
 
-    It covers shapes, types and 64 values of each parameter and buffer, the config and the active
-    adapters. A deliberate change of other values is not noticed. Weights offloaded by accelerate
-    are read; values that are loaded nowhere are left out.
-
-    Parameters
-    ----------
-    module : nn.Module
-        A model, or its decoder.
+    It covers shapes, types and 64 values of each parameter and buffer, the config and active
+    adapters. A change of other values is not noticed. Offloaded weights are read; others not loaded
+    are left out.
     """
     return _digests(_parts(module)).exact
 
@@ -118,7 +95,6 @@ def _remembered(module: nn.Module) -> _Digests:
 
 
 def _parts(module: nn.Module) -> list[_Part]:
-    """Return all that a module's forward computes with, in one order."""
     from torch import Tensor
 
     parts: list[_Part] = []
@@ -131,7 +107,6 @@ def _parts(module: nn.Module) -> list[_Part]:
     varies = any(kind in rotary for kind in ("dynamic", "longrope"))
 
     def collect(module: Any, name: str, hooks: Mapping[str, Any]) -> None:
-        """Add the parts of a module; ``hooks`` of accelerate belong to modules around it."""
         if is_packed(module):
             readers = [getattr(module, name, str) for name in ("weight", "bias")]
             stamp = id(packed_numbers(module))
@@ -159,15 +134,11 @@ def _parts(module: nn.Module) -> list[_Part]:
 
 
 def _offloaded(hook: Any, name: str) -> list[Tensor]:
-    """Read a tensor from where accelerate's hook keeps it."""
     return _plain_tensors(hook.weights_map[name])
 
 
 def _effective(config: Any) -> str:
-    """Return the fields of a config that may change a forward and are not the default.
-
-    Fields unknown to other versions of transformers do not count at their defaults.
-    """
+    """Return a config's fields that may change a forward and are not the default."""
     default: dict[str, Any] = {}
     with suppress(Exception):  # a config that cannot be made without values
         default = type(config)().to_dict()
@@ -181,7 +152,6 @@ def _effective(config: Any) -> str:
 
 
 def _plain_tensors(tensor: Any) -> list[Tensor]:
-    """Return the plain tensors in a tensor: several for some subclasses."""
     if not hasattr(type(tensor), "__tensor_flatten__"):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
@@ -189,7 +159,6 @@ def _plain_tensors(tensor: Any) -> list[Tensor]:
 
 
 def _stamp(tensor: Tensor) -> list[tuple[int, int, int]]:
-    """Return identity, version and address of the plain tensors in a tensor."""
     return [
         (id(one), version(one), 0 if one.is_meta else one.data_ptr())
         for one in _plain_tensors(tensor)
@@ -197,7 +166,6 @@ def _stamp(tensor: Tensor) -> list[tuple[int, int, int]]:
 
 
 def _digests(parts: list[_Part]) -> _Digests:
-    """Read the parts."""
     import torch
 
     hashers = {dtype: sha256() for dtype in (None, torch.bfloat16, torch.float16)}
@@ -222,7 +190,6 @@ def _digests(parts: list[_Part]) -> _Digests:
 
 
 def _sampled(tensor: Tensor) -> Tensor:
-    """Return evenly spread elements of a tensor, (n_samples,), on the CPU; none if not loaded."""
     import torch
 
     if tensor.is_meta or not tensor.numel():
