@@ -142,8 +142,9 @@ def _passed_on(moments: Tensor) -> tuple[Tensor, Tensor]:
 def _rounded_by_torch(blocks: Tensor, levels: Tensor, order: Tensor, passed: Tensor) -> Tensor:
     rest = blocks.gather(-1, order[:, None].expand(blocks.shape)).movedim(-1, 0).contiguous()
     plain, shares = rest.clone(), passed.permute(1, 2, 0)[..., None].contiguous()
-    minimum, most = plain.amin(-1, keepdim=True), plain.amax(-1, keepdim=True)
-    stays, scale = (plain == minimum) | (plain == most), (most - minimum).div_(levels[:, None])
+    minimum, maximum = plain.amin(-1, keepdim=True), plain.amax(-1, keepdim=True)
+    stays = (plain == minimum) | (plain == maximum)
+    scale = (maximum - minimum).div_(levels[:, None])
     steps, largest = torch.threshold(scale, 0.0, inf), levels[:, None]
     for number, channel in enumerate(rest):
         code = (channel - minimum[number]).div_(steps[number]).round_().clamp_(min=0)
