@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -55,6 +56,10 @@ class ShareError(Record):
 
     prompts: int = Field(ge=1)
     """Number of prompts, on which no curve was measured."""
+
+    second_read: float | None = Field(default=None, gt=0)
+    """Loss of caches of the same bytes that a second read of each prompt decides; None if it was
+    not measured."""
 
 
 class ScoreHeader(MeasuredHeader):
@@ -215,6 +220,18 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
             return None
         shares = np.log([one.share for one in self.errors])
         ratios = np.log([one.loss / one.predicted for one in self.errors])
+        return float(np.exp(np.interp(np.log(share), shares, ratios)))
+
+    def second_read_at(self, share: float) -> float | None:
+        """Return a second read's loss over the measured loss at a share, interpolated.
+
+        None above the shares at which it was measured.
+        """
+        known = [one for one in self.errors if one.second_read is not None]
+        if not known or share > known[-1].share:
+            return None
+        ratios = [math.log((one.second_read or one.loss) / one.loss) for one in known]
+        shares = np.log([one.share for one in known])
         return float(np.exp(np.interp(np.log(share), shares, ratios)))
 
     @property

@@ -117,7 +117,7 @@ class Default(Decision):
         ]
         limit = context_limit(model)
         methods = [
-            method_for(one, tokens, limit=limit)
+            method_for(one, tokens, limit=limit, one_read=self.options.memory is not None)
             for one, tokens in zip(settings, size.lengths, strict=True)
         ]
         if not (setting.file and load_fitted(setting.file).shape.has_weights_of(shape)):
@@ -144,7 +144,7 @@ class Default(Decision):
 
         def within(share: float, tokens: int) -> BudgetProfile:
             setting = replace(method.setting, share=share)
-            later = method_for(setting, tokens)
+            later = method_for(setting, tokens, one_read=True)
             if not isinstance(later, Solved | Whole):
                 later = Immediate(setting=setting)
             return stated(later.profile(tokens))

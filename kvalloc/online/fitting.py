@@ -18,7 +18,7 @@ from kvalloc.files import make_folder
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.fitted import FittedModel
 from kvalloc.formats.score_profile import ShareError
-from kvalloc.formats.shipped_profiles import fitted_file
+from kvalloc.formats.shipped_profiles import fitted_file, load_fitted
 from kvalloc.measure.cache_loss import CacheLosses
 from kvalloc.measure.checkpoint import Checkpoint
 from kvalloc.measure.job import Job, LossPlan, Steps, measured_samples
@@ -29,6 +29,7 @@ from kvalloc.measure.scorer_fitting import FitOptions, fit_surrogate
 from kvalloc.models.attention import probe_of
 from kvalloc.models.loading import require_run_packages
 from kvalloc.models.rope import UNKNOWN
+from kvalloc.online.methods import SecondRead, Setting
 from kvalloc.online.solved import (
     MATCHED,
     SINKS,
@@ -55,6 +56,9 @@ many of given texts are taken at most."""
 ERROR_PROMPTS, ERROR_SEED, ERROR_SHARES = 24, 1_000, (0.05, 0.1, 0.2)
 """Other prompts, on which whole caches of these shares are measured; fewer shorter ones."""
 
+SECOND_READ_SHARES = (0.05, 0.1)
+"""Shares of whole caches that a second read of each prompt decides."""
+
 
 @keywords_of(FitOptions)
 def fit(
@@ -77,7 +81,8 @@ def fit(
     1. a surrogate of a prompt's second read;
     2. each head's loss curves over entries and widths, other heads unreduced, with the surrogate's
        best entries;
-    3. whole caches' losses by these curves, at three shares, on other prompts.
+    3. losses of whole caches on other prompts, solved from these curves at three shares, and by a
+       second read of each prompt at two.
 
     Parameters
     ----------
@@ -124,7 +129,11 @@ def fit(
     }
     layers = len(facts.shape.full_layers)
     prompts = [len(one.samples) for one in (second, losses, other_samples)]
-    passes = (2 * layers, layers * (2 + len(WIDTHS)), layers * (1 + len(ERROR_SHARES)))
+    passes = (
+        2 * layers,
+        layers * (2 + len(WIDTHS)),
+        layers * (1 + len(ERROR_SHARES) + 2 * len(SECOND_READ_SHARES)),
+    )
     all_passes = sum(n * each for n, each in zip(prompts, passes, strict=True))
     begun = perf_counter()
     unsaid = [] if resume or notify is None else [notify]  # a resumed job takes less
@@ -236,26 +245,43 @@ def _errors(
     tokens = max((one.token_ids.size for one in samples.samples), default=0)
     decided = {one: solve_share(file, one, tokens, rotates) for one in ERROR_SHARES if tokens}
     profiles = {share: one for share, one in decided.items() if one is not None}
+    shape = load_fitted(file).shape
+    read_twice = {
+        share: SecondRead(setting=Setting(shape=shape, share=share, rotates=rotates)).profile(
+            tokens
+        )
+        for share in SECOND_READ_SHARES
+        if share in profiles
+    }
     measured, _ = measured_samples(
         engine,
-        partial(_whole_losses, samples.samples, [*profiles.values()]),
+        partial(_whole_losses, samples.samples, [*profiles.values(), *read_twice.values()]),
         range(len(samples.samples) if profiles else 0),
         kept,
         Steps(len(samples.samples), progress),
         sample_steps=1,
     )
-    errors = []
-    for place, (share, profile) in enumerate(profiles.items() if measured else ()):
+    if not measured:
+        return ()
+
+    def summary_of(place: int) -> dict[str, Any]:
         losses = {index: arrays["losses"][place] for index, arrays in measured.items()}
-        summary, predicted = loss_summary(samples, losses), profile.predicted_loss or 0.0
+        return loss_summary(samples, losses)
+
+    second = {
+        share: summary_of(len(profiles) + place)["loss"] for place, share in enumerate(read_twice)
+    }
+    errors = []
+    for place, (share, profile) in enumerate(profiles.items()):
+        summary, predicted = summary_of(place), profile.predicted_loss or 0.0
         if min(summary["loss"], predicted) > 0:
-            interval = summary["interval"]
             error = ShareError(
                 share=share,
                 predicted=predicted,
                 loss=summary["loss"],
-                interval=interval and tuple(interval),
-                prompts=len(losses),
+                interval=summary["interval"] and tuple(summary["interval"]),
+                prompts=len(measured),
+                second_read=second.get(share) or None,
             )
             errors.append(error)
     return tuple(errors)

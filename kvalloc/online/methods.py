@@ -1,13 +1,15 @@
 """Methods by which the default serves a prompt.
 
-`Solved` follows a fitted file's curves. Below their shares, and without a file, `SecondRead` keeps
-equal numbers of entries in all heads. `Immediate` serves unknown lengths, and full caches beyond
+`Solved` follows a fitted file's curves. `SecondRead` shares entries over heads by each prompt's
+scores: without a file, below the shares of its curves, and where it measured that this loses far
+less. `Immediate` serves unknown lengths, and full caches beyond
 the memory.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import ClassVar
 
 import numpy as np
@@ -46,6 +48,10 @@ file (SmolLM2-135M)."""
 PIECE, NEARBY = 256, 0
 """Prompt tokens in one piece of the second read, and the tokens around them that they see: more
 take longer and lose no less."""
+
+SECOND_READ_FROM = 0.7
+"""Measured loss of a second read, over that of solved budgets, below which the prompt is read twice:
+it takes as long as another read."""
 
 LONGER_TOKENS = 256
 """Length for which a conversation is solved that begins with less than half of it: sinks and
@@ -102,6 +108,14 @@ class Setting:
         """Return the width of kept entries."""
         bits = next(bits for share, bits in BITS_FROM.items() if self.share >= share)
         return 5 if bits_fault(bits, self.shape.dims[1]) else bits
+
+    @property
+    def second_read(self) -> float | None:
+        """Return a second read's loss over the solved budgets' loss, if far smaller, else None."""
+        if self.file is None:
+            return None
+        ratio = load_fitted(self.file).scores.second_read_at(self.share)
+        return ratio if ratio is not None and ratio < SECOND_READ_FROM else None
 
     def entries(self, tokens: int, bits: int | None = None) -> int:
         """Return each head's kept entries of a row, at `bits` by default."""
@@ -308,6 +322,12 @@ class SecondRead(Method):
         setting = self.setting
         return fitting_policy(self.scorer, setting.share, setting.shape, rotates=setting.rotates)
 
+    @property
+    def brief(self) -> str:
+        """Return the measured gain of the second read; see `Method.brief`."""
+        ratio = self.setting.second_read
+        return super().brief if ratio is None else f"{ratio:.2f} of one read's loss: {self.action}"
+
     def peak_bytes(self, size: PromptSize) -> int:
         """Return the peak, with second-read pieces and one layer."""
         shape, tokens = self.setting.shape, size.longest
@@ -323,16 +343,29 @@ class SecondRead(Method):
         return f"; 'kvalloc fit' once, and one read does, {Solved.cost} times a plain prefill"
 
 
-def method_for(setting: Setting, tokens: int, *, limit: int | None = None) -> Method:
-    """Return a row's method, if the memory takes its full cache."""
+def method_for(
+    setting: Setting, tokens: int, *, limit: int | None = None, one_read: bool = False
+) -> Method:
+    """Return a row's method, if the memory takes its full cache.
+
+    Parameters
+    ----------
+    setting : Setting
+    tokens : int
+        Of the row's prompt.
+    limit : int, optional
+        Tokens that the model was made for.
+    one_read : bool
+        Whether solved budgets are taken also if a second read loses less.
+    """
+    reads_twice = tokens + min(PIECE, tokens) + CARRIED_TOKENS <= (limit or inf)
     if (solved := setting.solved_tokens(tokens)) is not None:
+        if reads_twice and not one_read and setting.second_read is not None:
+            return SecondRead(setting=setting)
         return Solved(setting=setting, solved_tokens=solved)
     if setting.entries(tokens) == tokens:
         widths = MIXES.get(setting.bits, (setting.bits,))
         width = next(one for one in widths if setting.entries(tokens, one) == tokens)
         rounds = head_bytes(tokens, width, setting.shape) < tokens * setting.shape.bytes_per_entry
         return Whole(setting=setting, width=width if rounds else 16)
-    second_read = tokens + min(PIECE, tokens) + CARRIED_TOKENS
-    if limit is not None and second_read > limit:
-        return Immediate(setting=setting)
-    return SecondRead(setting=setting)
+    return SecondRead(setting=setting) if reads_twice else Immediate(setting=setting)
