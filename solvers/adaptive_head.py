@@ -38,7 +38,7 @@ class AdaptiveHead(SharingRule):
 
     References
     ----------
-    Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation, Algorithm 1.
+    Ada-KV: Adaptive Budget Allocation, Algorithm 1.
     """
 
     name: ClassVar[str] = "adaptive_head"

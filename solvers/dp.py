@@ -25,16 +25,16 @@ class DP(Solver):
 
     A state is the cost of the units so far, in grains (``lattice_bytes``). Its label is their
     smallest loss against best responses at the best price of a byte, which orders choices of one
-    cost as their value does: ``f_u(s) = min over options k of f_{u-1}(s - c_uk) + loss_uk``.
+    cost as value does: ``f_u(s) = min over options k of f_{u-1}(s - c_uk) + loss_uk``.
 
     A choice's loss and the price of its unspent bytes are its distance from the dual bound. So a
-    state beyond the known choice's distance leads to no better one and is dropped. For a target the
-    cheapest state that meets it is read.
+    state beyond the known choice's distance is dropped. For a target the cheapest state that meets
+    it is read.
 
     Parameters
     ----------
     memory_bytes : int
-        Largest table; a problem that could need more is refused.
+        Largest table; problems that could need more are refused.
 
     Raises
     ------

@@ -25,7 +25,7 @@ SHOWN_CAPS = 5
 
 
 class Flow(Solver):
-    """Most value under caps that nest, or the fewest bytes for a target under them; exact.
+    """Most value, or fewest bytes for a target, under nested caps; exact.
 
     Steps flow from the model through every cap to the units, each an arc that carries one and earns
     its gain. Such a flow on a tree has an integral optimum.

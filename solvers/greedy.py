@@ -12,7 +12,7 @@ class Greedy(Solver):
     """The largest gains first, within the capacity or until the target is met.
 
     With concave values and one cost step, these are the M largest gains of all units. Bisection
-    finds their threshold, by a binary search in every curve at once.
+    finds their threshold, with a binary search in every curve.
 
     Exactly optimal for XKV's Eq. 17 (most value within a capacity) and Eq. 18 (fewest bytes for a
     target), floors included. Ties go to the lower unit.

@@ -40,8 +40,8 @@ class HeadClasses(SharingRule):
 
     References
     ----------
-    DuoAttention: Efficient Long-Context LLM Inference with Retrieval and Streaming Heads.
-    RazorAttention: Efficient KV Cache Compression Through Retrieval Heads.
+    DuoAttention: Retrieval and Streaming Heads. RazorAttention: KV Cache Compression Through
+    Retrieval Heads.
     """
 
     name: ClassVar[str] = "head_classes"

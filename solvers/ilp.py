@@ -21,11 +21,10 @@ class ILP(ByParts):
     Each option is a 0/1 variable, each unit takes one, and the capacity (or the target) and each
     cap are a row. Under a limit on different budgets, each budget has one more variable.
 
-    Losses at the best Lagrangian prices and a repaired choice show which options could be part of a
-    better one (a core). The program over these has the optimum of all. Under a limit on budgets, a
-    dynamic program bounds every set of them, and only sets that could be best are solved. Values
-    become whole numbers, rounded down by at most one part in 2^50 of their range; the bound
-    includes that.
+    Losses at the best Lagrangian prices and a repaired choice show which options a better one could
+    have (a core). The program over these has the optimum of all. Under a limit on budgets, a
+    dynamic program bounds every set, and only sets that could be best are solved. Values become
+    whole numbers, rounded down by at most one part in 2^50 of their range; the bound includes that.
 
     Parameters
     ----------
@@ -34,8 +33,8 @@ class ILP(ByParts):
     workers : int
         Threads; 1 is reproducible.
     backend : {"auto", "cp_sat", "highs"}
-        OR-Tools CP-SAT, or HiGHS in floating point, to about 1e-11 of the range of the values. By
-        default HiGHS under caps, else CP-SAT.
+        OR-Tools CP-SAT, or HiGHS in floating point, to about 1e-11 of the values' range. By default
+        HiGHS under caps, else CP-SAT.
 
     Raises
     ------

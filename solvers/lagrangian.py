@@ -15,9 +15,9 @@ class Lagrangian(ByParts):
     """Lagrangian dual of the multiple-choice knapsack, then repair; near-optimal, with a bound.
 
     At a price of a byte each unit chooses alone, ``argmax_k v_uk - price * c_uk``; the sum bounds
-    the optimum. A secant search over the breakpoints of the dual finds the best price. The choice
-    on its feasible side is repaired by the best change of one unit, then the best exchange between
-    two, until none improves. Options that the bound excludes are not tried.
+    the optimum. A secant search over the dual's breakpoints finds the best price. The choice on its
+    feasible side is repaired by the best change of one unit, then the best exchange between two,
+    until none improves. Options that the bound excludes are not tried.
 
     Each cap has a price, from the dual of the linear relaxation. Optimal is claimed only if the
     bound meets the objective.

@@ -27,8 +27,8 @@ class MaxMin(ByParts):
 
     ``n_l = min{n : R_l(n) >= p}``, with p found by bisection: the highest that fits in the
     capacity, or the lowest that meets the target. A unit that cannot reach p keeps its best option.
-    Unspent bytes go, one better option at a time, to the lowest unit that can use them, ties to the
-    lower index.
+    Unspent bytes go, by single options, to the lowest unit that can use them, ties to the lower
+    index.
 
     For the worst unit this is exact, with caps too: a choice of level p gives every unit at least
     ``n_l``, so nothing cheaper reaches p. For the sum it is the published rule without a proof. R
@@ -37,8 +37,7 @@ class MaxMin(ByParts):
 
     References
     ----------
-    PrefixKV: Adaptive Prefix KV Cache is What Vision Instruction-Following Models Need for
-    Efficient Generation.
+    PrefixKV: Adaptive Prefix KV Cache.
     """
 
     name: ClassVar[str] = "max_min"

@@ -76,16 +76,14 @@ class Proportional(SharingRule):
 
     CAKE's factor, a temporal variance to the power 1/tau2, needs attention rows; pass the product
     as ``weights``. CAKE and LAVa sum the entropy over all heads, ZigZagKV averages its counts over
-    them; here the one curve of a layer counts, the sum over its heads of their n best.
-    SqueezeAttention's k-means is here the best split, found exactly.
+    them; here a layer's one curve counts, the sum of its heads' n best. SqueezeAttention's k-means
+    is here the best split, found exactly.
 
     References
     ----------
-    CAKE: Cascading and Adaptive KV Cache Eviction with Layer Preferences. LAVa: Layer-wise KV Cache
-    Eviction with Dynamic Budget Allocation. ZigZagKV: Dynamic KV Cache Compression for Long-context
-    Modeling based on Layer Uncertainty. CompressKV: Semantic Retrieval Heads Know What Tokens are
-    Not Important Before Generation. HeadKV: Not All Heads Matter. SqueezeAttention: 2D Management
-    of KV-Cache in LLM Inference via Layer-wise Optimal Budget.
+    CAKE: Cascading and Adaptive KV Cache Eviction. LAVa: Layer-wise KV Cache Eviction. ZigZagKV: KV
+    Cache Compression based on Layer Uncertainty. CompressKV: Semantic Retrieval Heads. HeadKV: Not
+    All Heads Matter. SqueezeAttention: 2D Management of KV-Cache.
     """
 
     name: ClassVar[str] = "proportional"

@@ -33,7 +33,7 @@ class Pyramid(SharingRule):
 
     References
     ----------
-    PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling, Sec. 3.
+    PyramidKV: Pyramidal Information Funneling, Sec. 3.
     """
 
     name: ClassVar[str] = "pyramid"

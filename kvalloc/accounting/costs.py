@@ -362,7 +362,7 @@ def check_size(shape: ModelShape, context_tokens: int, page_tokens: int, batch: 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheCosts:
-    """Costs of a whole cache, for targets that are a size.
+    """Costs of a whole cache, for sizes as targets.
 
     Attributes
     ----------
@@ -371,7 +371,7 @@ class CacheCosts:
     heads : int
         KV heads of all full-attention layers and rows.
     full : int
-        Cost that shares are of: full-attention layers at 16 bits, without positions and pages.
+        Cost for shares: full-attention layers at 16 bits, without positions and pages.
     everything : int
         Cost of all entries in a reduced cache at 16 bits, without constant layers.
     constant : ndarray of int64, (n_layers,)

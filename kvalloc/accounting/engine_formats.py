@@ -31,7 +31,7 @@ class EngineFormat:
     by_channel : bool
         Whether a block holds tokens of one channel.
     ggml : bool
-        Whether keys have GGUF's order of channels; a Hadamard matrix turns heads of 64 n numbers.
+        Whether keys have GGUF's channel order; a Hadamard matrix turns heads of 64 n numbers.
     """
 
     name: str
@@ -95,15 +95,15 @@ whole zero point.
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine and the formats that it offers.
+    """An engine and its formats.
 
     Attributes
     ----------
     grain : str
-        *model*: one pair of formats. *ends*: a pair for the first and last N layers, another for
-        the middle. *skip*: one pair, but some layers at 16 bits. *layer*: a pair for each layer.
+        *model*: one pair of formats. *ends*: one for the first and last N layers, one for the
+        middle. *skip*: one, but some layers at 16 bits. *layer*: one for each layer.
     pairs : tuple of (str, str)
-        Formats of keys and values, the highest bits first.
+        Formats of keys and values, highest bits first.
     rounds_windows : bool
         Whether layers with a window can be rounded.
     """

@@ -56,16 +56,15 @@ def solve(
     ----------
     scores : ScoreProfile, str or Path
     solver : str or Solver
-        A name, also with options such as ``"ilp:gap=0.001"``; ``"auto"`` takes the cheapest exact
-        one.
+        A name, also with options, ``"ilp:gap=0.001"``; ``"auto"`` takes the cheapest exact one.
     time_limit : float, optional
-        Seconds after which a solver stops with its best choice and its bound; 60 by default.
+        Seconds until a solver stops with its best choice and bound; 60 by default.
     average : {"curves", "allocations"}
-        Solve on the mean curves, or solve each sample and average the budgets (XKV, Sec. IV-C).
+        Solve on mean curves, or for each sample and average the budgets (XKV, Sec. IV-C).
     request : Request, optional
         Instead of keywords.
     notify : callable
-        Called with one line on the objective, if the request names none.
+        Called with a line on the objective, if the request has none.
     **keywords
         One target, its context and its limits.
 
@@ -194,7 +193,7 @@ def compare(
     time_limit, average, request, notify : optional
         As in `solve`; the time limit is for each solver.
     watch : callable
-        Returns a context, such as a progress bar, which is open while a solver runs.
+        Returns a context, such as a progress bar, open while a solver runs.
     **keywords
         As in `solve`.
 

@@ -264,7 +264,7 @@ def choose(
     time_limit: float | None = None,
     **target: Any,
 ) -> EngineChoice:
-    """Choose the formats with the smallest predicted loss among an engine's options.
+    """Choose an engine's formats with the smallest predicted loss.
 
     Parameters
     ----------

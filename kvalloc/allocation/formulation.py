@@ -71,9 +71,9 @@ class PosedRequest:
         """Return the multiple-choice problem of the request.
 
         Each page (token without ``page``) from the floor to the context is an option: its value is
-        the retention it adds, its cost the bytes it stores. At layer level it is that many entries
-        in each KV head, by each head's order. With several bit widths, each budget is an option at
-        each; options that cost no less than a better one are left out.
+        the retention it adds, its cost its bytes. At layer level each KV head has its entries, by
+        the head's order. With several bit widths, each budget is an option at each; options that
+        cost no less than a better one are left out.
 
         With the objective ``"loss"``, a value is minus a loss, linear between the measured levels,
         and options are `EVEN_OPTIONS` at most, from the lowest level up.

@@ -80,7 +80,7 @@ def frontier(
     request : Request, optional
         With the target ``budget=1.0``.
     progress : callable, optional
-        Called after each point with points done and points in all.
+        Called after each point with points done and in all.
 
     Raises
     ------

@@ -1,7 +1,7 @@
-"""Pool: one memory for several score profiles, as one problem with the units of all members.
+"""Pool: one memory for several score profiles, as one problem with all members' units.
 
-Its value is the weighted sum of the members' values. The price of a floor, a limit on a member's
-value, raises its weight. Any prices mu >= 0 prove:
+Its value is the weighted sum of members' values. A floor's price, a limit on a member's value,
+raises its weight. Any prices mu >= 0 prove:
 
     max sum_i w_i V_i  <=  max sum_i (w_i + mu_i) V_i - mu . f    with  V_i >= f_i.
 
@@ -58,7 +58,7 @@ class Bound(NamedTuple):
     source : str
         ``"dual"``, or the solver that claims it.
     scales : tuple of float
-        Factors on the members' weights for their floors; if the worst member counts, the weights p.
+        Factors on members' weights for floors; if the worst member counts, the weights p.
     prices : tuple of float
         Of the memory and of each cap, if they prove more than kvalloc's own.
     """
@@ -148,12 +148,12 @@ def solve_pool(
     Parameters
     ----------
     members : sequence of (scores, request, weight)
-        Score profile, keywords of `kvalloc.solve` without a size, and the factor on its value.
-        ``target_retention`` or ``target_loss`` is a floor on the value.
+        Score profile, keywords of `kvalloc.solve` without a size, and the value's factor.
+        ``target_retention`` or ``target_loss`` is a floor.
     memory : str or int
         Bytes of all caches, such as ``"2GiB"``: the sum of their peaks.
     fairness : {"sum", "worst"}
-        Whether the weighted sum of the members' values counts, or the worst one.
+        Whether the weighted sum of members' values counts, or the worst.
     solver : str or Solver
         As in `kvalloc.solve`.
     time_limit : float, optional

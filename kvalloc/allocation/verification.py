@@ -363,9 +363,9 @@ def price_at(
 ) -> ShadowPrice:
     """Return the price of a MiB at a choice, (n_units,).
 
-    For concave units, also under caps, it is the best gain of a next option that all caps allow.
-    For other units it is the price of the capacity in the Lagrangian dual, for the worst unit from
-    the bytes of `WORST_STEP` more value. It is unknown if side constraints leave no formula.
+    For concave units, also under caps, it is the best gain of a next option within all caps. For
+    others it is the capacity's price in the Lagrangian dual, for the worst unit from the bytes of
+    `WORST_STEP` more value. It is unknown if side constraints leave no formula.
 
     If not ``is_optimal``, only the multiplier counts. It, and ``prices`` under caps, are of the
     dual bound.

@@ -108,16 +108,15 @@ class PromptOptions(FittedOptions, LoadOptions, ModelArgument):
 
 
 def check_text(text: str, where: str) -> str:
-    """Return a text of the command line; refuse one that is not UTF-8."""
+    """Return a command line's text; refuse other than UTF-8."""
     return decoded(text.encode(errors="surrogateescape"), where)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """An answer, and how long it took.
+    """An answer and its times.
 
-    ``cut`` tells whether the limit ended it. ``first_seconds`` include reading the prompt; the
-    speed is of the other tokens.
+    ``cut``: the limit ended it. ``first_seconds`` include the prompt; the speed is of other tokens.
     """
 
     text: str
@@ -147,12 +146,11 @@ class Answer:
 
 @dataclass(kw_only=True)
 class Conversation:
-    """A model, its cache, and the state between two turns.
+    """A model, its cache, and the state between turns.
 
-    ``make_cache`` makes an empty cache for a prompt of these tokens; with ``has_documents`` it puts
-    saved documents before them, for each separate question. ``answered`` tells whether the cache
-    ends with an answer, ``document`` names the first text. ``read_seconds`` are known of saved
-    documents, too.
+    ``make_cache`` makes an empty cache for these tokens; with ``has_documents`` it puts saved
+    documents before them, for each question. ``answered``: the cache ends with an answer;
+    ``document`` names the first text. ``read_seconds`` are known of saved documents, too.
     """
 
     options: PromptOptions
@@ -169,7 +167,7 @@ class Conversation:
 
     @classmethod
     def begin(cls, options: PromptOptions, target: Mapping[str, Any]) -> Self:
-        """Load the model for a conversation; all checks without it come first."""
+        """Load a conversation's model, after all checks without it."""
         from kvalloc.extensions.lossless import verify_with
         from kvalloc.online.application import decision_of
         from kvalloc.online.decision import PromptSize
@@ -261,8 +259,8 @@ class Conversation:
     ) -> Answer:
         """Answer a turn, streamed to stdout unless JSON is requested.
 
-        ``stopped`` returns whether to end with the current token. Without ``keep`` the cache does
-        not change. InputError is raised without room.
+        ``stopped`` returns whether to end with the current token. Without ``keep`` the cache stays
+        unchanged. Raises InputError without room.
         """
         import torch
         from transformers import TextStreamer

@@ -233,7 +233,7 @@ def _answer(
 
 
 def _answers(conversation: Conversation, questions: Sequence[str]) -> list[dict[str, Any]]:
-    """Answer questions or typed turns; in a terminal a mistake or Ctrl-C ends one turn alone."""
+    """Answer questions or typed turns; in a terminal mistakes or Ctrl-C end one turn."""
     rows: list[dict[str, Any]] = []
     interactive = not questions and sys.stdin is not None and sys.stdin.isatty()
     for turn in questions or _typed_turns():

@@ -57,10 +57,10 @@ def doctor() -> None:
 
 
 def examine() -> list[dict[str, str]]:
-    """Examine everything that kvalloc uses, without failing at a missing part.
+    """Examine everything that kvalloc uses; missing parts raise nothing.
 
     Rows have ``name``; ``state``, BROKEN if commands fail; ``result``, empty if missing;
-    ``advice``, empty if all is well.
+    ``advice``, empty if well.
     """
     looks: dict[str, Callable[[], tuple[str, str]]] = {
         "python": lambda: (f"{platform.python_version()} ({sys.executable})", ""),

@@ -74,7 +74,7 @@ class _LazyGroup(TyperGroup):
 
 
 def summary(command: str) -> str:
-    """Return the first line of a command's help, from its source: imports take a second."""
+    """Return a command's first line of help, from its source: imports take a second."""
     source = (resources.files("kvalloc.cli") / f"{command}.py").read_text("utf-8")
     functions = (one for one in ast.parse(source).body if isinstance(one, ast.FunctionDef))
     text = next(ast.get_docstring(one) for one in functions if one.name == command)
@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _prepare_streams() -> None:
-    """Discard output to a closed stdout (``>&-``), and escape characters outside its encoding."""
+    """Discard output to a closed stdout (``>&-``); escape characters outside its encoding."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # of the process from now on, so nobody closes it
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115

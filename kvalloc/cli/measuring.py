@@ -68,11 +68,10 @@ def measure(
     unit: str = "layers",
     context: int = 1024,
 ) -> tuple[Any, dict[str, Any], dict[str, str]]:
-    """Measure a model on the user's texts or prompts, by `kvalloc.profile` or `kvalloc.fit`.
+    """Measure a model on texts or prompts, by `kvalloc.profile` or `kvalloc.fit`.
 
-    Without them, ``makes_prompts`` makes ``per_kind`` prompts of every kind and form; otherwise
-    ``default`` returns texts. The function counts ``unit``. All checks without the model come
-    first.
+    Without them, ``makes_prompts`` makes ``per_kind`` prompts of every kind and form, else
+    ``default`` returns texts. The function counts ``unit``. Checks without the model come first.
 
     Returns
     -------

@@ -189,12 +189,11 @@ of modules."""
 def takes(
     only: Mapping[type, Collection[str]] | None = None,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a command of a function: an argument or a flag for every field that is an `Option`.
+    """Make a command of a function: an argument or flag for every `Option` field.
 
-    The function's parameters are dataclasses. Fields that are not keyword-only are arguments;
-    fields without a default are required. Keywords of a ``TypedDict`` (``Unpack``) reach the
-    function if they were typed. ``only`` names the fields to take of some classes. Every command
-    gets `Printing`.
+    The function's parameters are dataclasses. Fields not keyword-only are arguments; without a
+    default they are required. Keywords of a ``TypedDict`` (``Unpack``) reach the function if typed.
+    ``only`` names some classes' fields to take. Every command gets `Printing`.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:

@@ -88,16 +88,16 @@ def print_result(
     notes: Iterable[str] = (),
     always: bool = False,
 ) -> None:
-    """Print a result: as JSON, or for people, or not at all.
+    """Print a result as JSON, for people, or not at all.
 
     Parameters
     ----------
     facts : object
-        Plain values, dataclasses, arrays and paths for ``--json``; none is NaN.
+        Plain values, dataclasses, arrays, paths for ``--json``; no NaN.
     lines : iterable of str
-        Text after the fields, made only if it is printed.
+        After the fields, made only if printed.
     notes : iterable of str
-        Text for stderr.
+        For stderr.
     always : bool
         Whether ``--quiet`` shows it too.
     """
@@ -135,9 +135,9 @@ LINE_EVERY_SECONDS = 30.0
 
 
 class ProgressBar:
-    """A bar on stderr for slow work, with the time left if steps of a ``unit`` are counted.
+    """Bar on stderr for slow work, with the time left if a ``unit`` is counted.
 
-    If stderr is not a terminal, counted work prints a line now and then.
+    Outside a terminal, counted work prints a line now and then.
 
     Examples
     --------

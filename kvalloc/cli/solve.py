@@ -193,7 +193,7 @@ def _measured(
     output: Path | None,
     how: Mapping[str, Any],
 ) -> BudgetProfile:
-    """Decide and measure; until the end, measurements are in ``OUT.json.partial``."""
+    """Decide and measure; until the end, ``OUT.json.partial`` has measurements."""
     from kvalloc.measure.checkpoint import check_output
     from kvalloc.online.solving import solve_measured
 

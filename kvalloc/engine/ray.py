@@ -162,12 +162,12 @@ class RayEngine:
     source : ModelSource
         A path has to exist on each machine.
     address : str, optional
-        HOST:PORT or ``auto``; by default ``RAY_ADDRESS``, else a cluster on this machine is
-        started, and shut down again. A connected process uses its cluster.
+        HOST:PORT or ``auto``; by default ``RAY_ADDRESS``, else a cluster started here, and shut
+        down again. A connected process uses its cluster.
     workers : int, optional
         By default one for each GPU, else as CPUs allow.
     threads : int, optional
-        CPU threads of each; by default torch's number here, or the share that `workers` leaves.
+        CPU threads of each; by default torch's number here, or `workers`' share.
     log : bool
         Let Ray and workers write to stderr.
     """

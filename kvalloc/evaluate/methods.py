@@ -81,12 +81,12 @@ class Compressed:
     model : PreTrainedModel
     cache : transformers.Cache
     logits : Tensor of float32, (vocabulary,)
-        Prediction of the token after the prompt.
+        Prediction after the prompt.
     stored_bytes, kept_bytes, bytes_at_16_bits : int
         See `stored_bytes`, `needed_bytes`, and `kvalloc.accounting.stored.bytes_at_16_bits`.
         Entries that a method only masks are stored, not kept.
     prefill_seconds : float
-        Wall time of reading and compressing.
+        Wall time to read and compress.
     """
 
     model: PreTrainedModel

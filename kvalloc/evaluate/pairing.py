@@ -30,9 +30,9 @@ def compare(scores: Sequence[Score], other: Sequence[Score]) -> dict[str, Any]:
     Returns
     -------
     dict
-        Differences of means, and ratios of means and percentiles, over all ``n_tokens`` compared
+        Differences of means, and ratios of means and percentiles, over ``n_tokens`` compared
         tokens. Names with ``_ci95`` are intervals; see `kvalloc.prompts.intervals.interval`. None
-        if nothing was compared, for too few tokens, or for a divisor of 0.
+        without comparisons, for too few tokens, or a divisor of 0.
 
     Raises
     ------

@@ -43,15 +43,15 @@ class Outcome:
     answers : tuple of str, (n_turns,)
     kls : tuple of tuple of (float or None), (n_measured_turns, n_continuation)
         Teacher-forced KL(full cache || this cache) of the text's continuation, or else of the full
-        cache's answer, nats. None for first tokens that are predicted before any eviction.
+        cache's answer, nats. None for first tokens predicted before any eviction.
     agrees : tuple of tuple of (bool or None), as `kls`
-        Whether the most likely token is the same with both caches.
+        Whether both caches' most likely token is the same.
     nll : float or None
-        Mean negative log likelihood of the text's continuation, nats per token.
+        Mean negative log likelihood of the continuation, nats per token.
     score, exact_match : float or None
-        Means, 0..1: score by the task's metric, and whether a right answer is in the answer.
+        Means, 0..1: the task's metric, and whether the answer contains a right one.
     retained_bytes, full_bytes : int
-        Bytes that this cache stores after the prompt, and that the full cache needs.
+        Bytes of this cache after the prompt, and of the full cache.
     kept_bytes, bytes_at_16_bits, full_bytes_at_16_bits : int
         See `Compressed`.
     decoded_tokens : int
@@ -130,7 +130,7 @@ def mean_of_tasks(tasks: Sequence[FloatArray]) -> Any:
 
 
 def row(scores: Sequence[Score]) -> dict[str, Any]:
-    """Return one method as plain values: means over prompts, then over tasks of equal weight.
+    """Return one method's plain values: means over prompts, then tasks of equal weight.
 
     Parameters
     ----------
@@ -241,19 +241,19 @@ def evaluate(
     Parameters
     ----------
     model : PreTrainedModel or Engine
-        Model, or workers that share the prompts; see `kvalloc.engine.ray.RayEngine`.
+        Workers share the prompts; see `kvalloc.engine.ray.RayEngine`.
     tasks : sequence of (Task, cases)
     methods : mapping of str to Method, or CaseWork
         For workers a CaseWork.
     context : int
         Longest prompt, tokens; for the rows.
     progress : callable
-        Called with the numbers of done and of all pairs of prompt and method.
+        Called with numbers of done and all pairs of prompt and method.
 
     Returns
     -------
     list of Score
-        For each task the full cache first.
+        The full cache first for each task.
 
     Raises
     ------

@@ -40,8 +40,8 @@ def answer(
 ) -> Generator[int, None, None]:
     """Answer a question about a cached text, token by token.
 
-    It is written on a copy, so the cache keeps the text. The generation config's repetition penalty
-    counts the tokens of question and answer.
+    It is written on a copy: the cache keeps the text. The generation config's repetition penalty
+    counts question and answer.
 
     Parameters
     ----------
@@ -52,10 +52,10 @@ def answer(
     question : Tensor of int64, (n_tokens,) or (1, n_tokens), or sequence of int
     max_new_tokens : int
     ends : collection of int, optional
-        Tokens that end an answer; by default the generation config's.
+        Tokens that end answers; by default the generation config's.
     keep : bool
-        Leave both in the cache, except a last token that does not end the answer: put it before the
-        next question.
+        Leave both in the cache, except a last token that does not end the answer: the next question
+        begins with it.
     temperature : float, optional
         Draws tokens; by default the most likely are taken.
     seed : int

@@ -2,8 +2,8 @@
 
 References
 ----------
-CacheBlend (Yao et al., 2024) recomputes the tokens with the largest changes of keys and values,
-ProphetKV the tokens that the question attends to. `blend` ranks by both
+CacheBlend (Yao et al., 2024) recomputes tokens with the largest changes of keys and values,
+ProphetKV tokens that the question attends to. `blend` ranks by both
 (benchmarks/studies/documents.md).
 """
 
@@ -72,38 +72,38 @@ def blend(
 ) -> BudgetCache:
     """Join caches of documents before a question, without a second read.
 
-    Keys are rotated to their new positions (RoPE). No document depends on earlier ones, so some
-    tokens are recomputed, by the largest product of the question's attention and the values'
+    Keys are rotated to new positions (RoPE). Documents do not depend on earlier ones, so some
+    tokens are recomputed: by the largest product of the question's attention and the values'
     change.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel
-        On sdpa or eager attention, with full attention in all layers, and RoPE or no positions.
+        With sdpa or eager attention, only full-attention layers, and RoPE or no positions.
     documents : sequence of str, Path or BudgetCache
         One row each, read alone; copied.
     question : Tensor of int64, (n_question,), or sequence of int, optional
         Not read into the cache; required for `recompute`.
     before : Tensor of int64, (n_before,), or sequence of int
-        Read before the documents, such as a chat's beginning.
+        Read first, such as a chat's beginning.
     recompute : float or str, optional
-        Share of tokens, with a question ``"15%"`` by default. All tokens also go through the first
-        layer, and the question through all.
+        Share of tokens, with a question ``"15%"`` by default. The first layer also gets all tokens,
+        and all layers the question.
     ids : sequence of (n_tokens,), optional
-        Tokens of each document, if its file has none.
+        Each document's tokens, if its file has none.
     allow_other_model : bool
         As for `kvalloc.load_cache`.
 
     Returns
     -------
     BudgetCache
-        One row: `before` and all documents, with the first one's budgets, scaled.
+        One row: `before` and all documents, with the first's budgets, scaled.
 
     Raises
     ------
     InputError
-        If a document is unfinished, of several rows, of a chat, or at other widths than the first.
-        If required tokens are unknown, or exceed the model's context.
+        If a document is unfinished, of several rows, of a chat, or at other widths than the first;
+        if required tokens are unknown, or exceed the context.
     ModelMismatchError, ProfileFileError
         As `kvalloc.load_cache`.
     UnsupportedModelError

@@ -76,11 +76,11 @@ class Verifier(Extension):
     Attributes
     ----------
     full : transformers.Cache
-        All tokens seen, exact; on the host if the model is on a GPU.
+        All tokens seen; on the host if the model is on a GPU.
     tokens : int
         Answered, of each row.
     rounds : int
-        Forwards that verified; each read the full cache once.
+        Verifying forwards; each read the full cache once.
     tried, accepted : int
         Drafted tokens.
     ties : int

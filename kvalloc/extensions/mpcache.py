@@ -91,9 +91,9 @@ class MPCache(VotedPolicy):
 class ClusterReader(Extension):
     """Reads sinks, window, decoded tokens, and the prompt's nearest clusters.
 
-    Nearness is ``q . (alpha * r_max + (1 - alpha) * r_min)``, by the elementwise largest and
-    smallest keys and a KV head's mean query. Coarse clusters are ranked, then fine ones within the
-    best. Entries that fill no coarse cluster are read. Ties go to the earlier cluster.
+    Nearness is ``q . (alpha * r_max + (1 - alpha) * r_min)``, with elementwise largest and smallest
+    keys and a KV head's mean query. Coarse clusters are ranked, then fine ones within the best.
+    Entries that fill none are read. Ties go to the earlier cluster.
     """
 
     def __init__(self, settings: MPCache, *, sinks: int, window: int) -> None:

@@ -53,7 +53,7 @@ def save_cache(
     Raises
     ------
     UnsupportedRequestError
-        If no complete prompt is stored, rows are kept in different ways, layers have a state, or
+        If no complete prompt is stored, rows are kept differently, layers have a state, or
         positions several axes.
     InputError
         If the folder is missing or read-only.
@@ -171,7 +171,7 @@ def load_cache(
     model : transformers.PreTrainedModel
         The same weights in the same type.
     allow_other_model : bool
-        Accept other weights of the same sizes, such as a fine-tune's, for another model's entries.
+        Accept another model's entries, of the same sizes, such as a fine-tune's.
 
     Returns
     -------
@@ -180,7 +180,7 @@ def load_cache(
     Raises
     ------
     ProfileFileError
-        If the file is missing or invalid; all is checked before use (`SavedCacheHeader.read`).
+        If the file is missing or invalid, all checked before use (`SavedCacheHeader.read`).
     ModelMismatchError
         If another model filled the cache.
     """

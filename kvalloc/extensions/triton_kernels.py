@@ -1,8 +1,8 @@
 """Kernels of `kvalloc.extensions.triton`.
 
-A softmax has three parts for each query row: the largest logit ``largest``, the sum ``total`` of
-``exp(logit - largest)``, and ``summed``, the values weighted by these. Related arguments come as a
-tuple; nothing is compiled for None.
+A softmax has three parts a query row: the largest logit ``largest``, the sum ``total`` of
+``exp(logit - largest)``, and ``summed``, values weighted by these. Related arguments are a tuple;
+nothing is compiled for None.
 
 Query row r of a KV head is new token ``r % n_new`` of its query head ``r // n_new``.
 """
@@ -34,7 +34,7 @@ class Codes(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Constants compiled into a kernel, none of them a length.
+    """Constants compiled into a kernel, none a length.
 
     Blocks are dims up to a power of two, except `key_block`: entries that share a key scale. `rows`
     are a program's query rows, `columns` entries read at once. `channels` of a value share a scale.
@@ -70,7 +70,7 @@ def read_tile(  # type: ignore[no-untyped-def]
     factors,
     SIZES: tl.constexpr,
 ):
-    """Write the softmax of one block of query rows over one tile of entries.
+    """Write the softmax of a block of query rows over a tile of entries.
 
     ``partial`` is (n_parts, n_rows, value_dim + 2): summed, largest, total. Up to ``n_tiles`` tiles
     of ``length`` kept entries come first, then ``following_tiles`` of each segment, with ``tile``

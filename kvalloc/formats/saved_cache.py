@@ -1,8 +1,8 @@
-"""The file of a saved cache, read without torch: a JSON header, and tensors checked against it.
+"""File of a saved cache, read without torch: JSON header, and tensors checked against it.
 
-An edited file can be signed again, and the kernels check nothing: all parts are compared.
+Edited files can be signed again, and kernels check nothing: all parts are compared.
 
-The tensors of layer L; one that has evicted nothing has only the first two:
+Tensors of layer L; before any eviction only the first two:
 
 - ``L.keys``, ``L.values``, (rows, KV heads, tokens, head size): tokens since the latest eviction,
   each row's at the end;

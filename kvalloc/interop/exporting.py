@@ -40,9 +40,9 @@ def export(
     output : str or Path
         The file, or DuoAttention's folder.
     accept : collection of str
-        Losses to accept, of `kvalloc.interop.target.RESTRICTIONS`.
+        Accepted losses, of `kvalloc.interop.target.RESTRICTIONS`.
     context : int, optional
-        Prompt length, tokens, at which a target with a fixed number of entries loses no growth.
+        Prompt length, tokens, at which targets with fixed numbers of entries lose no growth.
 
     Returns
     -------

@@ -115,8 +115,8 @@ def make_press(name: PeerName) -> Any:
 class PeerCompressed(Compressed):
     """A prompt's cache after a press.
 
-    Hidden entries get no attention. kvpress itself uses made-up keys, which leave a little weight
-    if many tokens are read at once.
+    Hidden entries get no attention. kvpress uses made-up keys, with a little weight left if many
+    tokens are read at once.
 
     Attributes
     ----------

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 def budget_press(profile: BudgetProfile, press: Any, *, accept: Collection[str] = ()) -> Any:
     """Return a press of kvpress that keeps a profile's budgets.
 
-    Use it like others: ``with budget_press(profile, SnapKVPress())(model): ...``. The press inside,
-    at any compression ratio, ranks entries; the profile's sinks and window stay. A layer with one
-    budget for all heads frees evicted entries. Others only hide them, as kvpress does by head;
+    Use it like others: ``with budget_press(profile, SnapKVPress())(model): ...``. The inner press,
+    at any compression ratio, ranks entries; the profile's sinks and window stay. Layers with one
+    budget for all heads free evicted entries. Others only hide them, as kvpress by head;
     `kvalloc.make_cache` frees them.
 
     Parameters
@@ -83,10 +83,10 @@ def _require_scores(press: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class PressScorer(Scorer):
-    """The scores of a press at its own defaults, shifted so that the smallest is 0.
+    """Scores of a press at its defaults, shifted to a minimum of 0.
 
-    It gets the attention's queries, keys and values; queries without positions stand for hidden
-    states. Tokens that it protects rank first, after ``window`` last ones.
+    It gets queries, keys and values; queries without positions stand for hidden states. Tokens that
+    it protects rank first, after the last ``window``.
 
     Raises
     ------

@@ -43,12 +43,12 @@ class KVAllocLM(LM):  # type: ignore[misc]  # lm_eval has no types
     profile : str, optional
         A budget profile's file or shipped name; the full cache without one.
     after_tokens : int
-        Last tokens of a prompt, read after the compression. With 0, answers of one token, as in
-        multiple choice, are predicted before any eviction.
+        Last prompt tokens, read after the compression. With 0, answers of one token (multiple
+        choice) are predicted before any eviction.
     allow_other_model : bool
         Accept the profile of a model of the same sizes.
     max_length : int, optional
-        Tokens of prompt and answer; by default the model's limit. A longer prompt loses its
+        Tokens of prompt and answer; by default the model's limit. Longer prompts lose their
         beginning.
     **ignored
         The harness's other options; ``batch_size`` is always 1.

@@ -34,11 +34,11 @@ from kvalloc.shape import ModelShape
 class ExportTarget(ABC):
     """An engine or a file that takes budgets.
 
-    ``name`` is the value of ``--to``, ``summary`` the written file and its reader. ``says`` are the
-    parts of a profile that it expresses; ``restrictions`` names the others, of `RESTRICTIONS`.
-    ``suffix`` is empty for a folder. ``widths`` are its names for bits of entries; with
-    ``bits_by_layer`` some layers can stay at 16. It keeps whole blocks of ``block_tokens`` entries.
-    ``engine_keeps`` are entries that it picks itself, in words.
+    ``name`` is the value of ``--to``, ``summary`` the file and its reader. ``says`` are the parts
+    of a profile that it expresses; ``restrictions`` names others, of `RESTRICTIONS`. ``suffix`` is
+    empty for a folder. ``widths`` are its names for bits of entries; with ``bits_by_layer`` some
+    layers can stay at 16. It keeps whole blocks of ``block_tokens`` entries. ``engine_keeps`` are
+    entries that it picks itself, in words.
     """
 
     name: ClassVar[str]

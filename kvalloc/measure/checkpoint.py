@@ -31,16 +31,16 @@ _DIGEST = "kvalloc.digest"
 
 
 class Checkpoint:
-    """A folder that one process owns, with a manifest of its job and a file for each piece.
+    """Folder of one process, with its job's manifest and a file for each piece.
 
-    The folder, ``OUTPUT.partial``, stays after the ``with`` if it holds a finished piece and
-    `finish` was not called. `job` has all settings that decide the numbers, as JSON values.
+    ``OUTPUT.partial`` stays after the ``with`` if it holds a finished piece and `finish` was not
+    called. `job` has all settings that decide the numbers, as JSON values.
 
     Raises
     ------
     InputError
-        On entering, before any change: if the folder is in use, a link, not writable, or holds
-        pieces of another job, pieces without `resume`, or foreign files.
+        On entering, before changes: if the folder is in use, a link, not writable, or holds another
+        job's pieces, pieces without `resume`, or foreign files.
     """
 
     def __init__(self, output: str | Path, job: Mapping[str, Any], *, resume: bool) -> None:

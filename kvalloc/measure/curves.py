@@ -24,8 +24,8 @@ GRID_POINTS = 4097
 def retention_curves(scores: npt.NDArray[Any]) -> tuple[FloatArray, FloatArray]:
     """Return retention curves, (..., n_evictable + 1), and sums of scores, (...).
 
-    A curve is the share of the scores in the n best entries (XKV, Eq. 4): rising, concave, from 0
-    to 1. Without any mass it is 1. Scores, (..., n_evictable), are finite and >= 0.
+    A curve is the n best entries' share of the scores (XKV, Eq. 4): rising, concave, from 0 to 1.
+    Without mass it is 1. Scores, (..., n_evictable), are finite and >= 0.
 
     Examples
     --------

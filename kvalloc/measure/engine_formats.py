@@ -24,7 +24,7 @@ _E4M3 = torch.float8_e4m3fn
 
 
 def round_trip(entries: Tensor, name: str, *, keys: bool, order: list[int] | None = None) -> Tensor:
-    """Return keys or values, shaped as `entries`, as an engine's attention sees them, turned back.
+    """Return keys or values as an engine's attention sees them, turned back, shaped as `entries`.
 
     Scales are rounded as ggml and exllamav3 store them; scales of the model's type (mlx, KVTuner)
     and of float32 (OpenVINO) are not.

@@ -54,7 +54,7 @@ def profile_formats(
     context: int = CONTEXT_TOKENS,
     seed: int = 0,
 ) -> FormatLosses:
-    """Measure a model's losses if K or V are stored in the formats of other engines.
+    """Measure a model's losses with K or V in other engines' formats.
 
     Each text runs in one forward. Other parameters are as for `kvalloc.profile`.
 
@@ -68,7 +68,7 @@ def profile_formats(
     Raises
     ------
     InputError
-        If formats are unknown or cannot hold the model's heads, or text or options are invalid.
+        If formats are unknown or do not fit the heads, or text or options are invalid.
     UnsupportedModelError
         If attention cannot be seen, or the model stores latents.
     """

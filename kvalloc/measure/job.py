@@ -30,7 +30,7 @@ DEFAULT_SHARES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4, 0.7)
 
 @dataclass(frozen=True, kw_only=True)
 class LossPlan:
-    """Settings of the measurement of losses.
+    """Settings for measuring losses.
 
     Attributes
     ----------
@@ -41,8 +41,8 @@ class LossPlan:
     continuation_tokens : int
         Largest number of compared predictions.
     matched, interval : int
-        `attention_matching` fits kept values to ``matched`` last queries, at this interval; 0
-        leaves values unchanged.
+        `attention_matching` fits values to ``matched`` last queries, at this interval; 0 changes
+        none.
 
     Raises
     ------

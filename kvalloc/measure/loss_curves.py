@@ -98,13 +98,12 @@ def estimate_losses(
 
     Reducing a unit moves its heads' outputs by ``d``, and ``KL = d' F d / 2`` with their Fisher
     information F. ``d' F d`` is the mean of ``(g' d)^2`` over gradients g of `n_draws` tokens from
-    the model's predictions, with a standard error that falls with their square root. It overstates
-    the loss of a unit that flips an answer.
+    the model's predictions; its standard error falls with their root. It overstates losses of units
+    that flip an answer.
 
     References
     ----------
-    S. Amari, Natural Gradient Works Efficiently in Learning (1998). Its use for cache budgets is
-    ours.
+    S. Amari, Natural Gradient Works Efficiently in Learning (1998); its use here is ours.
     """
     gradients = probe.sensitivities(n_draws, seed=seed)
     heads = job.sizes()["losses"][1]

@@ -55,11 +55,11 @@ class Reduced:
 
 
 class LossProbe:
-    """The full cache of one prompt, and losses from hiding or rounding entries of one layer.
+    """Full cache of one prompt, and losses from hiding or rounding entries of one layer.
 
-    Predictions inside the question do not count. Without an answer, the unchanged model writes one
-    with the full cache, greedily, up to its end of turn; `continuation_tokens` limits both. The
-    policy ranks entries and may fit kept values; the first tokens, `sinks`, have no scores.
+    Predictions inside the question do not count. Without an answer, the model writes one with the
+    full cache, greedily, up to its end of turn; `continuation_tokens` limits both. The policy ranks
+    entries and may fit kept values; `sinks` have no scores.
 
     Attributes
     ----------

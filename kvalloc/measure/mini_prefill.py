@@ -35,7 +35,7 @@ def mini_prefill(
 ) -> None:
     """Run a model's decoder up to the last requested layer.
 
-    All chunks run through one layer before the next, so only one layer's entries are stored.
+    All chunks run through one layer before the next: only one layer's entries are stored.
 
     Parameters
     ----------
@@ -44,7 +44,7 @@ def mini_prefill(
     input_ids : Tensor of int64, (batch, n_tokens)
         Prompts of equal length, without padding.
     look : callable
-        Called with each requested layer's states, in order; must not keep tensors.
+        Called with requested layers' states, in order; must not keep tensors.
     chunk : int, optional
         Tokens in one forward; all by default, and if layers do not `run_apart`. `look` gets each
         chunk's queries, and all keys and values up to it.

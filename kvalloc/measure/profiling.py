@@ -98,24 +98,24 @@ def profile(
     model_id: str | None = None,
     **options: Unpack[ProfileOptions],
 ) -> ScoreProfile:
-    """Measure how concentrated the attention of every layer and KV head is.
+    """Measure the concentration of every layer's and KV head's attention.
 
     Each sample runs through the decoder once, without a KV cache. Curves are exact up to 4096
-    tokens of context; above that they are stored on a grid, with the measured interpolation error.
+    tokens of context, and above on a grid, with the measured interpolation error.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel or Engine
-        A causal language model, unchanged afterwards; or workers that have loaded one, see
+        A causal language model, unchanged afterwards, or workers with one, see
         `kvalloc.engine.ray.RayEngine`.
     tokenizer : transformers.PreTrainedTokenizerBase
     texts : iterable of str, Document or Prompt
         Running text, also a string, is cut into samples of exactly `context` tokens. A prompt is
-        one sample: a longer one loses its middle, a shorter one's curve is stretched.
+        one sample: longer ones lose their middle, shorter ones' curves are stretched.
     output : str or Path, optional
-        The score profile to write, atomically. Until then, ``OUTPUT.partial`` has finished samples.
+        Score profile to write, atomically; until then ``OUTPUT.partial`` has finished samples.
     resume : bool
-        Continue an earlier, killed call; the arrays are bit-identical to an unbroken run.
+        Continue a killed call; arrays are bit-identical to an unbroken run.
     progress : callable, optional
         Called with (layers done, layers in all); a layer's losses count as several.
     model_id : str, optional
@@ -126,24 +126,23 @@ def profile(
     Returns
     -------
     ScoreProfile
-        Sliding layers have the curve 1 and mass 0. A sample fails if its scores are not finite, it
-        does not fit into memory, or it kills its worker twice; ``set_aside`` names it. Other arrays
-        are as without it.
+        Sliding layers have curve 1 and mass 0. A sample fails if scores are not finite, memory is
+        too small, or it kills its worker twice; ``set_aside`` names it. Arrays are as without it.
 
     Raises
     ------
     InputError
-        If text, prompts or options are invalid, the context is beyond the model's limit, or every
-        sample fails. If the output cannot be written, or has another job's unfinished work beside
+        If text, prompts or options are invalid, the context is beyond the model's limit, every
+        sample fails, or the output cannot be written or has another job's unfinished work beside
         it.
     UnsupportedModelError
-        If kvalloc cannot see the model's attention.
+        If the model's attention cannot be seen.
     MissingDependencyError
         If torch or transformers is missing.
 
     References
     ----------
-    XKV: Personalized KV Cache Memory Reduction for Long-Context LLM Inference, Section IV, Eq. 4.
+    XKV: Personalized KV Cache Memory Reduction, Section IV, Eq. 4.
     """
     require_run_packages()
     engine = engine_of(model)

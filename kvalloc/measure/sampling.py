@@ -99,11 +99,11 @@ def choose_samples(
     sampling_ratio: float = 0.1,
     seed: int = 0,
 ) -> SampleSet:
-    """Choose samples in the order of the texts, one from each of equally long stretches.
+    """Choose samples in the texts' order, one from each of equally long stretches.
 
     Running text, also a string, is joined, tokenised and cut into pieces of exactly
     `context_tokens` tokens, with any start token. A prompt is one sample; a longer one loses its
-    middle. The number is by default the share `sampling_ratio` of all candidates (10% in XKV,
+    middle. By default their number is the share `sampling_ratio` of all candidates (10% in XKV,
     Section IV-C), rounded up.
 
     Raises

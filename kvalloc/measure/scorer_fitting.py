@@ -127,12 +127,11 @@ def fit_surrogate(
     kept: Checkpoint | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> FittedSurrogate:
-    """Fit the scorer ``surrogate``, which predicts the attention of a second read from one read.
+    """Fit the scorer ``surrogate``, which predicts a second read's attention from one.
 
     Each sample, at most `context` tokens, is written twice and read once. The target is the log of
-    the largest attention to a token from the second copy, for each KV head. Losses of a reduced
-    cache give the weight of the last queries. Each half of the samples tests the other; the best
-    ridge is taken.
+    the largest attention to a token from the second copy, by KV head. A reduced cache's losses give
+    the last queries' weight. Each half of the samples tests the other; the best ridge is taken.
 
     Returns
     -------
@@ -288,10 +287,9 @@ def vote_losses(
 ) -> FloatArray:
     """Return a sample's losses by weight of the last queries, nats per token, (n_weights,).
 
-    Entries with the largest scores of all heads stay; a score is the larger of a second read's
-    attention and the weighted attention of the last queries. Without an answer, the last tokens are
-    the continuation. `logs` are of a second read's scores, (n_full_layers, n_kv_heads, n_tokens -
-    sinks).
+    Entries with the largest scores of all heads stay: a second read's attention, or the last
+    queries' weighted attention if larger. Without an answer, the last tokens are the continuation.
+    `logs` are of a second read's scores, (n_full_layers, n_kv_heads, n_tokens - sinks).
     """
     import torch
 

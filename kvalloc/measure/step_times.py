@@ -55,7 +55,7 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimes:
-    """Seconds of a decoding step, for the model and for each row's cache.
+    """Seconds of a decoding step, for model and row caches.
 
     Attributes
     ----------
@@ -64,7 +64,7 @@ class StepTimes:
     model_seconds : tuple of float
         With an empty cache.
     plain, kept, followed : Line
-        For a plain cache, a reduced one's kept entries, and newer entries, over bytes.
+        For a plain cache, kept entries, and newer entries, over bytes.
     evicting, entered : Line
         For an eviction, over tokens seen before, and over new ones.
     """

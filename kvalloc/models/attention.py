@@ -1,9 +1,9 @@
-"""Interception of the attention of every layer of a transformers model.
+"""Interception of every layer's attention in a transformers model.
 
 While an `AttentionSwitch` is on, attention modules hold a view of their config. In intercepted
-forwards it names a wrapper in transformers' table of attention functions. All others, such as
-another thread, read the config, which is never written to. A wrapper without a handler is
-bit-identical to the model's implementation.
+forwards it names a wrapper in transformers' table of attention functions. Others, such as another
+thread, read the config, which is never written to. A wrapper without a handler is bit-identical to
+the model's implementation.
 """
 
 from __future__ import annotations
@@ -56,54 +56,51 @@ class AttentionStates:
         Index in the model.
     queries : Tensor, (batch, n_query_heads, n_new_tokens, head_dim)
         Rotated to their positions.
-    keys : Tensor, (batch, n_kv_heads, n_tokens, head_dim)
-        Old and new, rotated to their positions, not repeated for grouped queries.
-    values : Tensor, (batch, n_kv_heads, n_tokens, head_dim)
-        Old and new, not repeated.
+    keys, values : Tensor, (batch, n_kv_heads, n_tokens, head_dim)
+        Old and new, keys rotated to their positions; not repeated for grouped queries.
     scaling : float
         Factor on the logits, normally ``head_dim ** -0.5``.
     mask : Tensor or None
-        From transformers. None means causal for several new tokens and "sees everything" for one.
+        From transformers. None is causal for several new tokens; one sees everything.
     softcap : float or None
         Logits are ``softcap * tanh(logits / softcap)`` before the mask, as in Gemma 2.
     sink_logits : Tensor or None, (n_query_heads,)
         One more logit a query head, without a value, as in gpt-oss.
     output_projection : Tensor, (hidden_size, all query heads * head_dim), or callable, or None
-        Weight for all heads, for any `first_head`; or a function that returns it, for a layer
-        quantized by torch. None if it cannot be read.
+        Weight for all heads, for any `first_head`; or a function that returns it (torch
+        quantization). None if unreadable.
     rotation : Rotation
-        Pairs of dimensions that the layer rotates by the position (RoPE).
+        Pairs of dimensions that the layer rotates (RoPE).
     observed : Observed or None
-        Notes of the scorer's `observe` on earlier chunks of this prompt; None for the first.
+        Notes of `observe` on the prompt's earlier chunks; None for the first.
     older : int
-        Number of first queries that belong to earlier chunks.
+        First queries that belong to earlier chunks.
     first_head : int
-        Number of the first KV head: not 0 if heads are passed separately.
+        First KV head, if heads are passed separately.
     gaps : bool
-        Whether entries between the queries' tokens are evicted. Then the last keys are of other
-        tokens, and the mask tells which keys each query sees.
+        Whether entries between the queries' tokens are evicted. Then the last keys are other
+        tokens', and the mask tells which keys each query sees.
     displaced : bool
-        Whether all queries come after the newest token: without a mask, each sees every key.
+        Whether queries come after the newest token: without a mask, each sees every key.
     positions : Tensor of int32, (batch, n_kv_heads, n_tokens), or None
         Of each key; None for 0, 1, 2, ...
     later : Observed or None
-        Notes about a second read of the prompt; its columns may be by query head.
+        Notes about a second read; its columns may be by query head.
     absent : Tensor of bool, (batch, n_kv_heads, n_tokens), or None
         True at padding, which no query sees. Scorers that observe chunks get none.
     counts : Tensor of int64, (batch, n_kv_heads), or None
-        Entries of each head, on the host, if `absent` is set.
+        Entries of each head, on the host, with `absent`.
     widths : ChosenWidths or None
         Of kept entries; None if they are not rounded.
     layers : tuple of int
-        Layers, of equal numbers of heads, that are passed as one. Empty for one layer.
+        Layers with equal numbers of heads, passed as one; empty for one.
     latents : (Tensor, Tensor) or None
-        Latents of a layer, and their rotary keys, (batch, 1, n_tokens, dim) each. Keys are then
-        both of them, values the latents, for all query heads; transformed queries give the layer's
-        logits.
+        Latents and their rotary keys, (batch, 1, n_tokens, dim) each. Keys are then both, values
+        the latents, for all query heads; transformed queries give the layer's logits.
     latest : int
-        Number of last entries since the latest eviction.
+        Entries since the latest eviction.
     biased : bool
-        Whether the layer adds numbers to its logits, beside the mask.
+        Whether the layer adds to its logits, beside the mask.
     shared : dict
         Cached results; `replace` copies none.
     """
@@ -376,10 +373,9 @@ def _handler_of(module_id: int) -> _Active | None:
 
 
 def intercept_attention(model: nn.Module, handler: Handler) -> AbstractContextManager[None]:
-    """Let `handler` see and answer every attention call of `model` while the ``with`` is open.
+    """Let `handler` see and answer every attention call of `model` inside a ``with``.
 
-    The innermost handler for a module answers. Another thread that runs the model is not
-    intercepted.
+    A module's innermost handler answers. Other threads are not intercepted.
 
     Parameters
     ----------

@@ -49,8 +49,8 @@ def converted_folder(
 ) -> Path:
     """Return the model folder of a ``.gguf`` file, converted now if not in the cache.
 
-    It appears complete or not at all, also if two processes convert the same file. Before a
-    conversion, `notify` is called with one line; by default stderr gets it.
+    It appears complete or not at all, also if two processes convert one file. Before a conversion,
+    `notify` gets one line; by default stderr.
 
     Raises
     ------

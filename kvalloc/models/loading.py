@@ -106,7 +106,7 @@ def load_model(
     dtype : {"float32", "bfloat16", "float16"}
         Of weights and cache.
     device : str, optional
-        Such as ``"cuda:0"``; the CPU by default. ``"auto"`` spreads the layers over all devices
+        Such as ``"cuda:0"``; by default the CPU. ``"auto"`` spreads layers over all devices
         (transformers' ``device_map``).
     attention : str, optional
         Implementation of transformers, such as ``"sdpa"`` or ``"eager"``.
@@ -116,7 +116,7 @@ def load_model(
     Raises
     ------
     InputError
-        If there is no such file, folder or hub id, or an argument is not among the choices.
+        If there is no such file, folder or hub id, or an argument is invalid.
     MissingDependencyError
         If torch or transformers is missing, or too old to read the file.
     UnsupportedModelError

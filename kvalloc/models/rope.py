@@ -48,7 +48,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Rotation:
-    """The pairs of a head's dimensions that a layer rotates by the position.
+    """Pairs of a head's dimensions that a layer rotates by the position.
 
     Attributes
     ----------
@@ -148,7 +148,7 @@ def layer_rotation(
 
 
 def rotation_of(kind: str, states: Tensor, positions: Tensor, decoder: Any) -> Rotation | None:
-    """Return the rotation that best fits queries and keys of a probe, or a reason why none does.
+    """Return the rotation that best fits a probe's queries and keys, or why none does.
 
     None for zeros, numbers that are not finite, or one position. Sizes are ignored: some models let
     them grow with the position. The error is the root mean square of pairs' relative differences.

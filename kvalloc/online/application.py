@@ -82,34 +82,33 @@ def apply(
         with kvalloc.apply(model, target_retention=0.9): # decided for each prompt (XKV)
             model.generate(**inputs)
 
-    It ends with the ``with``, or with the result's ``remove()``. A forward that makes a cache,
-    ``model(**inputs)``, counts as a whole prompt, which its cache continues. The first call runs
-    two tokens through the layers.
+    It ends with the ``with``, or the result's ``remove()``. A forward that makes a cache,
+    ``model(**inputs)``, is a whole prompt, which its cache continues. The first call runs two
+    tokens through the layers.
 
     A budget, alone or with ``memory``, is kept by the best unmeasured method; ``memory`` alone
     gives the largest budget with a peak within it. The method is logged
-    (``kvalloc.online.default``, INFO) and is in ``last_cache.profile.detail``. Options on deciding
-    or picking, such as ``scorer="snapkv"``, decide budgets for each prompt.
+    (``kvalloc.online.default``, INFO) and in ``last_cache.profile.detail``. Other options, such as
+    ``scorer="snapkv"``, decide budgets for each prompt.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel
     profile : BudgetProfile, str or Path, optional
-        Budgets, their file, or the name of shipped ones. Without it, exactly one target is
-        required.
+        Budgets, their file, or a shipped name. Without it, exactly one target is required.
     allow_other_model : bool
-        Accept a profile or fitted file of another name with the same sizes.
+        Accept a profile or fitted file of another model of the same sizes.
     policy, decode_every : optional
         As for `kvalloc.make_cache`.
     fitted : str or Path, optional
-        File of `kvalloc.fit`, for a budget, memory or target loss alone. By default these weights'
-        file in the cache folder, or a shipped one.
+        File of `kvalloc.fit`, for a budget, memory or target loss alone; by default these weights'
+        in the cache folder, or a shipped one.
     across : {"rows"}, optional
-        With a budget alone: rows share all bytes by predicted losses, so short prompts get a larger
-        share, also for later tokens.
+        With a budget alone: rows share all bytes by predicted losses; short prompts get larger
+        shares, also for later tokens.
     lossless : bool
-        Answer as the full cache does. The reduced one drafts, and the full one verifies, from the
-        host's memory if there is a GPU. Counts are in ``last_cache.verifier``.
+        Answer as the full cache: the reduced one drafts, the full one verifies, from host memory if
+        there is a GPU. Counts are in ``last_cache.verifier``.
     **keywords
         The target and how it is decided, without a profile; see
         `kvalloc.online.per_prompt.PromptOptions`.
@@ -167,10 +166,10 @@ def decision_of(
 class Applied:
     """Reduced caches of `kvalloc.apply`, until `remove` or the end of the ``with``.
 
-    Every ``generate()``, and every forward that would make a cache, gets a fresh one. If it cannot
-    be reduced, or a call brings another kind, a warning says why; with a memory it is an error.
-    With `lossless` a forward makes a plain cache. Prompts may come in chunks
-    (``prefill_chunk_size``). The latest one counts, in any order of ending.
+    Each ``generate()``, and each forward that would make a cache, gets a fresh one. If it cannot be
+    reduced, or a call brings another kind, a warning says why; with a memory an error. With
+    `lossless` a forward makes a plain cache. Prompts may come in chunks (``prefill_chunk_size``).
+    The latest counts, in any order of ending.
 
     Attributes
     ----------

@@ -45,10 +45,10 @@ class Default(Decision):
     Parameters
     ----------
     share : float, optional
-        Of the bytes at 16 bits, for any type of the model; above 0 and up to 1. By default the
-        largest with a peak within the memory, which falls as a conversation grows.
+        Of the bytes at 16 bits, for any model type; above 0, up to 1. By default the largest with a
+        peak within the memory; it falls as a conversation grows.
     target_loss : float, optional
-        Takes the smallest share with at most this predicted loss, nats per token.
+        Takes the smallest share of at most this predicted loss, nats per token.
     options : CacheOptions
         Without a memory the full cache fits; a policy is not used.
     """

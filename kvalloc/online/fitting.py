@@ -73,9 +73,9 @@ def fit(
     model_id: str | None = None,
     **options: Unpack[FitOptions],
 ) -> FittedModel:
-    """Measure once what the default needs of a model, so that each prompt is read once.
+    """Measure a model once for the default, so that each prompt is read once.
 
-    ``kvalloc.apply(model, budget=...)`` and the commands find the file by the weights' digest, and
+    ``kvalloc.apply(model, budget=...)`` and commands find the file by the weights' digest, and
     solve for each share. It holds:
 
     1. a surrogate of a prompt's second read;
@@ -98,7 +98,7 @@ def fit(
     progress : callable, optional
         Called with (prompts done, prompts in all).
     notify : callable, optional
-        Called once, unless resumed, with a line on the time it takes.
+        Called once, unless resumed, with a line on its time.
     **options
         See `kvalloc.measure.scorer_fitting.FitOptions`.
 

@@ -55,8 +55,8 @@ class PromptTarget(Decision):
     """Budgets decided from each prompt, within its first forward.
 
     A mini-prefill measures retention curves, the solver decides, and the prompt is prefilled with
-    eviction. That takes about as long as another prefill, at a reduced one's peak memory. The
-    cache's ``profile`` or ``row_profiles`` is the decision, and ``decision_seconds`` its time.
+    eviction. That takes about another prefill's time, at a reduced one's peak memory. The cache's
+    ``profile`` or ``row_profiles`` is the decision, ``decision_seconds`` its time.
 
     Raises
     ------

@@ -87,7 +87,7 @@ def plan_batch(
     fitted: str | Path | None = None,
     allow_other_model: bool = False,
 ) -> BatchPlan:
-    """Return how many rows at which share give the most tokens a second.
+    """Return rows and shares with most tokens a second.
 
     Bytes and losses are as with `kvalloc.apply` and that budget.
 
@@ -102,8 +102,8 @@ def plan_batch(
     target_loss : float
         Largest predicted loss, nats per token.
     times : StepTimes or str, optional
-        Of an earlier plan; or by published figures, ``"a100"``, ``"h100"`` or ``"h200"``. Measured
-        by default, in seconds.
+        From an earlier plan or published figures (``"a100"``, ``"h100"``, ``"h200"``); by default
+        measured, in seconds.
     fitted, allow_other_model : optional
         As for `kvalloc.apply`.
 

@@ -51,9 +51,8 @@ def solve_measured(
 ) -> BudgetProfile:
     """Decide budgets, and measure the whole reduced cache's loss on other prompts.
 
-    Losses of single units do not add up if budgets are small. So smaller losses are solved for
-    until the measured one is within the target. The prompts choose among the tries; `kvalloc eval`
-    judges on others.
+    Single units' losses do not add up at small budgets. So smaller losses are solved for until the
+    measured one meets the target. The prompts choose among tries; `kvalloc eval` judges on others.
 
     Parameters
     ----------
@@ -62,16 +61,16 @@ def solve_measured(
         The measured model.
     tokenizer : transformers.PreTrainedTokenizerBase
     prompts : iterable of str, Document or Prompt, optional
-        Every prompt, and 16 pieces of running text. By default 16 other prompts of ``kvalloc
-        profile --loss``'s kinds.
+        All prompts, and 16 pieces of running text; by default 16 other prompts of ``kvalloc profile
+        --loss``'s kinds.
     output : str or Path, optional
-        The budget profile to write. ``OUTPUT.partial`` has finished measurements meanwhile.
+        Budget profile to write; ``OUTPUT.partial`` has finished measurements meanwhile.
     resume, model_id : optional
         As for `kvalloc.profile`.
     progress : callable, optional
         Called with (prompts measured, prompts to measure so far).
     how : mapping, optional
-        Arguments of `kvalloc.solve`: solver, time_limit, average, notify; and a parsed request.
+        Of `kvalloc.solve`: solver, time_limit, average, notify; and a parsed request.
     **keywords
         See `kvalloc.allocation.request.RequestOptions`.
 

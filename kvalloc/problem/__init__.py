@@ -1,6 +1,6 @@
 """Contract of solvers: arrays, constraints and bounds.
 
-The author of a solver needs nothing else.
+Authors of solvers need nothing else.
 """
 
 from kvalloc.problem.arrays import Aggregate as Aggregate

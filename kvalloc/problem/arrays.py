@@ -64,7 +64,7 @@ class Aggregate(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class SideConstraint(ABC):
-    """Constraint beyond one capacity; a solver refuses kinds that it does not declare."""
+    """Constraint beyond one capacity; solvers refuse kinds that they do not declare."""
 
     keyword: ClassVar[str] = ""
     """The keyword of `kvalloc.solve` that requests it, if any."""
@@ -74,7 +74,7 @@ class SideConstraint(ABC):
 
     @abstractmethod
     def fault(self, problem: AllocationProblem, choice: IntArray) -> str | None:
-        """Return the violation by a choice, ``(n_units,)``, as half a sentence, or None."""
+        """Return a choice's violation, ``(n_units,)``, as half a sentence, or None."""
 
     def stated(self) -> tuple[str, str]:
         """Return name and limit in a few words."""
@@ -116,53 +116,52 @@ class GroupCap(SideConstraint):
 
 @dataclass(frozen=True, kw_only=True)
 class AllocationProblem:
-    """A multiple-choice problem: pick one option for each unit.
+    """Multiple-choice problem: one option for each unit.
 
     Maximise ``sum_u weights[u] * values[u, k_u]`` subject to ``sum_u costs[u, k_u] <=
-    capacity_bytes``, or minimise that cost subject to the value reaching ``target`` (XKV, Eq. 17
-    and Eq. 18).
+    capacity_bytes``, or minimise that cost for a value of ``target`` (XKV, Eq. 17, 18).
 
     Attributes
     ----------
     tokens, costs : ndarray of int64, (n_units, n_options)
-        Tokens of each KV head of the unit, sinks and window included, and bytes of the unit. Rows
-        rise strictly (tokens only without ``bits``) and may be broadcast views of one row.
+        Tokens of each of a unit's KV heads, sinks and window included, and its bytes. Rows rise
+        strictly (tokens only without ``bits``) and may be broadcast views of one.
     values : ndarray of float64, (n_units, n_options)
     bits : ndarray of int64, (n_units, n_options), or None
-        Bit widths, if chosen too; a solver has to declare `Solver.takes_bits`.
+        Bit widths, if chosen too; see `Solver.takes_bits`.
     weights : ndarray of float64, (n_units,)
     option_counts, layers, heads : ndarray of int64, (n_units,)
-        Columns from ``option_counts[u]`` on are padding. Head -1 means all heads of the layer.
+        Columns from ``option_counts[u]`` on are padding. Head -1 means all of the layer.
     aggregate : Aggregate
     capacity_bytes : int or None
     target : float or None
     context_tokens, protected_tokens : int
-        Context of the options; sinks plus window inside each.
+        Context; sinks plus window in each option.
     constraints : tuple of SideConstraint
     n_units, n_options : int
-        Shape of ``values``; this and all later fields are computed.
+        Shape of ``values``, computed as all later fields.
     units, last_options : ndarray of int64, (n_units,)
-        ``arange(n_units)``; each unit's most expensive option.
+        ``arange(n_units)``; most expensive options.
     is_ragged : bool
         Whether there is padding.
     min_cost_bytes, max_cost_bytes : int
-        Cost of the floors (the cheapest choice) and of keeping everything.
+        Cost of the floors (cheapest choice), and of everything.
     step_bytes : int or None
-        The one cost step between neighbouring options of all units, if any.
+        The one cost step between all neighbouring options, if any.
     lattice_bytes : int
-        Grain: the greatest common divisor of all cost differences.
+        Grain: greatest common divisor of cost differences.
     spendable_bytes : int
-        Capacity, at most and by default ``max_cost_bytes``, rounded down to a possible cost.
+        Capacity, at most ``max_cost_bytes`` (the default), rounded down to a possible cost.
     lowest_accepted_value : float
-        The target less `VALUE_TOLERANCE`; minus infinity without one.
+        Target less `VALUE_TOLERANCE`; minus infinity without one.
     caps : tuple of GroupCap
-        In the order of ``constraints``.
+        In ``constraints``' order.
 
     Raises
     ------
     InputError
-        If arrays do not fit each other, a unit has no option, values are not finite, costs do not
-        rise, or there is not exactly one of capacity and target.
+        If arrays do not fit, a unit has no option, values are not finite, costs do not rise, or not
+        exactly one of capacity and target is set.
     """
 
     tokens: IntArray
@@ -197,7 +196,7 @@ class AllocationProblem:
         self._check(changed=_OF_VALUES)
 
     def replace(self, **changes: Any) -> AllocationProblem:
-        """Return the problem with some fields changed and checked; results from the others stay.
+        """Return the problem with fields changed and checked; other results stay.
 
         Raises
         ------
@@ -342,7 +341,7 @@ class AllocationProblem:
 
     @cached_property
     def is_concave(self) -> bool:
-        """Whether costs have one step and no gain is negative or above the previous one."""
+        """Whether costs have one step and gains neither rise nor are negative."""
         if self.step_bytes is None:
             return self.n_options == 1
         # Two buffers for all, as many rows as fit in the cache: all may be gigabytes.
@@ -436,7 +435,7 @@ class AllocationProblem:
         return self.replace(**part, option_counts=counts)
 
     def options_within(self, tokens: FloatArray | IntArray) -> IntArray:
-        """Return each unit's largest option of at most these tokens, else its smallest."""
+        """Return each unit's largest option within these tokens, else its smallest."""
         rows = _distinct_rows(self.tokens)
         if rows.shape[0] == 1:
             options = np.searchsorted(rows[0], tokens, side="right") - 1
@@ -495,12 +494,12 @@ class AllocationProblem:
 
 
 def first_where(holds: Callable[[IntArray], BoolArray], low: IntArray, high: IntArray) -> IntArray:
-    """Return each row's first place at which a test holds, else ``high``, by bisection.
+    """Return each row's first place that passes a test, else ``high``, by bisection.
 
     Parameters
     ----------
     holds : callable
-        Tests one place of each row; once true in a row, it stays true.
+        Tests one place of each row; along a row, true stays true.
     low, high : ndarray of int64, (n_rows,)
     """
     for _ in range(int((high - low).max(initial=0)).bit_length()):
@@ -534,7 +533,7 @@ def _rows_are_concave(rows: FloatArray, first: FloatArray, second: FloatArray) -
 
 @dataclass(frozen=True, kw_only=True)
 class MaxDistinct(SideConstraint):
-    """A limit, at least 1, on the number of different budgets in tokens.
+    """Limit, at least 1, on the number of different token budgets.
 
     Attributes
     ----------
@@ -570,7 +569,7 @@ EVERY_KIND: frozenset[type[SideConstraint]] = frozenset({GroupCap, MaxDistinct})
 
 
 def cap_tree(caps: Sequence[GroupCap]) -> Any:
-    """Return the tree of caps: the parent of each is the smallest cap around it.
+    """Return the tree of caps: each one's parent is the smallest around it.
 
     Returns
     -------
@@ -608,11 +607,10 @@ def padded(rows: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
 
 
 def undominated(values: FloatArray, costs: IntArray) -> tuple[IntArray, IntArray]:
-    """Return each unit's options by rising cost, each worth more than all cheaper ones.
+    """Return each unit's options by cost, each worth more than all cheaper ones.
 
-    A dropped option costs no less than another and is worth no more, so no optimum within a
-    capacity (a cap) or for a target changes. Under a limit on different budgets it would: that
-    excludes bits.
+    No optimum within a capacity (a cap) or for a target changes. Under a limit on different budgets
+    it would: that excludes bits.
 
     Parameters
     ----------

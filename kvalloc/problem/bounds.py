@@ -1,10 +1,9 @@
 """Bounds computed without a solver.
 
-*Sums.* At a price of a byte, the sum of the units' best options bounds the whole. The best price
-gives the tightest bound (Fisher, 1981), exact on the grain of the costs for separable concave
-problems of equal steps.
+*Sums.* At a price of a byte, the units' best options sum to a bound. The best price gives the
+tightest (Fisher, 1981), exact on the costs' grain for separable concave problems of equal steps.
 
-*The worst unit.* Exact by bisection of the level: each unit can be judged alone.
+*The worst unit.* Exact by bisection of the level: units can be judged separately.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class DualBound:
     Attributes
     ----------
     bound : float
-        Upper bound on the value, or lower bound on the cost in bytes.
+        Upper on the value, or lower on the cost in bytes.
     multiplier : float
         Value of a byte; 0 for the worst unit.
     choice : ndarray of int64, (n_units,)
@@ -51,10 +50,9 @@ class DualBound:
 
 
 def dual_bound(problem: AllocationProblem) -> DualBound:
-    """Return the Lagrangian dual on the grain of the costs; of a worst unit, the optimum.
+    """Return the Lagrangian dual on the costs' grain; of a worst unit, the optimum.
 
-    The bound holds with all side constraints, but of these only caps on a maximised worst unit
-    count.
+    It holds with all side constraints, but only caps on a maximised worst unit count.
 
     Raises
     ------
@@ -70,20 +68,20 @@ def dual_bound(problem: AllocationProblem) -> DualBound:
 
 
 def bound_at(problem: AllocationProblem, price: float, *cap_prices: float) -> float:
-    """Return the dual function of a sum: a bound, for any prices.
+    """Return a sum's dual function: a bound, for any prices.
 
     Parameters
     ----------
     problem : AllocationProblem
     price : float
-        Weighted value per byte of the capacity (or for the target), at least 0.
+        Weighted value per byte of capacity (or for the target), at least 0.
     *cap_prices : float
-        The same for each `GroupCap`, in their order; all or none.
+        Likewise for each `GroupCap`, in order; all or none.
 
     Returns
     -------
     float
-        An upper bound on the value, or a lower bound on the cost.
+        Upper bound on the value, or lower bound on the cost.
     """
     caps = problem.caps if cap_prices else ()
     prices = np.full(problem.n_units, float(price))
@@ -102,7 +100,7 @@ def bound_at(problem: AllocationProblem, price: float, *cap_prices: float) -> fl
 def _bound_with(
     problem: AllocationProblem, price: float, response: IntArray, unspent: float = 0.0
 ) -> float:
-    """Return the bound of a best response; ``unspent`` prices the caps' unused bytes."""
+    """Return a best response's bound; ``unspent`` prices the caps' unused bytes."""
     value, cost = problem.objective_value(response) + unspent, problem.cost(response)
     if problem.target is None:
         return value + price * (problem.spendable_bytes - cost)
@@ -120,7 +118,7 @@ def best_response(
     low: IntArray | None = None,
     high: IntArray | None = None,
 ) -> IntArray:
-    """Return each unit's best option at a price of a byte, or one for each, ``(n_units,)``.
+    """Return each unit's best option at one price of a byte, or at ``(n_units,)`` prices.
 
     Ties go to the smallest; ``low`` and ``high`` are best options at a higher and a lower price.
     """
@@ -147,7 +145,7 @@ def steps_above(
     low: IntArray | None = None,
     high: IntArray | None = None,
 ) -> IntArray:
-    """Return the number of steps of each unit that gain more than the price, ``(n,)``.
+    """Return each unit's number of steps that gain more than the price, ``(n,)``.
 
     Gains fall along a row, so bisection takes O(n_units log n_options).
 
@@ -172,7 +170,7 @@ def steps_above(
 
 
 def next_gain(problem: AllocationProblem, choice: IntArray) -> float:
-    """Return the largest gain of a byte by a next option within all caps."""
+    """Return a byte's largest gain by a next option within all caps."""
     step = problem.step_bytes
     if step is None:
         return 0.0  # one option each
@@ -191,16 +189,15 @@ def best_price(
     respond: Callable[[float, IntArray, IntArray], IntArray],
     is_enough: Callable[[IntArray], bool],
 ) -> tuple[float, IntArray, IntArray]:
-    """Return the price at which the best response crosses the goal, and the responses around it.
+    """Return the price where the best response crosses the goal, and the responses around it.
 
-    Each choice is a line, and the dual function their upper envelope. The next price is the
-    crossing of a line below the goal and one beyond it. If no choice is better there, it is the
-    breakpoint.
+    Choices are lines, the dual function their upper envelope. The next price is the crossing of a
+    line below the goal and one beyond it. If no choice is better there, it is the breakpoint.
 
     Parameters
     ----------
     under, over : ndarray of int64, (n,)
-        Best responses at a high and a low price, below the goal and beyond it.
+        Best responses below the goal (high price) and beyond it (low price).
     gain : callable
         Value and bytes between two choices.
     respond : callable
@@ -251,7 +248,7 @@ def _sum_bound(problem: AllocationProblem) -> DualBound:
 
 
 def cheapest_reaching(problem: AllocationProblem, level: float) -> IntArray | None:
-    """Return each unit's cheapest option that reaches a weighted value; None if a unit has none."""
+    """Return each unit's cheapest option of a weighted value; None if one has none."""
     last = problem.last_options
 
     def reaches(options: IntArray) -> BoolArray:
@@ -261,11 +258,10 @@ def cheapest_reaching(problem: AllocationProblem, level: float) -> IntArray | No
 
 
 def _worst_bound(problem: AllocationProblem) -> DualBound:
-    """Return the exact optimum of the worst unit, with caps if value is maximised.
+    """Return the worst unit's exact optimum, with caps if value is maximised.
 
-    The cost of a level changes only at values of options. So bisection between an affordable level
-    and another, down to neighbouring numbers, ends at the largest affordable value. A choice's
-    value, at least its level, is affordable too.
+    A level's cost changes only at options' values. So bisection down to neighbouring numbers ends
+    at the largest affordable value. A choice's value, at least its level, is affordable too.
     """
     if problem.target is not None:
         choice = cheapest_reaching(problem, problem.lowest_accepted_value)

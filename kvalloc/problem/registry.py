@@ -42,7 +42,7 @@ def names(group: str) -> list[str]:
 
 
 def load(group: str, name: str, base: type[Any] = object) -> type[Any]:
-    """Return the class that is registered under a name.
+    """Return the class registered under a name.
 
     Parameters
     ----------
@@ -57,7 +57,7 @@ def load(group: str, name: str, base: type[Any] = object) -> type[Any]:
     InputError
         If no plug-in has that name.
     SolverError
-        If it cannot be imported, is not a subclass of `base`, or has no name.
+        If it cannot be imported, is no `base`, or has no name.
     """
     kind = {POLICIES: "policy"}.get(group, group.rsplit(".", 1)[-1].removesuffix("s"))
     points, way_out = _group(group), "reinstall or remove the package that provides it"
@@ -83,12 +83,12 @@ def load(group: str, name: str, base: type[Any] = object) -> type[Any]:
 
 
 def read_named(text: str) -> tuple[str, dict[str, Any]]:
-    """Return name and options of a plug-in written as NAME or NAME:KEY=VALUE:KEY=VALUE.
+    """Return name and options of a plug-in, NAME or NAME:KEY=VALUE:KEY=VALUE.
 
     Raises
     ------
     InputError
-        If an option has no name or no value, or is given twice.
+        If an option lacks name or value, or comes twice.
 
     Examples
     --------
@@ -123,7 +123,7 @@ def build(cls: type[T], options: Mapping[str, Any], *, what: str, **fixed: Any) 
     Raises
     ------
     InputError
-        If an option is unknown or its value invalid.
+        If an option is unknown or invalid.
     """
     typed = typed_options(cls, options, what=what) if options else {}
     try:
@@ -169,7 +169,7 @@ def solver_names() -> list[str]:
 
 
 def get_solver(name: str | Solver, **options: Any) -> Solver:
-    """Return a solver by name, or a solver unchanged.
+    """Return a solver, by name or unchanged.
 
     Parameters
     ----------

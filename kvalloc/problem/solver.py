@@ -59,20 +59,20 @@ class Solution:
     objective : float
         ``problem.objective(choice)``; `kvalloc.solve` recomputes it.
     bound : float or None
-        Bound on any choice; None if nothing was proven, never 0 for unknown.
+        Bound on any choice; None if unproven, never 0.
     termination : Termination
     detail : str
-        One line for people: the rule's parameters, the back end's status.
+        One line: the rule's parameters, the back end's status.
     decided_by : str
-        The solver to which this one handed the problem on.
+        Solver that got the problem from this one.
     prices : tuple of float
-        Value of a byte of the capacity (or for the target), then of each `GroupCap` in their order,
-        for `bound_at`. Required only under caps.
+        For `bound_at`: value of a byte of capacity (or for the target), then of each `GroupCap`.
+        Required only under caps.
 
     Raises
     ------
     SolverError
-        If optimality, or a reached gap, is claimed without a bound.
+        If optimality, or a gap, is claimed without a bound.
     """
 
     choice: IntArray
@@ -101,14 +101,14 @@ class Solution:
         prices: tuple[float, ...] = (),
         gap: float = 0.0,
     ) -> Solution:
-        """Return a choice as a solution: optimal if the bound meets its objective.
+        """Return a choice as a solution, optimal if the bound meets its objective.
 
         Parameters
         ----------
         problem, choice, bound, detail, prices
             As in the class.
         deadline : float
-            ``time.monotonic()`` after which time ran out.
+            ``time.monotonic()`` when time runs out.
         gap : float
             The requested relative gap.
         """
@@ -133,11 +133,11 @@ class Solution:
 
 
 class Solver(ABC):
-    """Base of solvers, which choose one option per unit.
+    """Base of solvers.
 
-    A solver is made with its options as keyword arguments and keeps no state between calls.
-    Subclasses set `name` and `summary`, and declare in `handles` the kinds of side constraints they
-    respect; others are refused.
+    A solver takes its options as keyword arguments and keeps no state between calls. Subclasses set
+    `name` and `summary`, and declare in `handles` the side constraints they respect; others are
+    refused.
     """
 
     name: ClassVar[str]
@@ -168,7 +168,7 @@ class Solver(ABC):
     """Whether no entry may gain more than the previous one."""
 
     def can_solve(self, problem: AllocationProblem) -> bool | str:
-        """Return True, or a sentence with the reason and the solver to use instead."""
+        """Return True, or a sentence: the reason, and another solver to use."""
         if not self.handles.issuperset(map(type, problem.constraints)):
             unknown = [c for c in problem.constraints if type(c) not in self.handles]
             names = {option(c.keyword) if c.keyword else type(c).__name__ for c in unknown}
@@ -214,7 +214,7 @@ class Solver(ABC):
             A feasible problem that `can_solve` accepted.
         time_limit_seconds : float, optional
             Stop then with the best choice so far; kvalloc's solvers take `DEFAULT_LIMIT_SECONDS` by
-            default, through `deadline_after`.
+            default (`deadline_after`).
 
         Raises
         ------

@@ -42,12 +42,12 @@ def calibration_prompts(
     question: str = "inside",
     seed: int = 0,
 ) -> list[Prompt]:
-    """Make prompts with their answers, from texts and words that no evaluation uses.
+    """Make prompts with answers, from texts and words that no evaluation uses.
 
     Parameters
     ----------
     n_prompts : int
-        Every kind at every length and place of the question, alternately.
+        Kinds, lengths and places of the question alternate.
     n_tokens : int or sequence of int
         Longest prompt, question included, tokens.
     kinds : sequence of str
@@ -59,7 +59,7 @@ def calibration_prompts(
     Raises
     ------
     InputError
-        If there is no such task, or a prompt of this length cannot be made.
+        If there is no such task, or no prompt of this length.
     """
     lengths = [n_tokens] if isinstance(n_tokens, int) else list(dict.fromkeys(n_tokens))
     if n_prompts < 1 or not kinds or not lengths:
@@ -88,7 +88,7 @@ def calibration_prompts(
 def _prompt(tokenizer: PreTrainedTokenizerBase, case: Case, task: str) -> Prompt:
     """Return a case as a prompt with its whole answer, the given start included.
 
-    So the loss has the entries by which the model finds its place.
+    So the loss has entries by which the model finds its place.
     """
     turn = case.turns[0]
     answer: Sequence[int] = turn.continuation_ids

@@ -1,4 +1,4 @@
-"""Prompts that may be compressed, and the turns that follow."""
+"""Prompts that may be compressed, and later turns."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ POSITIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """The right answers, and their comparison with the model's answer.
+    """Right answers, and their comparison with the model's.
 
     Attributes
     ----------
     answers, classes : tuple of str
-        Right answers, and all labels for classification.
+        Right answers, and labels for classification.
     metric : str
         See `kvalloc.prompts.metrics.METRICS`.
     first_line : bool
@@ -47,7 +47,7 @@ class Expected:
         return self._metric.score(self._counts(answer), self.answers, self.classes)
 
     def is_found(self, answer: str) -> bool:
-        """Return whether an answer contains a right one, or all if the metric needs all."""
+        """Return whether an answer contains a right one, or all if all are needed."""
         enough = all if self._metric.needs_all else any
         counts = self._counts(answer)
         return enough(self._metric.holds(counts, right) for right in self.answers)
@@ -62,16 +62,16 @@ class Expected:
 
 @dataclass(frozen=True, kw_only=True)
 class Turn(Expected):
-    """One question to a compressed prompt, or the text that follows it.
+    """Question to a compressed prompt, or text after it.
 
     Attributes
     ----------
     question_ids : tuple of int, (n_question,)
-        Empty if the prompt ends with the question.
+        Empty if the prompt ends with it.
     continuation_ids : tuple of int, (n_continuation,)
         Empty if the full cache's answer is the reference.
     begun_tokens : int
-        Last tokens before the answer that already begin it.
+        Last given tokens, which begin the answer.
     measured : bool
         False for a turn that only moves the next ones.
     """
@@ -84,13 +84,13 @@ class Turn(Expected):
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One prompt and the turns about it.
+    """A prompt and its turns.
 
     Attributes
     ----------
     input_ids : tuple of int, (n_tokens,)
     turns : tuple of Turn
-        Before each one every cache reads the full cache's answers to the earlier ones.
+        Before each, every cache reads the full cache's earlier answers.
     source : str
         Name of its text.
     """

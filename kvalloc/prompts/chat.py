@@ -1,4 +1,4 @@
-"""Documents and questions about them, in a model's chat form or none."""
+"""Documents and questions, in a model's chat form or none."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def chat_text(
     where: str = "",
     way_out: str = "use a model without one",
 ) -> str:
-    """Return messages in the model's chat form, up to the start of its answer.
+    """Return messages in the model's chat form, up to its answer.
 
     Parameters
     ----------
     where, way_out : str
-        Beginning and end of the error's message.
+        Both ends of the error's message.
 
     Raises
     ------
@@ -48,12 +48,12 @@ def chat_text(
 
 
 def wants_chat(tokenizer: Any, chat: bool | None) -> bool:
-    """Return whether the model's chat form is used; by default if it has one.
+    """Return whether to use the model's chat form; by default if it has one.
 
     Raises
     ------
     InputError
-        If it is wanted and there is none.
+        If it is wanted but missing.
     """
     has_form = bool(getattr(tokenizer, "chat_template", None))
     if chat and not has_form:
@@ -73,9 +73,9 @@ class DocumentForm:
     Attributes
     ----------
     before, after, turn : str
-        Before the document, after a question, and between an answer and the next question.
+        Before the document, after a question, and between answer and next question.
     special : bool
-        Whether the tokenizer still adds its start token.
+        Whether the tokenizer adds its start token.
     """
 
     before: str = ""
@@ -92,7 +92,7 @@ class DocumentForm:
         chat : bool or None
             See `wants_chat`.
         way_out : str
-            Advice for a form that cannot be used.
+            Advice if it cannot be used.
 
         Raises
         ------
@@ -124,5 +124,5 @@ class DocumentForm:
         return encode(tokenizer, f"{self.before}{text.rstrip()}\n\n", special=self.special)
 
     def question_ids(self, tokenizer: Any, question: str, *, turn: bool = False) -> tuple[int, ...]:
-        """Return a question's tokens up to its answer, after an answer if ``turn``."""
+        """Return a question's tokens up to the answer, after another if ``turn``."""
         return encode(tokenizer, f"{self.turn if turn else ''}{question.strip()}{self.after}")

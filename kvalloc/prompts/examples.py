@@ -26,11 +26,11 @@ class Question(Expected):
     Attributes
     ----------
     text : str
-        The question, or a template with places such as ``{name}``.
+        Question, or template with places such as ``{name}``.
     prefix : str
-        Start of the answer, given to the model.
+        Given start of the answer.
     continuation : str
-        Text that every cache reads next, in place of the full cache's answer.
+        Text that caches read next, instead of the full cache's answer.
     """
 
     text: str
@@ -38,7 +38,7 @@ class Question(Expected):
     continuation: str = ""
 
     def filled(self, *answers: str, **values: object) -> Question:
-        """Return the question with answers, and with values for its places."""
+        """Return the question with answers, and values for its places."""
         text, prefix = (one.format(**values) for one in (self.text, self.prefix))
         return replace(self, text=text, prefix=prefix, answers=answers)
 
@@ -50,7 +50,7 @@ class Question(Expected):
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """A context and the questions about it.
+    """Context and questions.
 
     Attributes
     ----------
@@ -60,7 +60,7 @@ class Example:
     source : str
         Origin of the text.
     chat : bool
-        Whether a model with a chat template reads a chat.
+        Whether to use a chat template, if any.
     """
 
     context: str
@@ -86,14 +86,14 @@ def render(
     Parameters
     ----------
     after : bool
-        Whether the first question is read after the compression, as later ones always are.
+        Whether the first question, as all later ones, is read after the compression.
     opened : bool
         Whether another question comes first.
 
     Raises
     ------
     InputError
-        If the chat template changes the texts in it.
+        If the chat template changes its texts.
     """
     if opened:
         example = replace(example, questions=(OPENING, *example.questions))
@@ -114,13 +114,12 @@ def render(
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
-    """One example of any size.
+    """Example of any size.
 
     Attributes
     ----------
     make : callable
-        ``make(size)`` returns an example; a larger one is not shorter. It must draw no random
-        numbers.
+        ``make(size)`` returns an example, a larger one not shorter, without random numbers.
     min_items, max_items : int
         Smallest and largest size.
     """
@@ -130,19 +129,19 @@ class Draft:
     max_items: int
 
     def fitted(self, tokenizer: PreTrainedTokenizerBase, n_tokens: int, *, task: str) -> Example:
-        """Return the largest example that fits as a prompt, first question included.
+        """Return the largest example that fits, first question included.
 
         Parameters
         ----------
         n_tokens : int
-            Longest prompt, tokens; the example has at least `MIN_SHARE` of them.
+            Longest prompt, tokens; at least `MIN_SHARE` is used.
         task : str
             For messages.
 
         Raises
         ------
         InputError
-            If even the smallest is too long, or the largest too short.
+            If the smallest is too long, or the largest too short.
         """
 
         def length(size: int) -> int:
@@ -165,12 +164,12 @@ class Draft:
 
 
 def prompt_ids(tokenizer: Any, prompt: Prompt) -> tuple[int, ...]:
-    """Return the tokens of a prompt, or else of its text or chat.
+    """Return a prompt's tokens, or those from its text or chat.
 
     Raises
     ------
     InputError
-        If the tokenizer cannot write a chat.
+        If a chat cannot be written.
     """
     if prompt.token_ids:
         return prompt.token_ids

@@ -22,7 +22,7 @@ three are above it."""
 
 
 def resampled_means(tasks: Sequence[FloatArray], *, seed: int = 0) -> list[FloatArray]:
-    """Return means over prompts that are drawn with replacement, for each task.
+    """Return each task's means over prompts drawn with replacement.
 
     Parameters
     ----------
@@ -46,7 +46,7 @@ def interval(
     *,
     seed: int = 0,
 ) -> list[float] | None:
-    """Return the 95% percentile bootstrap interval of a mean over tasks, resampled in each.
+    """Return a 95% percentile bootstrap interval of a mean over tasks, each resampled.
 
     Parameters
     ----------
@@ -59,7 +59,7 @@ def interval(
     Returns
     -------
     list of float or None
-        Both ends. None without tasks, for a task of one prompt, or if a result is not finite.
+        Both ends; None without tasks, for a task of one prompt, or a result not finite.
     """
     if not tasks or min(map(len, tasks)) < 2:
         return None
@@ -73,7 +73,7 @@ def interval(
 def tails(kls: Iterable[float | None]) -> dict[str, Any]:
     """Return percentiles of the KL over tokens.
 
-    They are measured values (``inverted_cdf``): at most 1% of the tokens are above ``p99``.
+    They are measured values (``inverted_cdf``): at most 1% of tokens exceed ``p99``.
 
     Parameters
     ----------
@@ -83,8 +83,7 @@ def tails(kls: Iterable[float | None]) -> dict[str, Any]:
     Returns
     -------
     dict
-        ``p99`` and ``p999``, nats, None for too few tokens (`TAILS`); and ``n_tokens``, the
-        compared tokens.
+        ``p99`` and ``p999``, nats, None for too few tokens (`TAILS`); ``n_tokens``, compared.
 
     Examples
     --------

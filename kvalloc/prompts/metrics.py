@@ -1,4 +1,4 @@
-"""Metrics of an answer against the right ones: LongBench's, and a few more."""
+"""Metrics of answers against right ones: LongBench's, and more."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CODE_NOISE = ("`", "#", "//")
 def contained(answer: str, right: str, _: Sequence[str] = ()) -> bool:
     """Return whether an answer contains the right one, in any letter case.
 
-    In numbers, commas and spaces do not count; a longer number is no match.
+    Commas and spaces in numbers do not count; longer numbers do not match.
 
     Examples
     --------
@@ -40,7 +40,7 @@ def contained(answer: str, right: str, _: Sequence[str] = ()) -> bool:
 def f1(answer: str, right: str, _: Sequence[str] = ()) -> float:
     """Return the harmonic mean of precision and recall of words, 0..1.
 
-    Words are compared with their counts, in lower case, without punctuation and English articles.
+    Words have counts, in lower case, without punctuation and English articles.
 
     References
     ----------
@@ -57,8 +57,8 @@ def rouge_l(answer: str, right: str, _: Sequence[str] = ()) -> float:
 
     References
     ----------
-    C.-Y. Lin, ROUGE (2004), Sec. 3; LongBench's ``rouge_score``. There the package ``rouge`` goes
-    sentence by sentence and counts repeated words once; here the answer is one sequence.
+    C.-Y. Lin, ROUGE (2004), Sec. 3; LongBench's ``rouge_score``. There ``rouge`` goes by sentences
+    and counts repeated words once; here answers are one sequence.
     """
     answer_words, right_words = answer.split(), right.split()
     row = [0] * (len(right_words) + 1)
@@ -74,7 +74,7 @@ def rouge_l(answer: str, right: str, _: Sequence[str] = ()) -> float:
 def classification(answer: str, right: str, classes: Sequence[str]) -> float:
     """Return the share of the right label among all labels in the answer, 0..1.
 
-    A label that is part of the right one does not count as another.
+    Labels within the right one do not count.
 
     References
     ----------
@@ -86,11 +86,10 @@ def classification(answer: str, right: str, classes: Sequence[str]) -> float:
 
 
 def edit_similarity(answer: str, right: str, _: Sequence[str] = ()) -> float:
-    """Return the similarity of the answer's first line of code to the right one, 0..1.
+    """Return the similarity of an answer's first line of code to the right one, 0..1.
 
-    The first line without a back-tick, ``#`` or ``//`` counts, as in LongBench's
-    ``code_sim_score``. The ratio, 2 M / T, is `difflib.SequenceMatcher`'s, not rounded as there
-    (``fuzzywuzzy``).
+    It is the first without a back-tick, ``#`` or ``//``, as in LongBench's ``code_sim_score``. The
+    ratio, 2 M / T (`difflib.SequenceMatcher`), is not rounded as there (``fuzzywuzzy``).
     """
     lines = answer.lstrip("\n").split("\n")
     line = next((one for one in lines if not any(mark in one for mark in _CODE_NOISE)), "")
@@ -98,7 +97,7 @@ def edit_similarity(answer: str, right: str, _: Sequence[str] = ()) -> float:
 
 
 def retrieval(answer: str, right: str, _: Sequence[str] = ()) -> float:
-    """Return the share of the answer's numbers that are the right paragraph's, 0..1.
+    """Return the share of an answer's numbers that are the right paragraph's, 0..1.
 
     References
     ----------
@@ -124,15 +123,15 @@ def count(answer: str, right: str, _: Sequence[str] = ()) -> float:
 
 
 def exact(answer: str, right: str, _: Sequence[str] = ()) -> float:
-    """Return 1 for the right answer with any case, punctuation and articles; else 0."""
+    """Return 1 for the right answer in any case, punctuation and articles, else 0."""
     return float(_words(answer) == _words(right))
 
 
 def called(answer: str, right: str, _: Sequence[str] = ()) -> bool:
     """Return whether an answer makes the right calls of tools, and no others.
 
-    A call is a JSON object with ``name`` and ``arguments``, which must be equal, types included.
-    Order and other text do not count.
+    Calls are JSON objects; ``name`` and ``arguments`` must be equal, types included. Order and
+    other text do not count.
 
     References
     ----------
@@ -161,9 +160,9 @@ class Metric:
     of : callable
         ``of(answer, right, classes)`` returns 0..1.
     needs_all : bool
-        Whether all right answers are needed, instead of any.
+        Whether all right answers are needed.
     holds : callable
-        ``holds(answer, right)``: whether an answer contains a right answer.
+        ``holds(answer, right)``: whether an answer contains a right one.
     """
 
     of: Callable[[str, str, Sequence[str]], float]

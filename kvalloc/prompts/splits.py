@@ -1,4 +1,4 @@
-"""Splits: separate texts, words and random numbers for profiles, development and evaluation."""
+"""Separate texts, words and random numbers for profiles, development and evaluation."""
 
 from __future__ import annotations
 
@@ -48,21 +48,21 @@ def split_texts(split: Split) -> dict[str, str]:
 
 
 def belongs(name: str, split: Split) -> bool:
-    """Return whether a name, such as a module's, is in a split: each is in exactly one."""
+    """Return whether a name, such as a module's, is in a split; each has one."""
     return zlib.crc32(name.encode()) % len(SPLITS) == SPLITS.index(split)
 
 
 def coded_words(
     draw: random.Random, split: Split, count: int, *, letters: str, length: int
 ) -> list[str]:
-    """Return different words of random letters that are in no other split.
+    """Return different words of random letters, in no other split.
 
     Parameters
     ----------
     draw : random.Random
     split : str
     count, length : int
-        Number of words, and of letters in each.
+        Numbers of words, and of letters.
     letters : str
     """
     coded: dict[str, None] = {}
@@ -79,7 +79,7 @@ def stream(split: Split, task: str, seed: int) -> random.Random:
 
 
 def refuse_held_out(texts: Iterable[Document | Prompt]) -> None:
-    """Refuse texts with a piece of the held-out evaluation texts in them.
+    """Refuse texts with pieces of the held-out evaluation texts.
 
     Raises
     ------

@@ -26,13 +26,13 @@ PROMPT_FIELDS = "'prompt', 'text', 'messages', or 'context' with 'input'"
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """Running text that is cut into samples of equal length.
+    """Running text, cut into samples of equal length.
 
     Attributes
     ----------
     text : str
     name : str
-        A file's name without its folder.
+        File name without folder.
     """
 
     text: str
@@ -41,7 +41,7 @@ class Document:
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """One prompt, measured as one sample.
+    """A prompt: one sample.
 
     Attributes
     ----------
@@ -51,11 +51,11 @@ class Prompt:
         A chat, for the tokenizer's chat template.
     answer, task : str
     question : str
-        Text between prompt and answer, read after the compression.
+        Between prompt and answer, read after the compression.
     token_ids, question_ids, answer_ids : tuple of int
         Used instead of the texts.
     name, line : str, int or None
-        File and line, from 1, for messages.
+        File and line, from 1.
     """
 
     text: str = ""
@@ -93,7 +93,7 @@ Answers = Annotated[tuple[str, ...], BeforeValidator(_listed)]
 
 
 class Fields(BaseModel):
-    """The fields of a line that kvalloc reads; others may hold anything."""
+    """Fields of a line that kvalloc reads; others are free."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -115,7 +115,7 @@ class Fields(BaseModel):
         return name in self.model_fields_set
 
     def require_context(self, where: str) -> None:
-        """Refuse a question without the text that it is about.
+        """Refuse a question without its text.
 
         Raises
         ------
@@ -129,18 +129,17 @@ class Fields(BaseModel):
 
 
 def read_texts(paths: Iterable[str | Path]) -> list[Document]:
-    """Read text files, and folders with all text files below them.
+    """Read text files, and all below folders.
 
     Parameters
     ----------
     paths : iterable of str or Path
-        Files of any name, or folders: files that end as `TEXT_SUFFIXES`, by name, without hidden
-        and empty ones.
+        Files of any name, or folders: files with `TEXT_SUFFIXES`, by name, not hidden or empty.
 
     Raises
     ------
     InputError
-        If a path does not exist, a file is empty, JSONL or not UTF-8, or a folder holds no text.
+        If a path is missing, a file is empty, JSONL or not UTF-8, or a folder has no text.
     """
     documents: list[Document] = []
     for path in map(Path, paths):
@@ -163,10 +162,9 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     Parameters
     ----------
     path : str or Path
-        Each object has ``prompt`` or ``text`` (a string), ``messages`` (a chat), or ``context`` and
+        Objects have ``prompt`` or ``text`` (a string), ``messages`` (a chat), or ``context`` and
         ``input`` (joined by an empty line). The answer is ``answer`` or the first of ``answers``,
-        the task ``task`` or ``dataset``. ``question_after`` is read between the compressed prompt
-        and the answer.
+        the task ``task`` or ``dataset``. ``question_after`` is read after the compression.
 
     Raises
     ------
@@ -189,8 +187,8 @@ def read_objects(path: str | Path) -> Iterator[tuple[Prompt, Fields]]:
     Raises
     ------
     InputError
-        If the file does not exist, is empty or not UTF-8 text, or a line holds no prompt; names
-        file, line and field.
+        If the file is missing, empty or not UTF-8, or a line holds no prompt; names file, line and
+        field.
     """
     file, empty = Path(path), True
     for number, line in enumerate(read_utf8(file).split("\n"), start=1):
@@ -234,12 +232,12 @@ def shipped_texts(prefix: str) -> dict[str, str]:
 
 
 def default_texts() -> list[Document]:
-    """Return the public-domain texts that ship for profiling, by name.
+    """Return the shipped public-domain texts for profiling, by name.
 
     Raises
     ------
     InputError
-        If the installation lacks them.
+        If they are missing.
     """
     texts = shipped_texts("profile_")
     if not texts:

@@ -29,7 +29,7 @@ def plot(files: Sequence[str | Path], output: str | Path, what: str | None = Non
         A ``.png`` or ``.svg``, written atomically.
     what : str, optional
         ``budgets``, ``curves``, ``frontier``, ``measured``, or ``overview`` of all but the
-        frontier; by default the first that the files hold.
+        frontier; by default the first in the files.
 
     Raises
     ------

@@ -178,9 +178,9 @@ def _measured(row: Mapping[str, Any], source: str) -> Row:
 
 @dataclass(frozen=True, kw_only=True)
 class UnitCurves:
-    """Curves of every unit of a score profile, and the marks of budget profiles on them.
+    """Curves of a score profile's units, and budget profiles' marks on them.
 
-    Units are whole layers, first, and their KV heads; NaN stands for one without a measurement.
+    Units are whole layers, first, and their KV heads; NaN if unmeasured.
 
     Attributes
     ----------

@@ -50,8 +50,8 @@ def write_report(files: Sequence[str | Path], output: str | Path) -> None:
     Raises
     ------
     InputError
-        If there is no file, one is missing, two are of different models, or the page has another
-        ending or cannot be written.
+        If there is no file, one is missing, models differ, or the page has another ending or cannot
+        be written.
     ProfileFileError
         If a file is damaged, of another schema version or of another kind.
 

@@ -33,17 +33,15 @@ TURN_BROKEN_OFF = (
 
 
 class BudgetCache(CacheFigures, HookedCache):
-    """Keeps the entries that a budget profile grants each layer and KV head.
+    """Cache of the entries that a budget profile grants each layer and KV head.
 
-    While the prompt is read, each full-attention layer attends to all its entries. Then the policy
-    ranks them, and sinks, window and the best ones of each row and KV head stay. If the policy has
-    to see the whole prompt, all layers evict at its end. Every ``decode_every`` later tokens, and
-    at the end of a turn, kept and new entries are ranked together, within the budgets of all tokens
-    seen. `get_seq_length` is the number of tokens seen.
+    While a prompt is read, full-attention layers attend to all entries. Then the policy ranks them:
+    sinks, window and the best of each row and KV head stay. If it must see the whole prompt, all
+    layers evict at its end. Every ``decode_every`` later tokens, and after a turn, kept and new
+    entries are ranked together, within the budgets of all tokens seen (`get_seq_length`).
 
-    Rows may have different lengths, padded on either side; padding is neither kept nor counted. A
-    prompt may come in announced chunks (``prompt_tokens``). Layers without budgets are
-    transformers' own.
+    Rows may differ in length, padded on either side; padding is neither kept nor counted. Prompts
+    may come in announced chunks (``prompt_tokens``). Layers without budgets are transformers' own.
 
     Attributes
     ----------
@@ -97,7 +95,7 @@ class BudgetCache(CacheFigures, HookedCache):
 
     @property
     def interrupted(self) -> str | None:
-        """Reason why only `reset` helps after a failed forward, or None."""
+        """Reason for a `reset` after a failed forward, or None."""
         return self.broken or (None if self.forward is None else HALF_WAY)
 
     def tell(self, event: str, *facts: Any) -> None:
@@ -199,18 +197,17 @@ class BudgetCache(CacheFigures, HookedCache):
                 self.broken = TURN_BROKEN_OFF.format(more)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove tokens from the end, at most back to the end of the compressed prompt.
+        """Remove last tokens, at most back to the compressed prompt's end.
 
         Parameters
         ----------
         tokens_to_remove : int
-            Negative: remove that many tokens. Positive: keep that many.
+            Negative: tokens to remove. Positive: tokens to keep.
 
         Raises
         ------
         UnsupportedRequestError
-            If the cut would reach into a reduced prompt, or tokens that a sliding layer has
-            dropped.
+            If the cut would reach into a reduced prompt, or a sliding layer's dropped tokens.
         """
         seen = self.get_seq_length()
         end = min(tokens_to_remove if tokens_to_remove > 0 else seen + tokens_to_remove, seen)
@@ -269,13 +266,13 @@ class BudgetCache(CacheFigures, HookedCache):
                 )
 
     def activate_past_recording(self, start: int | None = None) -> None:
-        """Let each forward from now on end in tokens that a `crop` may take back.
+        """Let later forwards end in tokens that a `crop` may take back.
 
         Parameters
         ----------
         start : int, optional
-            First column to take back, if the next forward goes past it; by default the end of the
-            announced prompt, or of the tokens seen.
+            First column to take back, if the next forward passes it; by default the end of the
+            announced prompt, or of tokens seen.
 
         Raises
         ------

@@ -35,7 +35,7 @@ _UNSEEN = (torch.Tag.cudagraph_unsafe,)
 
 @torch.library.custom_op("kvalloc::begin", mutates_args=(), tags=_UNSEEN)
 def _begin_token(number: Tensor, tokens: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Begin a forward; return its token, to order the operations, and the number of tokens seen."""
+    """Begin a forward; return its token, which orders operations, and the tokens seen."""
     cache, decoder = _cache_of(number)
     seen = cache.layers[0].get_seq_length()
     name = "inputs_embeds" if tokens.ndim > 2 else "input_ids"

@@ -26,9 +26,9 @@ class Batch:
     Attributes
     ----------
     order : Tensor of int64, (rows, new), or None
-        Columns with each row's tokens last, on the host; None if they are.
+        Columns that put each row's tokens last, on the host; None if they are.
     hides : bool
-        Whether layers that store every column need a mask of padding.
+        Whether layers that store every column need a padding mask.
     """
 
     seen: int
@@ -112,7 +112,7 @@ class Door:
         Raises
         ------
         UnsupportedRequestError
-            If there are more tokens than announced, or the mask cannot be followed.
+            For more tokens than announced, or a mask that cannot be followed.
         """
         (rows, new), in_prompt = shape, not self.complete or not seen
         end = seen + new

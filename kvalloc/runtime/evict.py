@@ -40,8 +40,8 @@ from kvalloc.runtime.store import Store
 class Running:
     """A running forward.
 
-    `planned` are evictions of layers once they have attended, with targets; in `observing` policies
-    only observe a chunk. Layers in `waiting` evict once there are `layers_together`. `sees` is
+    `planned` are evictions after a layer's attention, with targets; in `observing` policies only
+    observe a chunk. Layers in `waiting` evict once they are `layers_together`. `sees` is
     `AttentionCall.sees` of `aligned` tokens.
 
     Attributes
@@ -49,7 +49,7 @@ class Running:
     interval : int
         Tokens to the next eviction, for which layers allocate.
     n_queries, n_queries_after : int
-        Latest queries to store, and to keep once policies have observed a chunk.
+        Latest queries to store, and to keep after a chunk's observation.
     """
 
     batch: Batch
@@ -78,24 +78,24 @@ Bundle: TypeAlias = "tuple[IntArray, int | None]"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Eviction:
-    """Eviction in rows at one event: while a prompt is read, after it, or in a turn.
+    """Eviction in rows: while a prompt is read, after it, or in a turn.
 
-    A policy sees rows of equal shape in one call, and heads with different numbers of entries one
-    at a time.
+    A policy sees rows of equal shape in one call, heads with different numbers of entries
+    separately.
 
     Attributes
     ----------
     rows : ndarray of int64, (n_rows,)
         Increasing.
     prompt : ndarray of int64, (batch,)
-        Tokens to be ranked in the end, as far as known.
+        Tokens to rank in the end, if known.
     widths : mapping of int to ndarray, (n_kv_heads,)
-        Bits in each layer that is rounded from now on.
+        Bits of each layer rounded from now on.
     unobserved : ndarray of int64, (batch,), optional
-        Latest tokens not observed yet; all by default.
+        Latest unobserved tokens; all by default.
     remember, more, whole : bool
-        Whether notes stay for the next call, more of the prompt is to come, and the prompt stayed
-        whole and unobserved.
+        Whether notes stay for the next call, more of the prompt comes, and it stayed whole and
+        unobserved.
     by_prompt, new_only : bool
         Whether heads share budgets, and whether kept entries stay and targets are for new ones.
     """
@@ -277,7 +277,7 @@ class Eviction:
         kept_counts: IntArray,
         profile: BudgetProfile,
     ) -> IntArray:
-        """Hand out by a row's scores, in no more bytes than granted.
+        """Hand out by a row's scores, within granted bytes.
 
         Heads of different lengths need more scales. If kept entries stay, sinks are among them, and
         their bytes count.

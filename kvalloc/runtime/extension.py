@@ -29,7 +29,7 @@ class Extension:
         return ()
 
     def read(self, cache: Any) -> None:
-        """Note that a piece of a forward, but not its last, has been read; no eviction is due."""
+        """Note a read piece of a forward, but not its last; no eviction is due."""
 
     def record(self, cache: Any, start: int | None) -> bool:
         """Return whether tokens from a column on can be taken back."""

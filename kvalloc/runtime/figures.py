@@ -106,8 +106,8 @@ class CacheFigures(Cache):
     def full_bytes(self) -> int:
         """Bytes of a 16-bit cache of all tokens seen, without padding.
 
-        A sliding layer counts its last ``sliding_window - 1`` entries, and one more if a decoded
-        token left it allocated; so does `retained_bytes`.
+        A sliding layer counts its last ``sliding_window - 1`` entries, and one more if allocated by
+        a decoded token, as in `retained_bytes`.
         """
         if not self.batch:
             return 0
@@ -123,7 +123,7 @@ class CacheFigures(Cache):
 
     @property
     def kept_tokens(self) -> IntArray:
-        """Entries stored now, ``(n_layers, n_kv_heads)``; the largest number if rows differ."""
+        """Entries stored now, ``(n_layers, n_kv_heads)``; the most if rows differ."""
         counts: IntArray = self.kept_tokens_by_row.max(axis=0, initial=0)
         return counts
 
@@ -142,10 +142,10 @@ class CacheFigures(Cache):
 
     @property
     def kept_by_kind(self) -> dict[str, tuple[float, int]] | None:
-        """Entries that stay of each kind of token, and tokens of that kind that were seen.
+        """Kept entries of each kind of token, and its tokens seen.
 
-        A kind is ``"text"`` or one of `kvalloc.models.structure.token_kinds`. The first number is
-        the mean over KV heads of full-attention layers; both are sums over rows. None unless under
+        A kind is ``"text"`` or one of `kvalloc.models.structure.token_kinds`. The first is the mean
+        over KV heads of full-attention layers; both sum over rows. None unless under
         `kvalloc.apply`.
         """
         if (ids := self.read_ids) is None or self.token_kinds is None or not self.batch:
@@ -182,10 +182,9 @@ class CacheFigures(Cache):
         return (tensor for layer in self.layers for read in of_layer for tensor in read(layer))
 
     def kept_indices(self, layer: int) -> Tensor:
-        """Return the positions of the prompt's entries that a layer keeps.
+        """Return the positions of a prompt's entries that a layer keeps.
 
-        While a prompt arrives in chunks: of the chunks so far. Later: also of tokens up to the
-        latest eviction.
+        Between chunks: of the chunks so far. Later: also of tokens up to the latest eviction.
 
         Parameters
         ----------
@@ -194,12 +193,12 @@ class CacheFigures(Cache):
         Returns
         -------
         Tensor of int32, (batch, n_kv_heads, n_kept)
-            Columns of the input in increasing order; -1 pads a head that keeps fewer than another.
+            Increasing columns of the input; -1 pads heads that keep fewer.
 
         Raises
         ------
         InputError
-            If the layer has no budgets, or no prompt has been seen.
+            If the layer has no budgets, or before a prompt.
         """
         store = self.layers[layer]
         if not isinstance(store, Store):

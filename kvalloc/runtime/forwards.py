@@ -63,8 +63,8 @@ returns that function's result, or None."""
 class Forward:
     """A forward with a cache.
 
-    `outputs` are of its first pieces. A compiled forward has a `mask`, (batch, n_columns), for
-    layers that store every column. Its end restores the switch and Dynamo's `callback`.
+    `outputs` are its first pieces'. A compiled one has a `mask`, (batch, n_columns), for layers
+    that store every column. Its end restores the switch and Dynamo's `callback`.
     """
 
     def __init__(self, cache: Any, outputs: Sequence[Any] = ()) -> None:
@@ -233,7 +233,7 @@ class Forward:
 
 
 def _check_shown(store: Store, states: AttentionStates) -> None:
-    """Refuse a layer that attends to anything but the cache's output."""
+    """Refuse layers that attend to anything but the cache's output."""
     shown = states.latents or (states.keys, states.values)
     pairs = zip(shown, (store.keys, store.values), strict=True)
     if not all(shown is stored or shown.is_set_to(stored) for shown, stored in pairs):

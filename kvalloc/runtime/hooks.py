@@ -1,7 +1,7 @@
-"""Hook pair that lets ``model.generate(cache=cache)`` work.
+"""Hooks that let ``model.generate(cache=cache)`` work.
 
-Making a cache puts both on the model's decoder, since `generate` offers no place for a ``with``.
-They do nothing without a `HookedCache`, and go with the model's last cache.
+A new cache puts both on the decoder, since `generate` has no place for a ``with``. They do nothing
+without a `HookedCache`, and go with the model's last cache.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class _PlainState:
 
 
 def keep_from_copies(module: nn.Module, change: Callable[[dict[str, Any]], None]) -> None:
-    """Let copies and pickles of a module leave lent attributes out, until `give_to_copies`.
+    """Let copies and pickles of a module omit lent attributes, until `give_to_copies`.
 
     ``change`` removes them from a copy's state; a dict within it is not the copy's.
     """
@@ -243,8 +243,8 @@ def _before_eager(
 def _given_above(decoder: nn.Module, other: Any) -> tuple[Any, bool]:
     """Return a cache that a caller got and did not pass on, if any; and whether kvalloc calls.
 
-    Frames of module methods are searched, up to the first other caller. Guidance runs a model
-    beside another with its own cache.
+    Module methods' frames are searched, up to the first other caller. Guidance runs a second model
+    with its own cache.
     """
     frame = inspect.currentframe()
     while frame is not None:

@@ -153,26 +153,25 @@ def _gathered(firsts: IntArray, counts: IntArray, device: torch.device) -> Tenso
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Part:
-    """Kept entries of one width, as every attention backend reads them.
+    """Kept entries of one width, as attention backends read them.
 
-    Segments are back to back, entries in the order of their positions. Tensors own their storage,
-    no entry larger.
+    Segments are back to back, entries by position. Tensors own their storage, no entry larger.
 
     Attributes
     ----------
     keys, values : Tensor, (n_entries, head_dim) and (n_entries, value_dim)
-        Contiguous, of the model's type, or `halved`. At fewer bits: packed rows of uint8, values
-        followed by their scales and minima.
+        Contiguous, of the model's type, or `halved`. At fewer bits: packed uint8 rows, values
+        followed by scales and minima.
     tokens : Tensor of int32 or int16, (n_entries,)
-        Token of its row that each entry is; once `compact`, its lowest 16 bits.
+        Each entry's token in its row; once `compact`, its lowest 16 bits.
     segments : ndarray of int64, (n_segments,)
         Increasing.
     key_scales : Tensor of float16 or bfloat16, (n_key_blocks, 2, head_dim), or None
         None at 16 bits. Scales of values have its type.
     width_of : Tensor of int16, (n_entries,), or None
-        Width to store each entry at, if a segment has several.
+        Each entry's width to store, if a segment has several.
     pages : ndarray of int64, (n_segments, n_pages), or None
-        Entries in each page; None if all are in the first.
+        Entries in each page; None if one page holds all.
     """
 
     keys: Tensor
@@ -331,8 +330,8 @@ def pack(
 ) -> Part:
     """Return numbers of the model's type at a width, rounded in ``n_steps`` steps.
 
-    Scales are bfloat16 unless `fits_float16`. From ``before`` values keep their codes. The first
-    block of each segment, with the sinks, keeps its key scales if they cover it.
+    Scales are bfloat16 unless `fits_float16`. From ``before`` values keep codes. Each segment's
+    first block, with the sinks, keeps key scales that cover it.
     """
     if bits == 16:
         keys, values = halved(part.keys, part.values, lengths=part.lengths)
@@ -590,7 +589,7 @@ class Run:
 class Kept:
     """Kept entries of all rows and KV heads of a layer.
 
-    A segment is in one part, or in several of different widths. `like` are empty keys and values of
+    A segment is in one part, or several of different widths. `like` are empty keys and values of
     the model's type.
     """
 

@@ -27,8 +27,8 @@ def round_kept_keys(
 ) -> None:
     """Round kept keys of each row and head to the keys that storage will return, in place.
 
-    Later channels make up for the rounding of a channel, as far as queries do not tell them apart.
-    The ends of a block's range stay, so that storage rounds no more.
+    Later channels make up for a channel's rounding, as far as queries do not tell them apart. The
+    ends of a block's range stay, so that storage rounds no more.
 
     Parameters
     ----------
@@ -37,7 +37,7 @@ def round_kept_keys(
     counts : mapping of int to ndarray of int64, (batch, n_kv_heads)
         Number of keys at each width.
     width_of : Tensor of int, (batch, n_kv_heads, n_tokens), optional
-        Widths, if a head has several.
+        If a head has several widths.
     moments : Tensor of float64, (batch, n_kv_heads, head_dim, head_dim), optional
         Mean outer product of the queries. None rounds each number independently.
 

@@ -60,10 +60,10 @@ def build_rows(
     Parameters
     ----------
     ways : sequence of Way
-        One for each row, or one for all; rows of one way share its memory.
+        One a row, or one for all; rows of one way share its memory.
     prompt_tokens : int, optional
-        Length, padding included, of a prompt in several forwards; its budgets hold from the first
-        one on. By default the first forward is the whole prompt.
+        Length, padding included, of a prompt in several forwards; its budgets hold from the first.
+        By default the first forward is the whole prompt.
     lengths : sequence of int, optional
         Tokens of each row of an announced prompt.
 
@@ -76,7 +76,7 @@ def build_rows(
     UnsupportedRequestError
         If a layer is compiled, or the policy cannot bound the memory.
     InputError
-        If budgets or scorer do not fit sinks and window, or there is no such policy.
+        If budgets or scorer do not fit sinks and window, or a policy is unknown.
     """
     warn_if_untested()
     model = uncompiled(model)

@@ -18,22 +18,22 @@ class CacheOptions:
     Attributes
     ----------
     policy : str or Policy, optional
-        Replaces the profile's policy: a policy, or the name of a policy or scorer, with parameters
-        such as ``"nacl:seed=1"``; see `kvalloc.runtime.policies.changed_policy`.
+        Replaces the profile's: a policy, or the name of a policy or scorer, also with parameters,
+        ``"nacl:seed=1"``; see `kvalloc.runtime.policies.changed_policy`.
     decode_every : int, optional
         Tokens after which kept and new entries are ranked together, within the budget of all tokens
-        seen; by default 64, or a sixteenth of the tokens seen. 1 keeps the budget at every token.
+        seen; by default 64, or a sixteenth of these. 1 keeps the budget at every token.
     by_layer : bool
-        For profiles with budgets by prompt: share them among the heads of each layer as it is read.
-        Otherwise all layers share them, and the whole prompt stays in memory until its end.
+        For budgets by prompt: share them among each layer's heads as it is read. Otherwise all
+        layers share them, and the whole prompt stays in memory until its end.
     allow_other_model : bool
-        Accept a profile of a model of another name with the same sizes, such as a fine-tune.
+        Accept the profile of another model of the same sizes, such as a fine-tune.
     memory : int, optional
-        Bytes that the cache never exceeds, however long a conversation grows.
+        Bytes that the cache never exceeds, in conversations of any length.
     fitted : str or Path, optional
-        For the default: a file of ``kvalloc fit``, instead of the one in the cache folder.
+        For the default: a file of ``kvalloc fit``, instead of the cache folder's.
     across : {"rows"}, optional
-        For the default: the rows of a batch share the bytes of all by their predicted losses.
+        For the default: a batch's rows share all bytes by predicted losses.
     """
 
     policy: str | Policy | None = None

@@ -77,7 +77,7 @@ def prompt_targets(
     padded: IntArray,
     rounded: Container[int],
 ) -> dict[int, dict[int, IntArray]]:
-    """Return how many prompt entries layers keep, (n_kv_heads,), by row and layer with too many.
+    """Return counts of kept prompt entries, (n_kv_heads,), by row and layer with too many.
 
     ``tokens``, (n_rows,), count the whole prompt, ``entries``, (n_rows, n_layers, n_kv_heads), are
     stored now. In ``padded`` rows, whole layers store padding too. ``rounded`` layers always evict.
@@ -146,7 +146,7 @@ def _within(memory: int, budgets: IntArray, row: Row) -> IntArray:
 
 
 def new_alone(row: Row, budgets: IntArray, kept: IntArray, new: IntArray) -> bool:
-    """Return whether a row keeps its stored entries, and only ``new`` ones are ranked.
+    """Return whether a row keeps stored entries, and ranks only ``new`` ones.
 
     True if heads share budgets, some entry was evicted, and the newest tokens fit in number and
     bytes.
@@ -167,7 +167,7 @@ def turn_targets(room: IntArray, entries: IntArray, *, protected: int, shared: b
     """Return how many candidates of a row stay, (n_full_layers, n_kv_heads).
 
     ``room`` are entries that may stay, ``entries`` all candidates. ``protected`` counts latest
-    tokens, and sinks if they are candidates. If ``shared``, heads share their sum.
+    tokens, and candidate sinks. If ``shared``, heads share their sum.
     """
     few = (entries <= protected).all(axis=1, keepdims=True)
     return np.where(few, entries, room if shared else np.minimum(room, entries))

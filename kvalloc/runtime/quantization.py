@@ -71,8 +71,8 @@ def quantised_values(values: Tensor, bits: int) -> Tensor:
 def rotated(vectors: Tensor) -> Tensor:
     """Return vectors, (..., dim), times the orthonormal Hadamard matrix, float32.
 
-    Twice gives them back. Outliers spread over all channels. The float64 product does not depend on
-    the number of vectors.
+    Twice gives them back. Outliers spread over channels. The float64 product does not depend on the
+    number of vectors.
 
     Raises
     ------
@@ -81,7 +81,7 @@ def rotated(vectors: Tensor) -> Tensor:
 
     References
     ----------
-    QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs (Ashkboos et al., 2024).
+    QuaRot (Ashkboos et al., 2024).
     """
     dim = int(vectors.shape[-1])
     if fault := bits_fault(3, dim):
@@ -126,19 +126,19 @@ def coded(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return blocks of float32 along an axis as codes, scales and exact scales.
 
-    Scales are scale and minimum along the axis; exact ones are float32, before rounding.
+    Scales are scale and minimum along the axis; exact ones are unrounded float32.
 
     Parameters
     ----------
     before : Tensor, optional
         Earlier scales, NaN for none. They stay if they cover the block to half a step; numbers
-        rounded with them do not change. Not for blocks around 0.
+        rounded with them stay. Not for blocks around 0.
     kind : torch.dtype
         Of the scales, float16 or bfloat16.
     centred : bool
-        Whether codes are around 0, along the last axis, without a minimum.
+        Whether codes are around 0, along the last axis, without minimum.
     recoded : Tensor of bool, (n,), optional
-        Which blocks around 0 may be rounded already; rounded ones do not change.
+        Blocks around 0 that may be rounded already; these do not change.
     """
     levels, wide = float(2**bits - 1), kind == torch.bfloat16
     if centred:
@@ -217,7 +217,7 @@ def fits_float16(magnitudes: Tensor, bits: int | None = None) -> Tensor:
 
 
 def within(channels: Tensor, end: float, minimum: float, channel_minimum: float) -> Tensor:
-    """Return whether magnitudes are below an end, and neither heads nor channels too small.
+    """Return whether magnitudes are below an end, and no head or channel too small.
 
     A head is too small if all of its ``channels``, (n_heads, n_channels), are below ``minimum``, a
     channel below ``channel_minimum``; zeros are not.

@@ -29,12 +29,11 @@ class Way:
     Attributes
     ----------
     longer_profile : BudgetProfile or None
-        Budgets of a longer text, used once their share holds.
+        Budgets of longer text, used once their share holds.
     within : callable or None
-        Returns budgets of a conversation that outgrows the memory. By default the first ones
-        shrink.
+        Returns budgets of a conversation that outgrows memory; by default the first shrink.
     once : bool
-        Whether the budgets hold for one prompt only.
+        Whether budgets hold for one prompt only.
     """
 
     profile: BudgetProfile

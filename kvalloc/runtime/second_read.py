@@ -116,8 +116,7 @@ class HeldPrompt:
     ) -> dict[int, Observed]:
         """Let the model read the unchanged prompts again; return the scorer's notes by layer.
 
-        ``reads`` maps each layer that reads another one's entries to that layer; their notes become
-        one.
+        ``reads`` maps layers that read another's entries to that; their notes become one.
         """
         notes: dict[int, Observed] = {}
         assert scorer.later is not None

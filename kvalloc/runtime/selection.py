@@ -25,7 +25,7 @@ def keep_best(
     absent: Tensor | None = None,
     counts: Tensor | None = None,
 ) -> Tensor:
-    """Return the mask of entries that each KV head keeps: sinks, window, and the best others.
+    """Return the mask of kept entries by KV head: sinks, window, and the best others.
 
     Parameters
     ----------
@@ -34,15 +34,14 @@ def keep_best(
     budgets : Tensor of int64, (batch, n_kv_heads)
         Entries to keep, sinks and window included; best on the host.
     sinks, window : int
-        First and last tokens of each row that are never evicted.
+        Each row's first and last tokens, never evicted.
     absent, counts : Tensor, optional
         See `AttentionStates`.
 
     Returns
     -------
     Tensor of bool, (batch, n_kv_heads, n_tokens)
-        Exactly ``budgets[row, head]`` True. Among equal scores the earlier position wins, on every
-        device.
+        Exactly ``budgets[row, head]`` True. Ties go to the earlier position, on every device.
 
     Raises
     ------
@@ -67,7 +66,7 @@ def chosen_widths(
     """Return the width of each kept entry, int16, as ``scores``; evicted ones have 0.
 
     Widths in ``counts``, (batch, n_kv_heads), decrease. Protected entries, kept but not ``free``,
-    have the widest, then the best, earlier ones first.
+    have the widest, then the best, earlier first.
     """
     ranked = scores.masked_fill(~free, inf).masked_fill_(~kept, -inf)
     order = ranked.argsort(dim=-1, descending=True, stable=True)
@@ -114,7 +113,7 @@ def free_counts(
     Raises
     ------
     InputError
-        If a budget is below sinks and window or above the number of tokens.
+        If a budget is below sinks and window or above the tokens.
     """
     n_tokens = torch.full_like(budgets, entries.shape[2]) if counts is None else counts
     protected = n_tokens.clamp(max=sinks + window)
@@ -173,8 +172,8 @@ def flat_entries(
 def best_entries(scores: Tensor, counts: Tensor, *, among: Tensor) -> Tensor:
     """Return the mask of the highest scores ``among`` some, (batch, n_kv_heads, n_tokens).
 
-    Ties go to the lower index: `topk` may pick any, so only its threshold is used. ``counts``, best
-    on the host, take no more than `among` offers.
+    Ties go to the lower index: `topk` may pick any, so only its threshold counts. ``counts``, best
+    on the host, are within `among`.
 
     Raises
     ------
@@ -206,8 +205,8 @@ def best_entries(scores: Tensor, counts: Tensor, *, among: Tensor) -> Tensor:
 def handed_out(scores: Sequence[Tensor], total: int, *, protected: int) -> IntArray:
     """Return how many entries each head keeps of one prompt, (n_layers, n_kv_heads).
 
-    They sum to `total`, within ``protected`` sinks and window and all entries of each head. Among
-    equal scores the earlier layer wins, and in it the earlier head.
+    They sum to `total`, each between ``protected`` sinks and window and all entries. Ties go to the
+    earlier layer, in it to the earlier head.
 
     Parameters
     ----------

@@ -36,18 +36,18 @@ class Candidates:
 class Store(DynamicLayer):  # type: ignore[no-untyped-call]
     """Keys and values of a layer.
 
-    *Whole*: before the first eviction it is transformers' own layer, operation for operation, so
-    that a budget of 100% is bit-identical. *Reduced*: `kept` holds the entries of earlier
-    evictions, `tail` later tokens.
+    *Whole*: before any eviction it is transformers' layer, operation for operation, so a budget of
+    100% is bit-identical. *Reduced*: `kept` holds entries of earlier evictions, `tail` later
+    tokens.
 
     Attributes
     ----------
     keys, values : Tensor, (rows, n_kv_heads, n_stored, head_dim)
-        All columns of a whole layer, or the tail of a reduced one.
+        A whole layer's columns, or a reduced one's tail.
     fresh : bool
-        Whether an eviction follows the next `update`, which then copies nothing that may go.
+        Whether an eviction follows the next `update`: it copies nothing that may go.
     template : AttentionStates or None
-        The part of its attention that all forwards of a prompt share.
+        Part of its attention that a prompt's forwards share.
     latent : bool
         Whether it stores latents and rotary keys.
     readers : int
@@ -202,8 +202,8 @@ class Store(DynamicLayer):  # type: ignore[no-untyped-call]
     ) -> list[Part]:
         """Return entries of increasing rows, of the model's type, as they will be stored.
 
-        ``counts`` of each width have shape (n_segments,); None changes nothing. If kept entries
-        stay, new ones follow those with their width.
+        ``counts`` of each width are (n_segments,); None changes nothing. If kept entries stay, new
+        ones follow them with their width.
         """
         stored = [] if self.kept is None else self.kept.of_rows(rows)
         fresh = fresh.compact(self.seen)

@@ -40,7 +40,7 @@ def get_scorer(name: str, **parameters: Any) -> Scorer:
     Raises
     ------
     InputError, SolverError
-        As `scorer_class`, or for a parameter that is unknown or out of range.
+        As `scorer_class`, or for an unknown or invalid parameter.
     """
     name, named = read_named(name)
     return build(scorer_class(name), named | parameters, what=f"scorer {name}")

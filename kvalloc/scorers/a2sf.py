@@ -10,7 +10,7 @@ from kvalloc.scorers.h2o import H2O
 
 @dataclass(frozen=True, kw_only=True)
 class A2SF(H2O):
-    """Sum of an entry's attention over all rows, with less weight for older rows.
+    """Sum of an entry's attention over all rows, older ones with less weight.
 
     ``A[k] = sum over rows q of forgetting ** (last - q) * S[q, k]``: 1 gives `H2O`, towards 0 only
     the last row counts.
@@ -23,7 +23,7 @@ class A2SF(H2O):
 
     References
     ----------
-    A2SF: Accumulative Attention Scoring with Forgetting Factor (Jo and Shin, 2024).
+    A2SF (Jo and Shin, 2024).
     """
 
     name = "a2sf"

@@ -1,4 +1,4 @@
-"""Attention rows, logits and protected columns, from a layer's queries and keys."""
+"""Attention rows, logits and protected columns of a layer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MOVED, _REUSED, _ROWS = "moved", "reused", "rows"
 
 
 def window_attention(states: AttentionStates, window: int) -> Tensor:
-    """Return the weights of the last `window` rows, or of all if fewer; see `attention_rows`."""
+    """Return weights of the last `window` rows, or all if fewer; see `attention_rows`."""
     n_new = states.queries.shape[2]
     return attention_rows(states, max(n_new - window, 0), n_new)
 
@@ -65,7 +65,7 @@ def window_maxima(states: AttentionStates, window: int) -> Tensor:
 
 
 def row_blocks(begin: int, end: int, row: int, limit: int) -> Iterator[tuple[int, int]]:
-    """Yield begin and end of blocks of rows from `begin` to `end`.
+    """Yield begin and end of blocks of rows.
 
     Parameters
     ----------
@@ -141,7 +141,7 @@ def queries_behind(
 def states_behind(
     states: AttentionStates, rows: int, ahead: int, *, user: str, instead: str
 ) -> AttentionStates:
-    """Return the states with the last `rows` queries, or all if fewer, after the newest token.
+    """Return states with the last `rows` queries, or all if fewer, after the newest token.
 
     Each query sees it; a mask hides only padding. See `queries_behind`.
     """
@@ -165,15 +165,15 @@ def states_behind(
 
 
 def want_rows(states: AttentionStates, rows: int, step: int) -> None:
-    """Let `attention_rows` store each `step`-th of the last `rows` rows, the last included.
+    """Let `attention_rows` store each `step`-th of the last `rows` rows, and the last.
 
-    They are of the result of `states_behind`, for `known_rows`.
+    They are the result's of `states_behind`, for `known_rows`.
     """
     states.shared[_REUSED] = rows, step
 
 
 def known_rows(states: AttentionStates, ahead: int) -> tuple[Tensor, Tensor] | None:
-    """Return the weights of `want_rows` and their `row_divisors`; None if some lack.
+    """Return weights of `want_rows` and their `row_divisors`; None if some lack.
 
     Weights are float32, (batch, n_kv_heads, group, n_rows, n_tokens).
     """
@@ -189,7 +189,7 @@ def known_rows(states: AttentionStates, ahead: int) -> tuple[Tensor, Tensor] | N
 
 
 def row_divisors(logits: Tensor, weights: Tensor) -> Tensor:
-    """Return the log of each row's softmax divisor, (..., 1), from largest logit and weight."""
+    """Return logs of the rows' softmax divisors, (..., 1), from largest logit and weight."""
     return logits.amax(dim=-1, keepdim=True) - weights.amax(dim=-1, keepdim=True).log_()
 
 
@@ -212,7 +212,7 @@ def attention_logits(states: AttentionStates, keys: Tensor, first: int, end: int
 
 
 def attention_softmax(logits: Tensor, sink_logits: Tensor | None) -> Tensor:
-    """Return the softmax over the tokens, with any sink logit of each query head.
+    """Return the softmax over the tokens, with any sink logits.
 
     Parameters
     ----------

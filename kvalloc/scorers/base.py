@@ -82,18 +82,18 @@ class Scorer(Parameterized, ABC):
     Attributes
     ----------
     summary, reference : str
-        Shown by ``kvalloc list scorers``; source of the method.
+        For ``kvalloc list scorers``; the method's source.
     window : int
-        Last tokens of the prompt that are never evicted.
+        Last prompt tokens, never evicted.
     holds_queries : bool
-        Whether `score` reads the window's queries. False if it needs none, or `observe` sums them.
+        Whether `score` reads the window's queries: not if it needs none, or `observe` sums them.
     rotates : bool
         Whether `score` rotates queries or keys.
     by_head : bool
-        Whether a KV head's scores depend only on that head, and on no notes. Then heads that keep
-        everything are not scored.
+        Whether a KV head's scores depend on that head alone, without notes. Heads that keep
+        everything are then not scored.
     across_layers : bool
-        Whether heads of several layers may be scored in one call; see `AttentionStates.layers`.
+        Whether one call may score heads of several layers; see `AttentionStates.layers`.
     """
 
     kind = "scorer"
@@ -107,12 +107,12 @@ class Scorer(Parameterized, ABC):
 
     @abstractmethod
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
-        """Return the importance of each entry for later tokens; higher is kept.
+        """Return each entry's importance for later tokens; higher is kept.
 
         Parameters
         ----------
         sinks : int
-            First tokens of the prompt that are never evicted.
+            First prompt tokens, never evicted.
 
         Returns
         -------
@@ -126,17 +126,16 @@ class Scorer(Parameterized, ABC):
         return scores.masked_fill_(protected_columns(states, sinks=sinks), 0.0)
 
     def query_rows(self, n_tokens: int) -> int:
-        """Return the number of a prompt's last queries that `score` reads and the cache stores.
+        """Return how many last queries of a prompt `score` reads and the cache stores.
 
         By default the window, or 0 without `holds_queries`.
         """
         return self.window if self.holds_queries else 0
 
     def observe(self, states: AttentionStates, *, sinks: int) -> Observed | None:
-        """Return notes of a chunk of the prompt before the last; None by default.
+        """Return notes of a prompt's chunk before the last; None by default.
 
-        A scorer by all queries needs them: `score` gets only the last chunk, and
-        ``states.observed``.
+        Scorers by all queries need them: `score` gets only the last chunk, and ``states.observed``.
 
         Parameters
         ----------
@@ -146,7 +145,7 @@ class Scorer(Parameterized, ABC):
         return None
 
     def policy(self, sinks: int, **fields: Any) -> Policy:
-        """Return the policy that keeps the best scores; keywords set its other fields."""
+        """Return the policy that keeps the best scores; keywords set other fields."""
         return Policy(
             scorer=self.name,
             scorer_parameters=self.parameters(),
@@ -162,27 +161,27 @@ class Scorer(Parameterized, ABC):
 
     @property
     def later(self) -> Later | None:
-        """The second read that `score` needs, with the whole prompt stored; None by default."""
+        """Second read that `score` needs, with the whole prompt stored; None by default."""
         return None
 
     @property
     def for_turns(self) -> Scorer | None:
-        """The scorer that ranks a prompt's kept entries and new ones together.
+        """Scorer that ranks a prompt's kept entries and new ones together.
 
-        None if it needs a second read: attention of the latest queries ranks instead.
+        None with a second read: the latest queries' attention ranks instead.
         """
         return self if self.later is None else None
 
     def observe_later(self, states: AttentionStates, step: LaterStep, *, sinks: int) -> Observed:
-        """Return notes of a piece of the second read, if `later` is not None.
+        """Return notes of a piece of the second read, if any.
 
         `score` gets the last piece's as ``states.later``.
 
         Parameters
         ----------
         states : AttentionStates
-            One layer: the queries of the piece, and all keys up to its last. Its ``observed`` has
-            the earlier notes.
+            One layer: queries of the piece, all keys up to its last, and earlier notes as
+            ``observed``.
 
         Returns
         -------

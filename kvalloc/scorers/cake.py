@@ -19,8 +19,7 @@ class CAKE(PooledScorer):
 
     References
     ----------
-    CAKE: Cascading and Adaptive KV Cache Eviction (Qin et al., 2025); its code: window 32, pooling
-    5, gamma 200, unbiased variance.
+    CAKE (Qin et al., 2025); its code: window 32, pooling 5, gamma 200, unbiased variance.
     """
 
     name = "cake"

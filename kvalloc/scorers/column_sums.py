@@ -1,4 +1,4 @@
-"""Sums of the attention of all rows, the same for a prompt in chunks.
+"""Sums of all rows' attention, also for a prompt in chunks.
 
 Memory grows with the prompt, not with its square.
 """
@@ -17,7 +17,7 @@ _BLOCK_ELEMENTS = 1 << 24
 
 
 def add_columns(states: AttentionStates, *, forgetting: float = 1.0) -> Observed:
-    """Return the attention to each entry from all rows so far, float32, mean over query heads.
+    """Return all rows' attention to each entry so far, float32, mean over query heads.
 
     ``sum over rows q of forgetting ** (last - q) * A[q, column]``
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class CriticalKV(PooledScorer):
     """``(A + epsilon) * || V W_O ||_1``, with A the pooled mean attention of the window.
 
-    Keeping the largest minimises an upper bound of the change of the layer's output. The method
-    itself picks in two stages: see the policy ``critical``.
+    The largest minimise an upper bound of the output's change. The method picks in two stages: see
+    the policy ``critical``.
 
     Parameters
     ----------
@@ -28,9 +28,8 @@ class CriticalKV(PooledScorer):
 
     References
     ----------
-    Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective (Feng et
-    al., 2025). Theorem 3.5 and Algorithm 1, line 3, on SnapKV's window with maximum pooling
-    (Algorithm 2).
+    CriticalKV (Feng et al., 2025), Theorem 3.5 and Algorithm 1, line 3, on SnapKV's window with
+    maximum pooling (Algorithm 2).
     """
 
     name = "criticalkv"
@@ -49,7 +48,7 @@ class CriticalKV(PooledScorer):
         Raises
         ------
         UnsupportedModelError
-            If the layer's output projection cannot be read.
+            If the output projection cannot be read.
         """
         attention = super().score(states, sinks=sinks)
         scores = attention.add_(self.epsilon).mul_(projected_value_norms(states))

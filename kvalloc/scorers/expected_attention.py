@@ -19,12 +19,12 @@ _BLOCK_TOKENS = 2048
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedAttention(Scorer):
-    """Softmax of the expected logit of a future query, times the norm of the value.
+    """Softmax of a future query's expected logit, times the value's norm.
 
-    Queries before rotation count as normally distributed, with mean m and covariance C of the
-    prompt's queries without sinks. With the mean rotation R over the next `future` positions,
-    ``logit = s * k.Rm + s ** 2 / 2 * k.(R C R^T)k`` with the logits' scaling s. The score is
-    ``(softmax + epsilon) * ||v||``, with the softmax's mean over the query heads of a KV head.
+    Queries before rotation count as normal, with mean m and covariance C of the prompt's, sinks
+    excluded. With the mean rotation R over the next `future` positions, ``logit = s * k.Rm + s ** 2
+    / 2 * k.(R C R^T)k`` with the logits' scaling s. The score is ``(softmax + epsilon) * ||v||``,
+    with the softmax's mean over the query heads of a KV head.
 
     Parameters
     ----------
@@ -34,8 +34,7 @@ class ExpectedAttention(Scorer):
     References
     ----------
     Expected Attention (Devoto et al., 2025), and its code: 512 positions, mean rotation, epsilon 0.
-    Here queries are rotated back, not made from the projection's weights, which would miss a norm
-    of queries.
+    Here queries are rotated back, not made from the projection, which would miss their norm.
     """
 
     name = "expected_attention"
@@ -54,8 +53,7 @@ class ExpectedAttention(Scorer):
         Raises
         ------
         UnsupportedModelError
-            If the rotation of queries is unknown, or the layer caps its logits or adds a sink to
-            them.
+            If the queries' rotation is unknown, or logits have a cap or a sink.
         """
         import torch
 
@@ -69,7 +67,7 @@ class ExpectedAttention(Scorer):
         return self.without_protected(scores, states, sinks=sinks)
 
     def observe(self, states: AttentionStates, *, sinks: int) -> Observed:
-        """Return count, sum and outer products of queries so far, rotated back to position 0."""
+        """Return count, sum and outer products of queries so far, at position 0."""
         import torch
 
         rotation, states = _rotation(states), states.unobserved()
@@ -124,7 +122,7 @@ def _rotation(states: AttentionStates) -> Rotation:
 
 
 def _mean_rotation(positions: Tensor, rotation: Rotation, head_dim: int) -> Tensor:
-    """Return the mean over positions of the matrix of `rotate`, (head_dim, head_dim)."""
+    """Return the positions' mean matrix of `rotate`, (head_dim, head_dim)."""
     import torch
 
     basis = torch.eye(head_dim, device=positions.device)[:, None].expand(-1, positions.numel(), -1)

@@ -15,15 +15,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class H2O(Scorer):
-    """Sum of an entry's attention over all causal rows of the prompt, without pooling.
+    """Sum of an entry's attention over all causal prompt rows, without pooling.
 
-    More rows see early entries; see `A2SF`. A prompt in chunks gives the same score, if nothing is
-    evicted before it is complete.
+    More rows see early entries; see `A2SF`. Chunks give the same score, if nothing is evicted
+    before the end.
 
     References
     ----------
-    H2O: Heavy-Hitter Oracle (Zhang et al., 2023): the accumulated attention score, next to a recent
-    window.
+    H2O (Zhang et al., 2023): accumulated attention, beside a recent window.
     """
 
     name = "h2o"

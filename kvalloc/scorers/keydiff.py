@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class KeyDiff(Scorer):
-    """``1 - cos(k, anchor)``; the anchor is the mean of the head's keys, each of length 1.
+    """``1 - cos(k, anchor)``; the anchor is the mean of the head's normalised keys.
 
     References
     ----------
-    KeyDiff: Key Similarity-Based KV Cache Eviction (Park et al., 2025).
+    KeyDiff (Park et al., 2025).
     """
 
     name = "keydiff"

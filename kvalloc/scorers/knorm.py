@@ -16,9 +16,9 @@ _LEAST_NORM = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class KNorm(Scorer):
-    """``1 / ||k||``: of two entries, the one with the shorter key is kept.
+    """``1 / ||k||``: entries with shorter keys are kept.
 
-    The method only ranks: use it as a policy rather than to decide budgets.
+    It only ranks: use it as a policy, not to decide budgets.
 
     References
     ----------

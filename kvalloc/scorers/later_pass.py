@@ -21,7 +21,7 @@ SHOWN_FIRST = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Later:
-    """The prompt repeated after itself, teacher-forced; its tokens are removed afterwards.
+    """The prompt repeated after itself, teacher-forced, and removed afterwards.
 
     Each further piece begins with the previous one's last `CARRIED_TOKENS`.
 
@@ -30,15 +30,15 @@ class Later:
     tokens : int
         Longest piece.
     nearby : int or None
-        Prompt tokens before and after a piece that its repetition sees, besides the piece and the
-        prompt's first tokens; None for all.
+        Prompt tokens around a piece that its repetition sees, besides it and the first tokens; None
+        for all.
     """
 
     tokens: int
     nearby: int | None = None
 
     def furthest(self, n_tokens: int) -> int:
-        """Return the most tokens that a repetition of a prompt adds to it."""
+        """Return the most tokens that a repetition adds to a prompt."""
         first, rest = min(self.tokens, n_tokens), min(self.tokens, n_tokens - self.tokens)
         return first if rest <= 0 else max(first, min(CARRIED_TOKENS, self.tokens) + rest)
 
@@ -52,12 +52,12 @@ class LaterStep:
     n_prompt : int
         Entries of the prompt.
     shown : Tensor of int64, (n_shown,), or None
-        Prompt columns that are the first keys, in order; None for all. Other keys are of later
-        tokens; the states' queries are the last of these.
+        Prompt columns that are the first keys, in order; None for all. Other keys are later
+        tokens'; the last of these have the queries.
     repeated : Tensor of int64, (n_repeated,)
-        Prompt columns that are repeated now, in all rows.
+        Prompt columns repeated now, in all rows.
     leading : Tensor of int64, (n_leading,), or None
-        Sinks that are not among `repeated`.
+        Sinks not in `repeated`.
     """
 
     n_prompt: int

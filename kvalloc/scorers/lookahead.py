@@ -25,19 +25,19 @@ queries of a longer turn would not count."""
 
 @dataclass(frozen=True, kw_only=True)
 class Lookahead(PooledScorer):
-    """Attention of the prompt's last tokens to each entry, with queries moved after the end.
+    """Attention of the prompt's last queries to each entry, moved after the end.
 
     Parameters
     ----------
     window, pool : int
         See `Scorer` and `PooledScorer`.
     votes : int
-        Number of last queries that count, also more than the window.
+        Last queries that count, also beyond the window.
     ahead : int
-        Positions after the end to which they are rotated, and see every entry. With 0 they attend
-        to their neighbours, which later queries do not have.
+        Positions after the end to which they are rotated, and see every entry. At 0 they attend to
+        neighbours, which later queries lack.
     row_reduce, group_reduce : {"mean", "max"}
-        Reductions over the queries, and then over the query heads of a KV head.
+        Reductions over queries, then over a KV head's query heads.
     """
 
     name = "lookahead"

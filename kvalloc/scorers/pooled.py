@@ -16,21 +16,21 @@ Reduction = Literal["mean", "max"]
 
 
 class PooledScorer(Scorer):
-    """Attention of the last `window` tokens to each earlier one, pooled and reduced to KV heads.
+    """Attention of the last `window` tokens to earlier ones, pooled, by KV head.
 
-    Steps: causal softmax over all keys; mean over the window's rows; sinks set to 0; pooling along
-    the tokens; `group_reduce`.
+    Steps: causal softmax; mean over the window's rows; sinks set to 0; pooling along the tokens;
+    `group_reduce`.
 
     Attributes
     ----------
     window : int
-        Rows that count and columns that are dropped.
+        Rows that count, and dropped columns.
     pool : int
         Odd pooling width, tokens; 1 turns it off. Zeros beyond the ends count.
     pooling, group_reduce : {"avg", "max"}, {"mean", "max"}
-        Pooling, and reduction over the query heads of a KV head.
+        Pooling, and reduction over a KV head's query heads.
     gamma : float
-        Weight of the (unbiased) variance over the rows, added to their mean.
+        Weight of the rows' (unbiased) variance, added to their mean.
     """
 
     across_layers = True
@@ -52,9 +52,9 @@ class PooledScorer(Scorer):
         return attention
 
     def pooled(self, attention: Tensor, states: AttentionStates, *, sinks: int) -> Tensor:
-        """Return scores from the attention of each query head; see `Scorer.score`.
+        """Return scores from query heads' attention; see `Scorer.score`.
 
-        Sinks are set to 0 before pooling, which would spread their mass to neighbours.
+        Sinks are set to 0 first: pooling would spread their mass.
 
         Parameters
         ----------

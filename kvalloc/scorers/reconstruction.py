@@ -21,19 +21,18 @@ _BLOCK_ELEMENTS = 1 << 23
 
 @dataclass(frozen=True, kw_only=True)
 class Reconstruction(PooledScorer):
-    """Largest attention that an entry gets while the model repeats the prompt, teacher-forced.
+    """Largest attention to an entry while the model repeats the prompt, teacher-forced.
 
-    The prompt comes a second time, in pieces, over its full cache. The maximum is over the queries
-    of the entry's repeated piece and the query heads of the KV head. The softmax is over the
-    piece's entries, the prompt's sinks and the later tokens so far.
+    The prompt comes again, in pieces, over its full cache. The maximum is over queries of the
+    entry's repeated piece and the KV head's query heads. The softmax is over the piece's entries,
+    sinks and later tokens so far.
 
     Parameters
     ----------
     chunk : int
         Longest piece, tokens.
     nearby : int or None
-        See `Later`; None as in the method. With 0 the time is proportional to the prompt, and on
-        SmolLM2-135M the kept entries serve as well.
+        See `Later`; None as in the method. 0 takes linear time, and serves as well on SmolLM2-135M.
     window, pool : int
         See `Scorer` and `PooledScorer`; the method has neither.
     group_reduce : {"max", "mean"}
@@ -41,8 +40,8 @@ class Reconstruction(PooledScorer):
     References
     ----------
     KVzip (Kim et al., 2025, arXiv 2505.23416): pieces of 2,048 tokens, softmax over the piece,
-    maximum over queries and group. Its words "Repeat the previous context exactly" are left out,
-    which serves as well (benchmarks/studies/fitted-values.md).
+    maximum over queries and group. Its words "Repeat the previous context exactly" are left out
+    (benchmarks/studies/fitted-values.md).
     """
 
     name = "reconstruction"

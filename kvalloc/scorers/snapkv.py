@@ -10,9 +10,9 @@ from kvalloc.scorers.pooled import PooledScorer, Pooling, Reduction
 
 @dataclass(frozen=True, kw_only=True)
 class SnapKV(PooledScorer):
-    """Mean attention of the last `window` tokens to each earlier one, pooled.
+    """Mean attention of the last `window` tokens to earlier ones, pooled.
 
-    The method sums the rows; the mean ranks alike and makes windows comparable.
+    The method sums; the mean ranks alike and makes windows comparable.
 
     Parameters
     ----------

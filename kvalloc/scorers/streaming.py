@@ -14,14 +14,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Streaming(Scorer):
-    """The score grows with the position, so that sinks and the most recent tokens stay.
+    """Score that grows with the position: sinks and most recent tokens stay.
 
-    It gives equal budgets: use it as a policy, and another score to decide budgets.
+    Its budgets are equal: use it as a policy, and decide budgets by another.
 
     References
     ----------
-    Efficient Streaming Language Models with Attention Sinks (Xiao et al., 2024): 4 sinks and the
-    most recent tokens.
+    StreamingLLM (Xiao et al., 2024): 4 sinks and the most recent tokens.
     """
 
     name = "streaming"

@@ -34,10 +34,10 @@ the loss without. If few entries stay, weights of 30 to 100 lose a third less th
 
 @dataclass(frozen=True, kw_only=True)
 class Surrogate(Scorer):
-    """Exponential of a linear map of an entry's key and value, one map a layer and KV head.
+    """Exponential of a linear map of key and value, by layer and KV head.
 
     The maps are fitted once for a model, to the log of ``reconstruction``. The prediction depends
-    only on the entry and its position: chunks make no difference, and decoded tokens have one too.
+    only on entry and position: chunks make no difference, decoded tokens have one too.
 
     Parameters
     ----------
@@ -45,24 +45,22 @@ class Surrogate(Scorer):
         File of ``kvalloc fit`` for this model, or the name of a shipped one.
     window : int
     votes : int
-        Last queries that count, as in `Lookahead`. The score is the larger of the prediction and of
-        `votes_weight` times their largest attention. By default 128 if the fit has shown that they
-        help, else 0.
+        Last queries, as in `Lookahead`. The score is the prediction, or `votes_weight` times their
+        largest attention if larger. By default 128 if they helped in the fit, else 0.
     votes_weight : float
-        Above 0; by default the fitted weight, or else 30.
+        Above 0; by default as fitted, or 30.
 
     Raises
     ------
     InputError
         If no file is named.
     ProfileFileError
-        If there is no such file, or it holds no surrogate that can be trusted.
+        If the file is missing, or holds no trustworthy surrogate.
 
     References
     ----------
-    KVzap (NVIDIA, 2026, arXiv 2601.07891), with a linear map of the layer's hidden state. Here key
-    and value, linear in it, belong to one KV head and exist as long as the entry. Norms compensate
-    for the missing parts.
+    KVzap (NVIDIA, 2026, arXiv 2601.07891), with a linear map of the hidden state. Here key and
+    value, linear in it, exist as long as the entry. Norms compensate for the missing parts.
     """
 
     name = "surrogate"
@@ -79,7 +77,7 @@ class Surrogate(Scorer):
     votes_weight: Above0 = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        """Take number and weight of queries from the file by default, and check."""
+        """Take queries and their weight from the file by default, and check."""
         if not self.file:
             raise InputError(
                 "scorer surrogate: file is '', expected what 'kvalloc fit' wrote for this model"
@@ -175,15 +173,14 @@ class Surrogate(Scorer):
 
 
 def entry_features(states: AttentionStates) -> Tensor:
-    """Return features that predict scores, float32, (batch, n_kv_heads, n_tokens, n_features).
+    """Return features of entries, float32, (batch, n_kv_heads, n_tokens, n_features).
 
-    The key rotated back to position 0, the value, lengths of the key's rotated pairs, and logs of
-    both norms.
+    The key at position 0, the value, lengths of the key's rotated pairs, logs of both norms.
 
     Raises
     ------
     UnsupportedModelError
-        If the model's rotation of keys is unknown.
+        If the keys' rotation is unknown.
     """
     import torch
 
@@ -208,7 +205,7 @@ def _features(states: AttentionStates) -> list[Tensor]:
 
 
 def surrogate_rotation(rotation: Rotation) -> Rotation:
-    """Return the rotation to undo in keys, which may hold positions from the input."""
+    """Return the keys' rotation to undo; it may hold positions from the input."""
     if rotation.known:
         return rotation
     return known_rotation(

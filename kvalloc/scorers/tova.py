@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TOVA(Scorer):
-    """Mean attention of the last token over all query heads of the layer.
+    """Mean attention of the last token over all query heads.
 
     The same row for each KV head is ``xkv`` with window 1 and pool 1.
 
@@ -26,7 +26,7 @@ class TOVA(Scorer):
 
     References
     ----------
-    Transformers are Multi-State RNNs (Oren et al., 2024): token omission via attention.
+    TOVA, Transformers are Multi-State RNNs (Oren et al., 2024).
     """
 
     name = "tova"

@@ -10,12 +10,12 @@ from kvalloc.scorers.pooled import PooledScorer, Reduction
 
 @dataclass(frozen=True, kw_only=True)
 class XKV(PooledScorer):
-    """Mean attention of the last `window` tokens to each earlier one, average-pooled.
+    """Mean attention of the last `window` tokens to earlier ones, average-pooled.
 
     Parameters
     ----------
     window, pool, group_reduce
-        See `PooledScorer`. The window is "ows" in the paper, which leaves the reduction open.
+        See `PooledScorer`. The paper has the window as "ows", and leaves the reduction open.
 
     References
     ----------

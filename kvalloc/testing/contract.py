@@ -24,11 +24,11 @@ TOLERANCE = 1e-9
 
 
 class SolverContract:
-    """Guarantees of any solver: subclass it, and override the fixture ``solver``.
+    """Guarantees of any solver: subclass it, override the fixture ``solver``.
 
-    Tests run on tiny problems that the solver accepts; it must refuse the others with a reason.
-    `kvalloc.allocation.verification.solve_problem` recomputes every claim: whole numbers as choice,
-    capacity, target, side constraints, objective, and bound.
+    Tests run on tiny problems that the solver accepts; it must refuse others with a reason.
+    `kvalloc.allocation.verification.solve_problem` recomputes every claim: whole choice, capacity,
+    target, side constraints, objective, bound.
 
     Attributes
     ----------
@@ -39,13 +39,13 @@ class SolverContract:
     seed : int
         Seed of the first problem.
     exact : bool
-        True for a solver that, given time, must prove its answer optimal.
+        True if, given time, it must prove its answer optimal.
     may_give_up : bool
-        True for a rule that may miss a reachable target, or break side constraints. It must say so
-        with a SolverError or an InfeasibleError.
+        True for a rule that may miss a reachable target, or break side constraints, with a
+        SolverError or InfeasibleError.
     monotone : bool
         False for a rule that may reach less value with more to spend. Optimal answers must be
-        monotone in any case.
+        monotone.
     time_limit_seconds : float
         For the larger problems.
     """
@@ -119,7 +119,7 @@ class SolverContract:
     def test_more_is_never_worse(self, solver: Solver) -> None:
         """Check that more to spend gives no less value, and a higher target costs no less.
 
-        A rule must pass only if an entry more is never worth less.
+        Rules must pass only if more entries are never worth less.
         """
         for name, problem in self._problems(solver):
             owed = self.monotone and bool(np.all(np.diff(problem.values, axis=1) >= 0))
@@ -142,9 +142,9 @@ class SolverContract:
             assert first.setdefault(name, choice) == choice, name
 
     def test_it_keeps_a_time_limit(self, solver: Solver) -> None:
-        """Check that larger problems end with a true answer, or with word that it found none.
+        """Check that larger problems end with a true answer, or an error.
 
-        `kvalloc.solve` gives up another package's solver long after its limit.
+        `kvalloc.solve` abandons other packages' solvers long after the limit.
         """
         for kind in ("concave", "losses", "unequal_costs", "losses+max_distinct"):
             problem = larger_problem(kind, seed=self.seed)

@@ -49,8 +49,8 @@ def tiny_problem(
 ) -> AllocationProblem:
     """Return a problem small enough for `brute_force`.
 
-    With side constraints it may have no solution; without them its floors fit, and its target can
-    be reached.
+    With side constraints it may have no solution; without them floors fit, and the target can be
+    reached.
 
     Parameters
     ----------

@@ -2,8 +2,8 @@
 
 References
 ----------
-LongBench (2023), Table 1, the task LCC: the next line of a file, by edit similarity. Here prompts
-differ from one version of Python to another.
+LongBench (2023), Table 1, LCC: a file's next line, by edit similarity. Here prompts differ between
+versions of Python.
 """
 
 from __future__ import annotations

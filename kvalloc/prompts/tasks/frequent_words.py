@@ -3,8 +3,8 @@
 References
 ----------
 C.-P. Hsieh et al., RULER (2024), Sec. 3.3: common words (cwe) and frequent words (fwe). Here a
-prompt is long from 8,192 tokens on (4,096 in RULER's code). Words are from the split's texts, and
-the example before the list is shorter.
+prompt is long from 8,192 tokens (RULER's code: 4,096). Words are the split's, the example before
+the list is shorter.
 """
 
 from __future__ import annotations

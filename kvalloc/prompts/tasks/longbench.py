@@ -1,9 +1,9 @@
-"""The user's own prompts: JSONL in LongBench's field names, or plain prompts with answers.
+"""User prompts: JSONL in LongBench's fields, or plain prompts with answers.
 
 References
 ----------
-Y. Bai et al., LongBench (2023): Table 1 names each dataset's metric, its code the answers' length
-and the datasets that count the first line alone.
+Y. Bai et al., LongBench (2023): metrics from Table 1; answers' lengths and datasets that count only
+the first line from its code.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def read_records(path: str | Path, *, metric: str | None = None) -> list[Record]
         Lines with LongBench's ``context``, ``input``, ``answers``, ``dataset``, ``all_classes``, or
         with ``prompt``, ``text`` or ``messages`` and ``answer`` or ``answers``.
     metric : str, optional
-        Instead of the dataset's own.
+        Replaces the dataset's.
 
     Raises
     ------
@@ -98,7 +98,7 @@ def read_records(path: str | Path, *, metric: str | None = None) -> list[Record]
 
 
 def file_task(path: Path, records: Sequence[Record], *, cut: bool) -> Task:
-    """Return a task of the user's own prompts, in the order of the file.
+    """Return a task of a file's prompts, in its order.
 
     Parameters
     ----------
@@ -106,7 +106,7 @@ def file_task(path: Path, records: Sequence[Record], *, cut: bool) -> Task:
         Names the task.
     records : sequence of Record
     cut : bool
-        Whether a prompt longer than ``n_tokens`` loses the middle of its context, as in LongBench.
+        Whether prompts beyond ``n_tokens`` lose the context's middle, as in LongBench.
     """
 
     def build(request: PromptRequest) -> list[Case]:

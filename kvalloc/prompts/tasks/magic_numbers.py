@@ -1,10 +1,9 @@
-"""Needles of RULER: numbers in noise, among numbers of other keys, or in real text.
+"""RULER's needles: numbers in noise, among other keys' numbers, or in real text.
 
 References
 ----------
 C.-P. Hsieh et al., RULER (2024), Sec. 3.1 and App. B: single, multi-keys, multi-values and
-multi-queries NIAH. Here keys are single words of the split, numbers have seven digits, and texts
-are the shipped ones.
+multi-queries NIAH. Here keys are words of the split, numbers have seven digits, texts are shipped.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Key-value retrieval: the value of one key among all that fit into the prompt.
+"""Key-value retrieval: one key's value among all that fit.
 
 References
 ----------
 N. F. Liu et al., Lost in the Middle (2023), Sec. 3: random identifiers in a JSON object. Here, for
-small models, keys are words, and some pairs are repeated before the question.
+small models, keys are words, and some pairs come again before the question.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WORD = re.compile(r"\b[a-z]{5,8}\b")
 
 
 def plain_words(split: Split) -> list[str]:
-    """Return the English words of a split's texts that are in no other split."""
+    """Return the English words that only this split's texts have."""
     words = set(_WORD.findall(" ".join(split_texts(split).values()).lower()))
     return sorted(word for word in words if belongs(word, split))
 
@@ -59,7 +59,7 @@ def _pairs(brief: Brief) -> Draft:
 
 
 def word_keys(brief: Brief, count: int) -> list[str]:
-    """Return different words of the split, then pairs of words if there are too few."""
+    """Return different words of the split, then pairs if too few."""
     words = plain_words(brief.request.split)
     keys = dict.fromkeys(brief.draw.sample(words, min(count, len(words))))
     while len(keys) < count:

@@ -35,16 +35,16 @@ class PromptRequest:
     n_cases, turns : int
         Prompts, and questions about each one.
     n_tokens : int
-        Longest prompt, first question included, tokens.
+        Longest prompt, first question included.
     seed : int
     split : str
         See `kvalloc.prompts.splits`.
     after : bool
-        Whether the question comes after the compression.
+        Whether questions follow the compression.
     opened : bool
-        Whether another question, not measured, comes first.
+        Whether an unmeasured question comes first.
     answer_tokens : int
-        Longest free answer, and length of a text's continuation, tokens.
+        Longest free answer, and length of a continuation.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -79,7 +79,7 @@ class Task:
     def make(
         self, tokenizer: Any, n_cases: int, n_tokens: int, seed: int = 0, **options: Any
     ) -> list[Case]:
-        """Make prompts, the same for the same request.
+        """Make prompts, equal for equal requests.
 
         Parameters
         ----------
@@ -107,16 +107,16 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Brief:
-    """Input of the maker of one example.
+    """Input for one example.
 
     Attributes
     ----------
     request : PromptRequest
     draw : random.Random
     source, text : str
-        Name of a text of the split, and the text.
+        Name of a text, and the text.
     depth : float
-        Place of the first answer in the prompt, 0..1, evenly spread over the examples.
+        Place of the first answer in the prompt, 0..1, spread over the examples.
     """
 
     request: PromptRequest
@@ -132,9 +132,9 @@ class Brief:
         depths: Sequence[float],
         questions: Sequence[Question],
     ) -> Draft:
-        """Return questions about sentences that are scattered over an excerpt of the text.
+        """Return questions about sentences scattered over an excerpt.
 
-        The excerpt begins at a random place. See `between`.
+        It begins at random. See `between`.
         """
         text_words, request = self.text.split(), self.request
         words_per_token = len(text_words) / len(encode(request.tokenizer, self.text))
@@ -154,14 +154,14 @@ class Brief:
         *,
         chat: bool = True,
     ) -> Draft:
-        """Return questions about sentences that are scattered over the first pieces of a text.
+        """Return questions about sentences scattered over a text's first pieces.
 
         Parameters
         ----------
         lead : str
             Words before the text.
         pieces : sequence of str
-            Words or sentences of a text that is longer than will fit.
+            Words or sentences, more than fit.
         sentences, depths, chat
             See `scatter` and `Example`.
         questions : sequence of Question
@@ -186,7 +186,7 @@ def by_rule(name: str, recipe: Callable[[Brief], Draft], *, most_turns: int = 1)
     Parameters
     ----------
     name, most_turns
-        See `Task`; random numbers depend on the name.
+        See `Task`; the name seeds random numbers.
     recipe : callable
         Gives the `Draft` of a `Brief`.
     """
@@ -213,7 +213,7 @@ def by_rule(name: str, recipe: Callable[[Brief], Draft], *, most_turns: int = 1)
 
 
 def scatter(text: str, sentences: Sequence[str], depths: Sequence[float]) -> str:
-    """Put each sentence at the sentence boundary of the text that is nearest to its depth.
+    """Put each sentence at the text's sentence boundary nearest to its depth.
 
     Parameters
     ----------

@@ -1,11 +1,11 @@
-"""Tool calls: one or two calls of one of twelve tools for each request.
+"""Tool calls: one or two calls of one of twelve tools.
 
 References
 ----------
-S. G. Patil et al., Berkeley Function Calling Leaderboard (2025): its categories multiple (one call
-of one of several tools) and parallel (two calls of one tool). Here tools are new, and earlier
-requests with their calls fill the prompt. The categories without a right tool, and with a single
-tool (simple), are left out.
+S. G. Patil et al., Berkeley Function Calling Leaderboard (2025): multiple (one call of one of
+several tools) and parallel (two calls of one tool). Here tools are new, and earlier requests with
+calls fill the prompt. Categories without a right tool, and with a single one (simple), are left
+out.
 """
 
 from __future__ import annotations

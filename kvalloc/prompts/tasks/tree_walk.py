@@ -1,10 +1,10 @@
-"""State of a walk: where a depth-first walk through a tree stands after a long given text.
+"""State of a depth-first walk through a tree, after a long given text.
 
 References
 ----------
-TriAttention's benchmark of recursive state queries, made new from its description: a model decodes
-a depth-first search and has to remember its state. Here the walk is fixed text of ``answer_tokens``
-tokens after the tree, rules and an example, and later turns ask for the state.
+TriAttention's recursive state queries, from its description: a model decodes a depth-first search
+and remembers its state. Here the walk is fixed text of ``answer_tokens`` tokens after tree, rules
+and an example; later turns ask for the state.
 """
 
 from __future__ import annotations

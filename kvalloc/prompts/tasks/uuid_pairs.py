@@ -1,9 +1,9 @@
-"""Key-value retrieval with random identifiers: one value of a JSON object of UUIDs.
+"""Key-value retrieval: one value of a JSON object of UUIDs.
 
 References
 ----------
 X. Zhang et al., InfiniteBench (2024), Retrieve.KV, after N. F. Liu et al., Lost in the Middle
-(2023), Sec. 3. The answer begins with the key here, as the pair stands in the object.
+(2023), Sec. 3. Here the answer begins with the key, as in the object.
 """
 
 from __future__ import annotations

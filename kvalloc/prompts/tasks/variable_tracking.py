@@ -1,10 +1,9 @@
-"""Variable tracking: all variables that have a value, by chains of assignments in noise.
+"""Variable tracking: all variables with a value, by chains of assignments in noise.
 
 References
 ----------
-C.-P. Hsieh et al., RULER (2024), Sec. 3.2: one chain of four hops, as here; every further question
-adds a chain. The two examples before the text are shorter, and all is running text, for small
-models.
+C.-P. Hsieh et al., RULER (2024), Sec. 3.2: one chain of four hops, as here; further questions add
+chains. For small models, the two examples are shorter, and all is running text.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Choice of the backend that attends.
 
-Plug-ins of the entry-point group ``kvalloc.attention``, such as the kernel on CUDA, come first,
-then C on the CPU, then torch's operations, which serve every call. Each refusal is logged once.
+Plug-ins of the group ``kvalloc.attention``, such as the CUDA kernel, come first, then C on the CPU,
+then torch, which serves every call. Each refusal is logged once.
 """
 
 from __future__ import annotations

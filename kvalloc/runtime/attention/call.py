@@ -17,26 +17,26 @@ KERNEL_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class AttentionCall:
-    """New tokens of one layer, and the tokens since the latest eviction.
+    """New tokens of one layer, and tokens since the latest eviction.
 
-    Each new token sees all kept entries, which precede these; only later tokens need a mask.
+    New tokens see all kept entries, which precede these; only later tokens need a mask.
 
     Attributes
     ----------
     queries : Tensor, (batch, n_query_heads, n_new_tokens, head_dim)
         Positions applied.
     keys, values : Tensor, (batch, n_kv_heads, n_following, head_dim)
-        Tokens since the latest eviction, the new ones last.
+        Tokens since the latest eviction, new ones last.
     scaling : float
         Factor on the logits.
     starts : Tensor of int64, (batch,), or None
-        First token of each row among these; None for 0. A token always sees itself.
+        Each row's first token among these; None for 0. A token always sees itself.
     softcap : float or None
         Logits are ``softcap * tanh(logits / softcap)``.
     sink_logits : Tensor, (n_query_heads,), or None
         One more logit a query head, without a value.
     sees : Tensor of bool, (batch, n_new_tokens, n_new_tokens), or None
-        Which new tokens see which, such as tokens of one image; None if causal.
+        Which new tokens see which, as in an image; None if causal.
     """
 
     queries: Tensor

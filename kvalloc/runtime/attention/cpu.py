@@ -1,4 +1,4 @@
-"""Attention of a few new tokens over kept entries on the CPU, in C.
+"""Attention of a few new tokens on the CPU, in C.
 
 Each entry is read once, as stored: float32, half precision, or codes of at most 8 bits.
 """

@@ -1,7 +1,7 @@
-"""The library of compiled C for the CPU: attention over kept entries, and the rounding of keys.
+"""Compiled C for the CPU: attention over kept entries, and rounding of keys.
 
 It is built at installation if there is a compiler (setup.py), and by ``make kernel``, on x86 twice:
-the faster build that runs is loaded. Without it torch does the same, slower.
+the faster that runs is loaded. Without it torch does the same, slower.
 """
 
 from __future__ import annotations

@@ -12,10 +12,10 @@ from kvalloc.shape import WINDOWED
 
 
 def shown_columns(arguments: Mapping[str, Any]) -> tuple[Any, bool]:
-    """Return the columns that a forward's mask shows, and whether the mask is ready-made.
+    """Return the columns that a forward's mask shows, and whether it is ready-made.
 
     A ready-made mask, (batch, n, n_new_tokens, n_columns), has True or 0 where a key is visible;
-    its columns are bool, (batch, n_columns). Other masks are returned as they are.
+    its columns are bool, (batch, n_columns). Other masks stay as they are.
     """
     passed_mask = arguments.get("attention_mask")
     mask = _of_full_attention(passed_mask)
@@ -27,7 +27,7 @@ def shown_columns(arguments: Mapping[str, Any]) -> tuple[Any, bool]:
 def with_columns(decoder: nn.Module, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a forward's arguments, with a ready-made mask replaced by its columns.
 
-    Only if each kind of layer has its usual mask. In Gemma 4, sliding layers let tokens of an image
+    Only if each kind of layer has its usual mask. Gemma 4's sliding layers let tokens of an image
     see each other.
     """
     passed_mask, (columns, ready) = arguments.get("attention_mask"), shown_columns(arguments)

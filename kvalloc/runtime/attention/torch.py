@@ -125,7 +125,7 @@ def _answers(
 
 
 def _hidden(call: AttentionCall, segments: slice | Tensor, tokens: slice) -> Tensor | None:
-    """Return which later tokens new ones do not see, (n or 1, 1, n_tokens, n_following)."""
+    """Return the later tokens hidden from new ones, (n or 1, 1, n_tokens, n_following)."""
     n_new, n_following = call.queries.shape[2], call.keys.shape[2]
     if n_new == 1 and call.starts is None:
         return None

@@ -55,7 +55,7 @@ def policy_of(policy: Policy) -> EvictionPolicy:
     Raises
     ------
     InputError
-        If it cannot be built, or its scorer reads more last tokens than its window.
+        If it cannot be built, or its scorer reads beyond its window.
     """
     scorer = get_scorer(policy.scorer, **policy.scorer_parameters)
     if scorer.window > policy.window:
@@ -67,15 +67,15 @@ def policy_of(policy: Policy) -> EvictionPolicy:
 
 
 def changed_policy(policy: Policy, name: str, options: Mapping[str, Any] | None = None) -> Policy:
-    """Return another policy with the same sinks and window, so that budgets still fit.
+    """Return another policy with the same sinks and window, so budgets still fit.
 
     Parameters
     ----------
     name : str
-        A registered policy, which keeps the profile's scorer, or a scorer, for the policy
-        ``score``. Parameters may follow, such as ``"critical:alpha=0.25"``.
+        A policy, which keeps the profile's scorer, or a scorer, for the policy ``score``.
+        Parameters may follow: ``"critical:alpha=0.25"``.
     options : mapping, optional
-        More parameters. A scorer uses the profile's window by default.
+        More parameters; a scorer's default window is the profile's.
 
     Raises
     ------

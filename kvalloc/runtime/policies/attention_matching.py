@@ -5,8 +5,8 @@ S. The new values V' minimise:
 
     sum_r |sum_S b_rj v'_j - sum_all a_rj v_j|^2 + lambda |V' - V|^2.
 
-lambda is the ridge times the mean of the diagonal of the normal matrix. At fewer bits, b uses the
-rounded keys, and values of wider entries make up for the rounding of narrower ones.
+lambda is the ridge times the normal matrix's mean diagonal. At fewer bits, b uses rounded keys, and
+values of wider entries make up for the rounding of narrower ones.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ _AHEADS = (2, 8, 20, 33, 50, 75, 100, 150, 200, 300)
 class AttentionMatching(Score):
     """The best scores, with values that match attention over all entries.
 
-    The prompt's last queries stand for later ones. They are moved to where the answer begins:
-    unmoved, they attend to their neighbours. The values of each KV head's kept entries are fitted
-    to their attention output; keys change by rounding only. A prompt in chunks is evicted once
-    complete, and a turn changes only its own values.
+    The prompt's last queries stand for later ones, moved to the answer's beginning: unmoved, they
+    attend to neighbours. Values of each KV head's kept entries are fitted to their output; keys
+    change by rounding only. A prompt in chunks is evicted once complete; a turn changes only its
+    own values.
 
     Parameters
     ----------
@@ -75,9 +75,9 @@ class AttentionMatching(Score):
 
     References
     ----------
-    Fast KV Compaction via Attention Matching (Zweiger et al., 2026, arXiv 2602.16284), there with
-    thousands of queries from repeating the context or from questions about it. The ridges, which
-    make a few queries enough, are kvalloc's.
+    Attention Matching (Zweiger et al., 2026, arXiv 2602.16284), there with thousands of queries
+    from repeating the context or from questions. The ridges, which make few queries enough, are
+    ours.
     """
 
     name = "attention_matching"
@@ -250,13 +250,13 @@ def match_attention(
     changes : Tensor of bool, (..., 1, 1)
         Whether a head's values may change.
     sizes : Tensor of int64, (...), optional
-        Number of first places of `kept` that count; others stay unchanged.
+        First places of `kept` that count; others stay unchanged.
     as_stored : Tensor of float32, (..., n_queries, n_kept), optional
         Weights with rounded keys, before rows sum to 1; by default from `weights`.
     fixed : Tensor of bool, (..., n_kept), optional
         Entries that stay unchanged.
     has_sinks : bool
-        Whether sink logits take part: rows sum to less than 1.
+        Whether rows sum to less than 1.
     """
     n_kept = int(kept.shape[-1])
     if values.dtype == torch.float64 or _LEAST_RIDGE * n_kept > VALUE_RIDGE:
@@ -309,9 +309,8 @@ def _make_up(fitted: Tensor, design: Tensor, widths: ChosenWidths, free: Tensor)
 def ridge_step(design: Tensor, target: Tensor, sizes: Tensor) -> Tensor:
     """Return ``argmin |design x - target|^2 + lambda |x|^2``, (..., n_columns, n_targets).
 
-    lambda is `VALUE_RIDGE` times the mean of the diagonal of ``design^T design``; ``sizes`` count
-    first columns that are not 0. The smaller system is solved in float64. If it is singular, the
-    result is 0.
+    lambda is `VALUE_RIDGE` times the mean diagonal of ``design^T design``; ``sizes`` count first
+    columns that are not 0. The smaller system is solved in float64; if singular, the result is 0.
     """
     by_rows = design.shape[-2] < design.shape[-1]
     system = (design @ design.mT if by_rows else design.mT @ design).double()

@@ -33,9 +33,9 @@ class Limits(TypedDict):
 class EvictionPolicy(Parameterized, ABC):
     """Choice of the entries of a layer that stay. It meets the budgets exactly.
 
-    A policy is a frozen, keyword-only dataclass; its fields are the profile's scorer, which it may
+    A policy is a frozen, keyword-only dataclass; fields are the profile's scorer, which it may
     ignore, and its parameters. An invalid value raises `InputError`. The cache stores its
-    observations of a prompt, so that one policy serves any number of caches.
+    observations, so one policy serves any number of caches.
 
     Attributes
     ----------

@@ -19,20 +19,19 @@ class Critical(EvictionPolicy):
     """Two stages that spend the budget b, without sinks and window, on the scorer's scores A.
 
     Stage 1 keeps the ``floor(alpha * b)`` best by A. Stage 2 takes the best others by ``(A +
-    epsilon) * || V W_O ||_1``, which bounds the change of the output. Scores should be mean
-    attention weights (``snapkv``, ``xkv``): epsilon is on their scale.
+    epsilon) * || V W_O ||_1``, which bounds the output's change. Scores should be mean attention
+    weights (``snapkv``, ``xkv``), for epsilon's scale.
 
     Parameters
     ----------
     alpha : float
-        Share of b for stage 1, 0..1. The paper's Algorithm 1 prints 0.25; its text and all its
-        experiments have 0.5.
+        Share of b for stage 1, 0..1. The paper's Algorithm 1 prints 0.25, its text and experiments
+        0.5.
     epsilon : float
 
     References
     ----------
-    Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective (Feng et
-    al., 2025), Algorithm 1.
+    CriticalKV: Identify Critical KV Cache in LLM Inference (Feng et al., 2025), Algorithm 1.
     """
 
     name = "critical"

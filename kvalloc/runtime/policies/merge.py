@@ -24,26 +24,24 @@ _BLOCK_ENTRIES = 1024
 class Merge(Score):
     """The best scores, with each evicted entry merged into its nearest kept one, or dropped.
 
-    Within a KV head, entry i is merged into the kept entry j with the most similar key if their
-    cosine u_ij reaches a threshold. Keys and values become the weighted mean of the kept entry and
-    all merged into it. Sinks and window do not change.
+    Within a KV head, entry i is merged into the kept entry j of the most similar key if their
+    cosine u_ij reaches a threshold. Keys and values become weighted means. Sinks and window do not
+    change.
 
     Parameters
     ----------
     threshold : float, optional
-        Lowest cosine, 0..1. By default the mean over the head's evicted entries of their best
-        cosine, as in D2O's prefill. KVMerger takes a fixed one (0.75).
+        Lowest cosine, 0..1. By default the mean best cosine of the head's evicted entries, as in
+        D2O's prefill. KVMerger fixes 0.75.
     weights : {"exponential", "gaussian"}
-        ``exp(u_ij)`` for an evicted entry and e for the kept one, as in D2O. Or KVMerger's kernel:
-        ``exp(-d_ij ** 2 / (2 s ** 2))`` with the distance d of the keys, and 1 for the kept one.
-        Here s is the mean distance of the head's merged pairs (ours).
+        ``exp(u_ij)``, and e for the kept entry, as in D2O. Or KVMerger's kernel: ``exp(-d_ij ** 2 /
+        (2 s ** 2))`` with the keys' distance d, and 1 for the kept one. Here s is the head's mean
+        distance of merged pairs (ours).
 
     References
     ----------
-    D2O: Dynamic Discriminative Operations for Efficient Long-Context Inference of Large Language
-    Models (Wan et al., 2024), token level. Model Tells You Where to Merge: Adaptive KV Cache
-    Merging for LLMs on Long-Context Tasks (Wang et al., 2024); it merges runs of neighbours around
-    a pivot, at any budget.
+    D2O (Wan et al., 2024), token level. KVMerger: Model Tells You Where to Merge (Wang et al.,
+    2024); it merges runs of neighbours around a pivot, at any budget.
     """
 
     name = "merge"

@@ -18,28 +18,26 @@ from kvalloc.scorers.base import Count, Share
 
 @dataclass(frozen=True, kw_only=True)
 class NaCl(VotedPolicy):
-    """Proxy tokens, the others with most of their attention, and a random share.
+    """Proxy tokens, those with most attention from them, and a random share.
 
     1. ``F = sum over proxy rows of softmax(A)``, mean over the query heads of a KV head.
     2. The proxies stay. If they exceed the budget, the last ones stay.
     3. A share of the remaining budget is drawn without replacement from ``softmax(F)``. The best by
     F fill the budget.
 
-    A seed draws the same entries on every device and in every batch, others in each layer and KV
-    head.
+    A seed draws the same on every device and in every batch, different in each layer and KV head.
 
     Parameters
     ----------
     proxy_share : float
-        Share of a row's tokens, at its end, that are proxies: it should hold the question.
+        Share of a row's last tokens that are proxies: it should hold the question.
     random_share : float
         Share of the remaining budget to draw.
     seed : int
 
     References
     ----------
-    NaCl: A General and Effective KV Cache Eviction Framework for LLMs at Inference Time (Chen et
-    al., 2024), Algorithm 1; about 10% proxies and 70% at random did best there.
+    NaCl (Chen et al., 2024), Algorithm 1; about 10% proxies and 70% at random did best there.
     """
 
     name = "nacl"

@@ -17,11 +17,11 @@ from kvalloc.runtime.selection import keep_best
 class Score(EvictionPolicy):
     """Sinks, window, and each KV head's best entries by the profile's scorer.
 
-    Depending on the scorer, this is SnapKV, XKV, H2O, TOVA, StreamingLLM and others.
+    By scorer, this is SnapKV, XKV, H2O, TOVA, StreamingLLM and others.
 
     References
     ----------
-    XKV: Personalized KV Cache Memory Reduction for Long-Context LLM Inference, Algorithm 2.
+    XKV: Personalized KV Cache Memory Reduction, Algorithm 2.
     """
 
     name = "score"
