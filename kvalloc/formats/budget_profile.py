@@ -95,7 +95,7 @@ class MeasuredTry(Record):
 
 
 class MeasuredLoss(Record):
-    """Loss of the whole reduced cache on prompts that no curve measured."""
+    """Loss of the whole reduced cache on prompts that are in no curve."""
 
     NAME: ClassVar[str] = "measured loss"
 

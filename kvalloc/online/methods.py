@@ -50,7 +50,7 @@ PIECE, NEARBY = 256, 0
 take longer and lose no less."""
 
 SECOND_READ_FROM = 0.7
-"""Measured loss of a second read, over that of solved budgets, below which the prompt is read twice:
+"""Measured loss of a second read over solved budgets' loss, below which a prompt is read twice:
 it takes as long as another read."""
 
 LONGER_TOKENS = 256

@@ -524,6 +524,7 @@ def fitted_fields(fitted: FittedModel) -> dict[str, str]:
     explained = f"{by_layer.mean():.2f} ({by_layer.min():.2f} to {by_layer.max():.2f})"
     errors = "; ".join(
         f"{one.share:.0%}: {one.loss / one.predicted:.1f} times {one.predicted:.4f}"
+        + ("" if one.second_read is None else f", a second read loses {one.second_read:.4f}")
         for one in scores.errors
     )
     votes = "of the last queries are left out: they do not surely help"

@@ -138,6 +138,19 @@ def test_the_error_lies_between_those_measured():
     assert scores.replace(errors=()).error_at(0.1) is None
 
 
+def test_a_second_read_is_known_up_to_the_largest_share_at_which_it_was_measured():
+    scores = FittedModel.load(FILE).scores
+    errors = [
+        ShareError(share=share, predicted=0.01, loss=loss, prompts=8, second_read=second)
+        for share, loss, second in ((0.05, 0.4, 0.1), (0.1, 0.02, 0.02), (0.2, 0.005, None))
+    ]
+    scores = scores.replace(errors=tuple(errors))
+    ratios = [scores.second_read_at(share) for share in (0.01, 0.05, 0.05 * 2**0.5, 0.1)]
+    assert ratios == pytest.approx([0.25, 0.25, 0.5, 1])
+    assert scores.second_read_at(0.11) is None
+    assert scores.replace(errors=tuple(errors[2:])).second_read_at(0.1) is None
+
+
 def test_the_mean_of_the_samples_is_what_is_solved():
     scores = make_losses()
     mean = mean_scores(scores)

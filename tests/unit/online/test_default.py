@@ -227,6 +227,29 @@ def test_a_fitted_file_is_of_one_model_and_goes_with_a_budget(tiny, model, fitte
         Default.parse("20%", options).cache(tiny.tiny_model(head_dim=32), PromptSize(tokens=TOKENS))
 
 
+def test_a_prompt_is_read_twice_if_fit_measured_that_this_loses_far_less(
+    tiny, model, fitted_file, tmp_path
+):
+    """But once within a memory, which a second read exceeds, and beyond the model's context."""
+    fitted, file = FittedModel.load(fitted_file), tmp_path / "twice.safetensors"
+    (first, *others), shape = fitted.scores.errors, shape_of(model)
+    assert first.second_read > 0
+    assert others[0].second_read is None
+    for ratio, way in ((0.5, SecondRead), (0.9, Solved)):
+        error = first.replace(second_read=ratio * first.loss)
+        fitted.with_errors((error, *others)).save(file)
+        default = Default.parse("10%", CacheOptions(fitted=str(file)))
+        assert type(method_for(default.setting(shape), TOKENS)) is way
+        assert type(method_for(default.setting(shape), TOKENS, limit=TOKENS)) is Solved
+        assert replace(default.setting(shape), share=0.2).second_read is None
+    fitted.with_errors((first.replace(second_read=0.5 * first.loss), *others)).save(file)
+    cache = run(model, tiny.prompt(TOKENS), budget="10%", fitted=file)
+    assert cache.profile.detail.endswith("0.50 of one read's loss: reads the prompt twice")
+    assert share_of(cache) <= 0.1
+    cache = run(model, tiny.prompt(TOKENS), budget="10%", fitted=file, memory="1MiB")
+    assert "predicted loss" in cache.profile.detail
+
+
 def test_any_share_is_solved_from_a_fitted_file(tiny, model, fitted_file, tmp_path):
     """A budget profile with a bound, of which every claim is verified from the two files."""
     file, profile = fitted_file, tmp_path / "p.json"
