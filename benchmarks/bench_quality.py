@@ -53,6 +53,8 @@ from quality.tables import (
 )
 from results import Cells
 
+from kvalloc.formats.shipped_profiles import load_fitted
+from kvalloc.online.methods import Setting
 from kvalloc.online.solved import grid_length, solve_share
 from kvalloc.prompts.intervals import TAILS, interval, tails
 
@@ -277,13 +279,17 @@ def predicted(rows: Sequence[Row], model: str, share: float) -> Cells | None:
     item = [row for row in rows if row["method"] == DEFAULT and row["kl"][FIRST][1]]
     if not file.exists() or not item:
         return None
-    solved = solve_share(str(file), share, grid_length(item[0]["context"]))
-    if solved is None or solved.expected_loss is None:
+    setting = Setting(shape=load_fitted(str(file)).shape, share=share, file=str(file))
+    expected = setting.second_read
+    if expected is None:
+        solved = solve_share(str(file), share, grid_length(item[0]["context"]))
+        expected = solved and solved.expected_loss
+    if expected is None:
         return None
     cells: dict[str, dict[str, float]] = defaultdict(dict)
     for row in item:  # the latest of each prompt
         cells[row["cell"]][row["digest"]] = row["kl"][FIRST][0]
-    kls, expected = [np.array([*each.values()]) for each in cells.values()], solved.expected_loss
+    kls = [np.array([*each.values()]) for each in cells.values()]
     measured = float(np.mean([each.mean() for each in kls]))
     ends = interval(kls, lambda means: expected / means)
     if max(expected, measured) < LEAST_KL or ends is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -222,17 +221,21 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
         ratios = np.log([one.loss / one.predicted for one in self.errors])
         return float(np.exp(np.interp(np.log(share), shares, ratios)))
 
-    def second_read_at(self, share: float) -> float | None:
-        """Return a second read's loss over the measured loss at a share, interpolated.
+    def second_read_at(self, share: float) -> tuple[float, float] | None:
+        """Return the measured loss of a second read, and of solved budgets, interpolated.
 
-        None above the shares at which it was measured.
+        None above the shares at which a second read was measured.
         """
         known = [one for one in self.errors if one.second_read is not None]
         if not known or share > known[-1].share:
             return None
-        ratios = [math.log((one.second_read or one.loss) / one.loss) for one in known]
         shares = np.log([one.share for one in known])
-        return float(np.exp(np.interp(np.log(share), shares, ratios)))
+
+        def at_share(losses: list[float]) -> float:
+            return float(np.exp(np.interp(np.log(share), shares, np.log(losses))))
+
+        second = [one.second_read for one in known if one.second_read is not None]
+        return at_share(second), at_share([one.loss for one in known])
 
     @property
     def part_text(self) -> str:

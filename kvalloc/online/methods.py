@@ -111,11 +111,12 @@ class Setting:
 
     @property
     def second_read(self) -> float | None:
-        """Return a second read's loss over the solved budgets' loss, if far smaller, else None."""
-        if self.file is None:
+        """Return a second read's measured loss, if far below solved budgets' loss, else None."""
+        known = self.file and load_fitted(self.file).scores.second_read_at(self.share)
+        if not known:
             return None
-        ratio = load_fitted(self.file).scores.second_read_at(self.share)
-        return ratio if ratio is not None and ratio < SECOND_READ_FROM else None
+        second, solved = known
+        return second if second < SECOND_READ_FROM * solved else None
 
     def entries(self, tokens: int, bits: int | None = None) -> int:
         """Return each head's kept entries of a row, at `bits` by default."""
@@ -288,7 +289,7 @@ class Solved(Method):
     @property
     def brief(self) -> str:
         """See `Method.brief`."""
-        return f"predicted loss {self.predicted_loss:.2g} nats a token"
+        return predicted_text(self.predicted_loss)
 
     def advice(self, tokens: int) -> str:
         """See `Method.advice`."""
@@ -324,9 +325,9 @@ class SecondRead(Method):
 
     @property
     def brief(self) -> str:
-        """Return the measured gain of the second read; see `Method.brief`."""
-        ratio = self.setting.second_read
-        return super().brief if ratio is None else f"{ratio:.2f} of one read's loss: {self.action}"
+        """Return the predicted loss if `fit` measured it; see `Method.brief`."""
+        loss = self.setting.second_read
+        return super().brief if loss is None else f"{predicted_text(loss)}, read twice"
 
     def peak_bytes(self, size: PromptSize) -> int:
         """Return the peak, with second-read pieces and one layer."""
@@ -341,6 +342,11 @@ class SecondRead(Method):
         if self.setting.file is not None or not self.setting.fits:  # then there is none
             return ""
         return f"; 'kvalloc fit' once, and one read does, {Solved.cost} times a plain prefill"
+
+
+def predicted_text(loss: float) -> str:
+    """Return a predicted loss for a line of detail."""
+    return f"predicted loss {loss:.2g} nats a token"
 
 
 def method_for(

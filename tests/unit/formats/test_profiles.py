@@ -145,8 +145,9 @@ def test_a_second_read_is_known_up_to_the_largest_share_at_which_it_was_measured
         for share, loss, second in ((0.05, 0.4, 0.1), (0.1, 0.02, 0.02), (0.2, 0.005, None))
     ]
     scores = scores.replace(errors=tuple(errors))
-    ratios = [scores.second_read_at(share) for share in (0.01, 0.05, 0.05 * 2**0.5, 0.1)]
-    assert ratios == pytest.approx([0.25, 0.25, 0.5, 1])
+    between = (0.002**0.5, 0.008**0.5)
+    for share, losses in ((0.01, (0.1, 0.4)), (0.05 * 2**0.5, between), (0.1, (0.02, 0.02))):
+        assert scores.second_read_at(share) == pytest.approx(losses)
     assert scores.second_read_at(0.11) is None
     assert scores.replace(errors=tuple(errors[2:])).second_read_at(0.1) is None
 

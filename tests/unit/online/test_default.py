@@ -244,7 +244,8 @@ def test_a_prompt_is_read_twice_if_fit_measured_that_this_loses_far_less(
         assert replace(default.setting(shape), share=0.2).second_read is None
     fitted.with_errors((first.replace(second_read=0.5 * first.loss), *others)).save(file)
     cache = run(model, tiny.prompt(TOKENS), budget="10%", fitted=file)
-    assert cache.profile.detail.endswith("0.50 of one read's loss: reads the prompt twice")
+    loss = f"{0.5 * first.loss:.2g}"
+    assert cache.profile.detail.endswith(f"predicted loss {loss} nats a token, read twice")
     assert share_of(cache) <= 0.1
     cache = run(model, tiny.prompt(TOKENS), budget="10%", fitted=file, memory="1MiB")
     assert "predicted loss" in cache.profile.detail
