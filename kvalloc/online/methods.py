@@ -49,7 +49,7 @@ PIECE, NEARBY = 256, 0
 """Prompt tokens in one piece of the second read, and the tokens around them that they see: more
 take longer and lose no less."""
 
-SECOND_READ_FROM = 0.7
+SECOND_READ_FROM = 0.8
 """Measured loss of a second read over solved budgets' loss, below which a prompt is read twice:
 it takes as long as another read."""
 
