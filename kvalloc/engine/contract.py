@@ -94,7 +94,7 @@ class ModelFacts:
         """
         if (n_parts := getattr(model, "tp_size", None) or 1) > 1:
             raise UnsupportedModelError(
-                f"{type(model).__name__} is split by tensor parallelism over {n_parts} processes, "
+                f"{type(model).__name__} is split over {n_parts} processes by tensor parallelism, "
                 "each with some heads of a layer; load it with device_map='auto' "
                 f"({option('device', 'auto')})"
             )

@@ -265,9 +265,9 @@ def _given_above(decoder: nn.Module, other: Any) -> tuple[Any, bool]:
             seen, kind = cache.get_seq_length(), "none" if other is None else type(other).__name__
             if other is not None or seen:
                 raise UnsupportedRequestError(
-                    f"{type(owner).__name__} got a kvalloc cache with {seen} tokens, but its "
-                    f"layers got {kind} (Phi-3 does so beyond its original context); begin a new "
-                    "cache for this text"
+                    f"a kvalloc cache with {seen} tokens was given to {type(owner).__name__}, but "
+                    f"its layers got {kind} (Phi-3 does so beyond its original context); begin a "
+                    "new cache"
                 )
             return cache, False
         frame = frame.f_back
