@@ -41,7 +41,7 @@ from kvalloc.scorers.lookahead import latest_votes
 from kvalloc.shape import ModelShape
 from kvalloc.units import gap_text
 
-BITS_FROM = {1.0: 16, 0.42: 8, 0.15: 85, 0.07: 5, 0.0: 53}
+BITS_FROM = {1.0: 16, 0.42: 8, 0.15: 85, 0.07: 5, 0.0: 4}
 """Width, or mix of widths, with the smallest loss from a share of the bytes on, without a fitted
 file (SmolLM2-135M)."""
 

@@ -83,7 +83,7 @@ def test_no_more_than_the_share_is_stored_and_little_less(tiny, model, dtype, op
 def test_heads_that_cannot_be_turned_get_no_width_that_needs_it():
     shapes = [make_shape(head_dim=dim) for dim in (12, 16)]
     bits = [[Setting(shape=one, share=share).bits for share in (0.05, 0.2)] for one in shapes]
-    assert bits == [[5, 85], [53, 85]]
+    assert bits == [[5, 85], [4, 85]]
 
 
 def test_it_says_which_way_what_it_takes_and_what_it_costs(tiny, model, caplog):
