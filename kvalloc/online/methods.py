@@ -16,7 +16,6 @@ import numpy as np
 
 from kvalloc.accounting.costs import (
     MIXES,
-    bits_fault,
     constant_entries,
     entries_in_share,
     head_bytes,
@@ -106,8 +105,7 @@ class Setting:
     @property
     def bits(self) -> int:
         """Return the width of kept entries."""
-        bits = next(bits for share, bits in BITS_FROM.items() if self.share >= share)
-        return 5 if bits_fault(bits, self.shape.dims[1]) else bits
+        return next(bits for share, bits in BITS_FROM.items() if self.share >= share)
 
     @property
     def second_read(self) -> float | None:

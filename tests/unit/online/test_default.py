@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from cli_tools import run as run_command
-from factories import make_shape
 from prompt_runs import generate
 
 import kvalloc
@@ -21,7 +20,7 @@ from kvalloc.formats.fitted import FittedModel
 from kvalloc.models.loading import shape_of
 from kvalloc.online.decision import PromptSize
 from kvalloc.online.default import DETAIL, Default
-from kvalloc.online.methods import Immediate, SecondRead, Setting, Solved, method_for
+from kvalloc.online.methods import Immediate, SecondRead, Solved, method_for
 from kvalloc.online.solved import LOOSE, grid_length, solve_share
 from kvalloc.runtime.options import CacheOptions
 
@@ -78,12 +77,6 @@ def test_no_more_than_the_share_is_stored_and_little_less(tiny, model, dtype, op
     prompt = run(model, tiny.prompt(TOKENS), new=1, **options)
     in_layers = np.unique(prompt.kept_tokens.sum(axis=1))  # by each layer where memory is short
     assert (len(in_layers) == 1) == ("memory" in options)
-
-
-def test_heads_that_cannot_be_turned_get_no_width_that_needs_it():
-    shapes = [make_shape(head_dim=dim) for dim in (12, 16)]
-    bits = [[Setting(shape=one, share=share).bits for share in (0.05, 0.2)] for one in shapes]
-    assert bits == [[5, 85], [4, 85]]
 
 
 def test_it_says_which_way_what_it_takes_and_what_it_costs(tiny, model, caplog):
