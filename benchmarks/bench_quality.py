@@ -54,8 +54,7 @@ from quality.tables import (
 from results import Cells
 
 from kvalloc.formats.shipped_profiles import load_fitted
-from kvalloc.online.methods import Setting
-from kvalloc.online.solved import grid_length, solve_share
+from kvalloc.online.methods import Setting, method_for
 from kvalloc.prompts.intervals import TAILS, interval, tails
 
 FOLDER = Path(__file__).resolve().parent
@@ -280,10 +279,8 @@ def predicted(rows: Sequence[Row], model: str, share: float) -> Cells | None:
     if not file.exists() or not item:
         return None
     setting = Setting(shape=load_fitted(str(file)).shape, share=share, file=str(file))
-    expected = setting.second_read
-    if expected is None:
-        solved = solve_share(str(file), share, grid_length(item[0]["context"]))
-        expected = solved and solved.expected_loss
+    method = method_for(setting, item[0]["context"])
+    expected = getattr(method, "predicted_loss", None)
     if expected is None:
         return None
     cells: dict[str, dict[str, float]] = defaultdict(dict)

@@ -224,7 +224,7 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
     def second_read_at(self, share: float) -> tuple[float, float] | None:
         """Return the measured loss of a second read, and of solved budgets, interpolated.
 
-        None above the shares at which a second read was measured.
+        None above the shares at which a second read was measured; below, the smallest one's.
         """
         known = [one for one in self.errors if one.second_read is not None]
         if not known or share > known[-1].share:

@@ -48,7 +48,7 @@ class Default(Decision):
         Of the bytes at 16 bits, for any model type; above 0, up to 1. By default the largest with a
         peak within the memory; it falls as a conversation grows.
     target_loss : float, optional
-        Takes the smallest share of at most this predicted loss, nats per token.
+        Takes the smallest share at which solved budgets lose at most this, nats per token.
     options : CacheOptions
         Without a memory the full cache fits; a policy is not used.
     """

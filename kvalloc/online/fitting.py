@@ -13,7 +13,7 @@ import numpy as np
 
 from kvalloc.accounting import FloatArray
 from kvalloc.engine.contract import Advance, Engine, engine_of, result_of
-from kvalloc.errors import InputError, option
+from kvalloc.errors import InputError, KVAllocError, option
 from kvalloc.files import make_folder
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.fitted import FittedModel
@@ -173,7 +173,9 @@ def fit(
         parameters = {**scores.scorer_parameters, "file": ""}  # which is a part of this one
         fitted = FittedModel.of(surrogate, scores.replace(scorer_parameters=parameters))
         fitted.save(file)
-        errors = _errors(engine, str(file), rotates, other_samples, kept.stage("error"), stage(2))
+        errors = _errors(
+            engine, str(file), rotates, other_samples, kept.stage("whole_caches"), stage(2)
+        )
         fitted = fitted.with_errors(errors)
         kept.finish(fitted)
     return fitted
@@ -255,11 +257,12 @@ def _errors(
     }
     measured, _ = measured_samples(
         engine,
-        partial(_whole_losses, samples.samples, [*profiles.values(), *read_twice.values()]),
+        partial(_whole_losses, samples.samples, [*profiles.values()], [*read_twice.values()]),
         range(len(samples.samples) if profiles else 0),
         kept,
         Steps(len(samples.samples), progress),
         sample_steps=1,
+        sizes={"losses": (len(profiles) + len(read_twice),)},
     )
     if not measured:
         return ()
@@ -268,9 +271,10 @@ def _errors(
         losses = {index: arrays["losses"][place] for index, arrays in measured.items()}
         return loss_summary(samples, losses)
 
-    second = {
-        share: summary_of(len(profiles) + place)["loss"] for place, share in enumerate(read_twice)
-    }
+    second = {}
+    for place, share in enumerate(read_twice, start=len(profiles)):
+        if all(np.isfinite(arrays["losses"][place]) for arrays in measured.values()):
+            second[share] = summary_of(place)["loss"]
     errors = []
     for place, (share, profile) in enumerate(profiles.items()):
         summary, predicted = summary_of(place), profile.predicted_loss or 0.0
@@ -281,7 +285,7 @@ def _errors(
                 loss=summary["loss"],
                 interval=summary["interval"] and tuple(summary["interval"]),
                 prompts=len(measured),
-                second_read=second.get(share) or None,
+                second_read=twice if (twice := second.get(share, 0.0)) > 0 else None,
             )
             errors.append(error)
     return tuple(errors)
@@ -290,11 +294,17 @@ def _errors(
 def _whole_losses(
     samples: Sequence[Sample],
     profiles: Sequence[BudgetProfile],
+    read_twice: Sequence[BudgetProfile],
     model: Any,
     index: int,
     advance: Advance,
 ) -> dict[str, FloatArray]:
     measured = CacheLosses(model, samples)
-    losses = np.array([measured.loss(index, profile) for profile in profiles])
+    losses = [measured.loss(index, profile) for profile in profiles]
+    for profile in read_twice:  # the fit is done without them
+        try:
+            losses.append(measured.loss(index, profile))
+        except KVAllocError:
+            losses.append(np.nan)
     advance(1)
-    return {"losses": losses}
+    return {"losses": np.array(losses)}

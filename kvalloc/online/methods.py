@@ -108,13 +108,12 @@ class Setting:
         return next(bits for share, bits in BITS_FROM.items() if self.share >= share)
 
     @property
-    def second_read(self) -> float | None:
-        """Return a second read's measured loss, if far below solved budgets' loss, else None."""
-        known = self.file and load_fitted(self.file).scores.second_read_at(self.share)
-        if not known:
-            return None
-        second, solved = known
-        return second if second < SECOND_READ_FROM * solved else None
+    def reads_twice(self) -> bool:
+        """Return whether a second read's measured loss is far below solved budgets' loss."""
+        if self.file is None:
+            return False
+        known = load_fitted(self.file).scores.second_read_at(self.share)
+        return known is not None and known[0] < SECOND_READ_FROM * known[1]
 
     def entries(self, tokens: int, bits: int | None = None) -> int:
         """Return each head's kept entries of a row, at `bits` by default."""
@@ -287,28 +286,33 @@ class Solved(Method):
     @property
     def brief(self) -> str:
         """See `Method.brief`."""
-        return predicted_text(self.predicted_loss)
+        return f"predicted loss {self.predicted_loss:.2g} nats a token"
 
     def advice(self, tokens: int) -> str:
         """See `Method.advice`."""
         solved = self.profile(tokens)
-        measured = load_fitted(str(self.setting.file)).scores.context_tokens
         advice = f"; {self.brief}, a sum of single losses within {gap_text(solved.gap)} of the "
         advice += "least"
         if solved.model_error is not None:
             advice += f", times {solved.model_error:.2g} as whole caches measured"
-        if tokens > FAR * measured:
-            advice += f"; its curves were measured at {measured:,} tokens, this is {tokens:,}"
-        return advice
+        return advice + _far(str(self.setting.file), tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SecondRead(Method):
-    """A second read ranks, and values are fitted."""
+    """A second read ranks, and values are fitted.
+
+    Attributes
+    ----------
+    measured : bool
+        Whether `fit` measured that it loses less than solved budgets.
+    """
 
     cost = 2.5
     text = "reads the prompt twice and holds the full cache meanwhile"
     action = "reads the prompt twice"
+
+    measured: bool = False
 
     @property
     def scorer(self) -> Scorer:
@@ -322,10 +326,20 @@ class SecondRead(Method):
         return fitting_policy(self.scorer, setting.share, setting.shape, rotates=setting.rotates)
 
     @property
+    def predicted_loss(self) -> float | None:
+        """Return the loss that `fit` measured; None below the smallest of its shares."""
+        if not self.measured:
+            return None
+        share, scores = self.setting.share, load_fitted(str(self.setting.file)).scores
+        known = scores.second_read_at(share)
+        smallest = min(one.share for one in scores.errors if one.second_read is not None)
+        return known[0] if known and share >= smallest else None
+
+    @property
     def brief(self) -> str:
         """Return the predicted loss if `fit` measured it; see `Method.brief`."""
-        loss = self.setting.second_read
-        return super().brief if loss is None else f"{predicted_text(loss)}, read twice"
+        loss = self.predicted_loss
+        return super().brief if loss is None else f"predicted loss {loss:.2g} nats, read twice"
 
     def peak_bytes(self, size: PromptSize) -> int:
         """Return the peak, with second-read pieces and one layer."""
@@ -337,14 +351,19 @@ class SecondRead(Method):
 
     def advice(self, tokens: int) -> str:
         """See `Method.advice`."""
+        if self.measured:
+            return _far(str(self.setting.file), tokens)
         if self.setting.file is not None or not self.setting.fits:  # then there is none
             return ""
         return f"; 'kvalloc fit' once, and one read does, {Solved.cost} times a plain prefill"
 
 
-def predicted_text(loss: float) -> str:
-    """Return a predicted loss for a line of detail."""
-    return f"predicted loss {loss:.2g} nats a token"
+def _far(file: str, tokens: int) -> str:
+    """Return a warning if a prompt is far longer than the prompts of a fitted file."""
+    measured = load_fitted(file).scores.context_tokens
+    if tokens <= FAR * measured:
+        return ""
+    return f"; its curves were measured at {measured:,} tokens, this is {tokens:,}"
 
 
 def method_for(
@@ -364,8 +383,8 @@ def method_for(
     """
     reads_twice = tokens + min(PIECE, tokens) + CARRIED_TOKENS <= (limit or inf)
     if (solved := setting.solved_tokens(tokens)) is not None:
-        if reads_twice and not one_read and setting.second_read is not None:
-            return SecondRead(setting=setting)
+        if reads_twice and not one_read and setting.reads_twice:
+            return SecondRead(setting=setting, measured=True)
         return Solved(setting=setting, solved_tokens=solved)
     if setting.entries(tokens) == tokens:
         widths = MIXES.get(setting.bits, (setting.bits,))

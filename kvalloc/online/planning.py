@@ -16,7 +16,7 @@ from kvalloc.models.loading import shape_of
 from kvalloc.models.structure import context_limit
 from kvalloc.online.decision import PromptSize
 from kvalloc.online.default import Default
-from kvalloc.online.methods import Setting, Solved
+from kvalloc.online.methods import Setting, Solved, method_for
 from kvalloc.online.solved import grid_length, share_for_loss
 from kvalloc.runtime.options import CacheOptions
 from kvalloc.runtime.plan import default_interval
@@ -179,8 +179,8 @@ def _methods(setting: Setting, min_share: float, prompt: int) -> Iterator[Solved
     share = min_share
     while share < 1:
         one = replace(setting, share=share)
-        if (length := one.solved_tokens(prompt)) is not None:
-            yield Solved(setting=one, solved_tokens=length)
+        if isinstance(method := method_for(one, prompt), Solved):  # others exceed its bytes
+            yield method
         share = round(max(STEP * share, share + 0.001), 3)
 
 

@@ -162,7 +162,7 @@ class Door:
         if not (may_change or same):
             raise UnsupportedRequestError(
                 "attention_mask shows or hides other tokens of the past than when they arrived, "
-                "but evicted ones cannot come back; pass the same values for them again"
+                "but padding is gone and other tokens are kept; pass the same values for them"
             )
         return None if bool(shown.all()) else shown
 

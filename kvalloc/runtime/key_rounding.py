@@ -117,7 +117,7 @@ def _with_feedback(blocks: Tensor, levels: Tensor, segments: Tensor, moments: Te
     library = kernel_library() if blocks.is_cpu else "C is for the CPU"
     if isinstance(library, str):
         return _rounded_by_torch(blocks, levels, order[segments], passed[segments])
-    tensors = blocks, levels, segments, order, passed.contiguous()
+    tensors = blocks, levels, segments, order.contiguous(), passed.contiguous()
     pointers = (ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors)
     sizes = len(blocks), blocks.shape[2]
     if library.round_keys(*pointers, *map(ctypes.c_int64, sizes)):

@@ -173,8 +173,8 @@ def check_context(later: Later, place: int, tokens: int, limit: int) -> None:
     room = limit - place - CARRIED_TOKENS
     smaller = f"repeat shorter pieces (chunk={room}), " if room >= SMALLEST_CHUNK else ""
     raise InputError(
-        f"a scorer repeats {later.tokens} tokens: {place} tokens and {extent} of a repetition are "
-        f"beyond the {limit} of the model; {smaller}shorten the prompt or change scorer"
+        f"a scorer repeats up to {later.tokens} tokens: {place} tokens and {extent} of a "
+        f"repetition are beyond the {limit} of the model; {smaller}shorten it or change scorer"
     )
 
 

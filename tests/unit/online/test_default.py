@@ -234,11 +234,13 @@ def test_a_prompt_is_read_twice_if_fit_measured_that_this_loses_far_less(
         default = Default.parse("10%", CacheOptions(fitted=str(file)))
         assert type(method_for(default.setting(shape), TOKENS)) is way
         assert type(method_for(default.setting(shape), TOKENS, limit=TOKENS)) is Solved
-        assert replace(default.setting(shape), share=0.2).second_read is None
+        assert not replace(default.setting(shape), share=0.2).reads_twice
     fitted.with_errors((first.replace(second_read=0.5 * first.loss), *others)).save(file)
     cache = run(model, tiny.prompt(TOKENS), budget="10%", fitted=file)
     loss = f"{0.5 * first.loss:.2g}"
-    assert cache.profile.detail.endswith(f"predicted loss {loss} nats a token, read twice")
+    assert cache.profile.detail.endswith(f"predicted loss {loss} nats, read twice")
+    below = SecondRead(setting=replace(default.setting(shape), share=0.09), measured=True)
+    assert below.predicted_loss is None  # nothing was measured there
     assert share_of(cache) <= 0.1
     cache = run(model, tiny.prompt(TOKENS), budget="10%", fitted=file, memory="1MiB")
     assert "predicted loss" in cache.profile.detail

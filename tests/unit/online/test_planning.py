@@ -10,6 +10,7 @@ from prompt_runs import run
 
 from kvalloc.accounting.costs import plain_bytes, reading_bytes
 from kvalloc.errors import InputError
+from kvalloc.formats.fitted import FittedModel
 from kvalloc.measure.step_times import DEVICES, Line, StepTimes, device_steps
 from kvalloc.models.loading import shape_of
 from kvalloc.online.decision import PromptSize
@@ -63,6 +64,15 @@ def way_at(model, fitted_file):
         return chosen
 
     return way
+
+
+def test_no_share_is_planned_at_which_a_prompt_is_read_twice(plan, fitted_file, tmp_path):
+    """Its full cache is held meanwhile."""
+    fitted, file = FittedModel.load(fitted_file), tmp_path / "twice.safetensors"
+    first, *others = fitted.scores.errors
+    fitted.with_errors((first.replace(second_read=0.5 * first.loss), *others)).save(file)
+    shares = [one.share for one in plan(fitted=file, target_loss=9.0).best]
+    assert min(one.share for one in plan(target_loss=9.0).best) <= first.share < min(shares)
 
 
 @pytest.mark.parametrize("answer", [ANSWER, 200])

@@ -158,7 +158,7 @@ def test_a_repetition_beyond_the_limit_is_refused_before_anything_runs():
     run(model, ids, smaller)  # what the message says fits
     model = with_limit(CONTEXT + 10)
     cache = make_cache(model, profile_of(model))
-    with pytest.raises(InputError, match="beyond the 100 .*; shorten the prompt or change scorer"):
+    with pytest.raises(InputError, match="beyond the 100 .*; shorten it or change scorer"):
         run(model, ids, cache)
 
 
