@@ -248,11 +248,17 @@ def ruler_picture(rows: Sequence[Row], model: str) -> None:
     for row in rows:
         if line_of(row["method"]) in STYLES:
             points[row["method"], row["share"]].append(row)
-    every = max(map(len, points.values()), default=0)
-    points = {key: item for key, item in points.items() if len(item) == every}
+    most = max(map(len, points.values()), default=0)
+    points = {key: item for key, item in points.items() if 2 * len(item) > most}
+    sets = [{(row["cell"], row["digest"]) for row in item} for item in points.values()]
+    shared = set.intersection(*sets) if sets else set()
+    points = {
+        key: [row for row in item if (row["cell"], row["digest"]) in shared]
+        for key, item in points.items()
+    }
     ends = {key: tails([kl for row in item for kl in row["kls"]]) for key, item in points.items()}
     known = [name for name in TAILS if all(end[name] is not None for end in ends.values())]
-    if not points or not known:
+    if not shared or not known:
         return
     scores, kls = defaultdict(list), defaultdict(list)
     for (method, share), item in points.items():
@@ -260,7 +266,7 @@ def ruler_picture(rows: Sequence[Row], model: str) -> None:
         scores[line_of(method)].append((size, float(np.mean([row["score"] for row in item]))))
         kls[line_of(method)].append((size, ends[method, share][known[-1]]))
     cells = [*dict.fromkeys(row["cell"] for row in rows)]
-    tail = f"{TAILS[known[-1]][0]:.1%} of the tokens have a smaller KL, nats"
+    tail = f"{100 * TAILS[known[-1]][0]:g}% of the tokens have a smaller KL, nats"
     draw_bytes(
         [
             Panel(lines=scores, label="score of each cache's own answers", is_score=True),
@@ -268,7 +274,7 @@ def ruler_picture(rows: Sequence[Row], model: str) -> None:
         ],
         FOLDER / "quality" / f"ruler-{model}.png",
         title=f"{model}: tasks by rule, the question after the compression",
-        note=f"{every} prompts ({', '.join(cells)})",
+        note=f"{len(shared)} prompts ({', '.join(cells)})",
     )  # fmt: skip
 
 

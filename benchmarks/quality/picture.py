@@ -74,7 +74,9 @@ def draw_panel(panel: Panel, axes: Axes) -> None:
             fontweight="bold" if width > 2 else "normal",
             arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.5, "shrinkB": 4},
         )
-    if not panel.is_score:
+    if panel.is_score:
+        axes.set_ylim(-0.05, 1.05)
+    else:
         axes.set_yscale("log")
     right = max(share for points in lines.values() for share, _ in points)
     axes.set_xlim(-0.14 * right / 0.5, right * 1.06)
@@ -89,7 +91,7 @@ def label_heights(panel: Panel, first: Mapping[str, float]) -> dict[str, float]:
     """Return positions of labels on the vertical axis: at their first values, without overlap."""
     values = [value for points in panel.lines.values() for _, value in points]
     if panel.is_score:
-        return spread(first, gap=LABEL_HEIGHT * max(max(values) - min(values), 0.1))
+        return spread(first, gap=LABEL_HEIGHT)
     decades = np.log10(max(values) / max(min(values), LEAST_KL))
     logs = {name: float(np.log10(max(value, LEAST_KL))) for name, value in first.items()}
     return {name: 10**log for name, log in spread(logs, gap=LABEL_HEIGHT * decades).items()}
