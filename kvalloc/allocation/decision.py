@@ -58,7 +58,7 @@ def solve(
     solver : str or Solver
         A name, also with options, ``"ilp:gap=0.001"``; ``"auto"`` takes the cheapest exact one.
     time_limit : float, optional
-        Seconds until a solver stops with its best choice and bound; 60 by default.
+        Seconds of each run of a solver, one a sample if averaged; 60 by default.
     average : {"curves", "allocations"}
         Solve on mean curves, or for each sample and average the budgets (XKV, Sec. IV-C).
     request : Request, optional

@@ -35,10 +35,10 @@ TURN_BROKEN_OFF = (
 class BudgetCache(CacheFigures, HookedCache):
     """Cache of the entries that a budget profile grants each layer and KV head.
 
-    While a prompt is read, full-attention layers attend to all entries. Then the policy ranks them:
-    sinks, window and the best of each row and KV head stay. If it must see the whole prompt, all
-    layers evict at its end. Every ``decode_every`` later tokens, and after a turn, kept and new
-    entries are ranked together, within the budgets of all tokens seen (`get_seq_length`).
+    In each forward of a prompt a full-attention layer attends, then evicts: sinks, window and the
+    policy's best of each row and KV head stay. If it must see the whole prompt, all layers evict at
+    its end. Every ``decode_every`` later tokens, and after a turn, kept and new entries are ranked
+    together, within the budgets of each row's tokens without padding.
 
     Rows may differ in length, padded on either side; padding is neither kept nor counted. Prompts
     may come in announced chunks (``prompt_tokens``). Layers without budgets are transformers' own.
@@ -197,7 +197,7 @@ class BudgetCache(CacheFigures, HookedCache):
                 self.broken = TURN_BROKEN_OFF.format(more)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove last tokens, at most back to the compressed prompt's end.
+        """Remove last tokens, at most back to the latest eviction.
 
         Parameters
         ----------
@@ -207,7 +207,7 @@ class BudgetCache(CacheFigures, HookedCache):
         Raises
         ------
         UnsupportedRequestError
-            If the cut would reach into a reduced prompt, or a sliding layer's dropped tokens.
+            If the cut would reach behind an eviction, or a sliding layer's dropped tokens.
         """
         seen = self.get_seq_length()
         end = min(tokens_to_remove if tokens_to_remove > 0 else seen + tokens_to_remove, seen)

@@ -80,8 +80,8 @@ Bundle: TypeAlias = "tuple[IntArray, int | None]"
 class Eviction:
     """Eviction in rows: while a prompt is read, after it, or in a turn.
 
-    A policy sees rows of equal shape in one call, heads with different numbers of entries
-    separately.
+    A policy sees rows of equal shape in one call, and uneven heads separately unless it scores
+    across layers.
 
     Attributes
     ----------
@@ -90,14 +90,17 @@ class Eviction:
     prompt : ndarray of int64, (batch,)
         Tokens to rank in the end, if known.
     widths : mapping of int to ndarray, (n_kv_heads,)
-        Bits of each layer rounded from now on.
+        Bits, or a mix of `MIXES`, of each layer rounded from now on.
     unobserved : ndarray of int64, (batch,), optional
         Latest unobserved tokens; all by default.
-    remember, more, whole : bool
-        Whether notes stay for the next call, more of the prompt comes, and it stayed whole and
-        unobserved.
-    by_prompt, new_only : bool
-        Whether heads share budgets, and whether kept entries stay and targets are for new ones.
+    remember : bool
+        Whether notes stay for the next call.
+    more, whole : bool
+        Whether more of the prompt comes, and whether it stayed whole and unobserved.
+    by_prompt : bool
+        Whether heads share budgets.
+    new_only : bool
+        Whether kept entries stay and targets are for new ones.
     """
 
     rows: IntArray
