@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Unpack
 
+from kvalloc.allocation import decision
 from kvalloc.allocation.decision import Attempt
-from kvalloc.allocation.decision import compare as decide
 from kvalloc.allocation.request import Request, RequestOptions
 from kvalloc.cli.options import SOLVING, ScoresArgument, SolverOptions, takes
 from kvalloc.cli.output import ProgressBar, note, print_result
@@ -41,7 +41,7 @@ def compare(
     kvalloc compare s.safetensors --memory 64MiB --solver greedy --solver ilp --json
     """
     request = Request.parse(**request_options)  # refuses before the scores are read
-    attempts = decide(
+    attempts = decision.compare(
         options.scores,
         solvers=options.solver,
         request=request,

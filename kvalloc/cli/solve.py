@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Unpack
 
-from kvalloc.allocation.decision import solve as decide
+from kvalloc.allocation import decision
 from kvalloc.allocation.engine_choice import choose
 from kvalloc.allocation.formulation import PosedRequest
 from kvalloc.allocation.pool import solve_pool
@@ -111,7 +111,7 @@ def solve(
         decided = _measured(profile, request, measuring, output, how)
     else:
         with ProgressBar(f"solving with {solving.solver}"):
-            decided = decide(profile, request=request, **how)
+            decided = decision.solve(profile, request=request, **how)
         if output is not None:
             decided.save(output)
     seconds = time.perf_counter() - start
