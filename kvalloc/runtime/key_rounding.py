@@ -136,7 +136,8 @@ def _passed_on(moments: Tensor) -> tuple[Tensor, Tensor]:
     inverse, failed = torch.linalg.inv_ex(known.gather(-1, columns).gather(-2, columns.mT))
     upper, failed_too = torch.linalg.cholesky_ex(inverse, upper=True)
     passed = (upper / upper.diagonal(dim1=-2, dim2=-1)[..., None]).float()
-    return order, passed.masked_fill(((failed | failed_too) != 0)[:, None, None], 0.0)
+    fails = (failed | failed_too) != 0  # queries overflow: numbers are rounded independently
+    return order, passed.masked_fill(fails[:, None, None], 0.0)
 
 
 def _rounded_by_torch(blocks: Tensor, levels: Tensor, order: Tensor, passed: Tensor) -> Tensor:
