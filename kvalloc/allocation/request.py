@@ -412,7 +412,13 @@ def _retention(typed: str | float) -> float:
 
 
 def _loss(typed: float) -> float:
-    value = float(typed)
+    try:
+        value = float(typed)
+    except ValueError:
+        raise InputError(
+            f"a target loss of {typed!r} cannot be solved for; give a mean in nats per token, such "
+            "as 0.02"
+        ) from None
     if not 0 <= value < math.inf:
         raise InputError(
             f"a target loss of {value:g} nats per token cannot be asked for; give a number from 0 "

@@ -25,7 +25,7 @@ from kvalloc.formats.shipped_profiles import (
     shipped_formats,
 )
 from kvalloc.interop.engines import SYNTAX, by_format, write_choice
-from kvalloc.online.solved import grid_length, share_for_loss, solve_share
+from kvalloc.online.solved import LossTarget, grid_length, share_for_loss, solve_share
 from kvalloc.report.engines import HEADINGS, KL_NOTE, cells, choice_facts, size_cells
 from kvalloc.report.terminal import hanging, table_text
 from kvalloc.shape import ModelShape
@@ -158,7 +158,7 @@ def _kvalloc_row(
         return
     tokens, share = grid_length(size[0]), goal.value / (full if goal.kind == "memory" else 1)
     if goal.kind == "loss":
-        share = share_for_loss(file, goal.value, tokens)
+        share = share_for_loss(file, LossTarget(nats=goal.value), tokens)
     decided = solve_share(file, share, tokens) if share < 1 else None
     if decided is not None and (loss := decided.expected_loss) is not None:
         stored = decided.retained_bytes_at(*size)

@@ -28,8 +28,8 @@ class PlanOptions(FittedOptions, LoadOptions, ModelArgument):
     answer: Annotated[int, Option("N", minimum=1)]
     """Length of each answer, tokens."""
 
-    target_loss: Annotated[float, Option("NATS")] = 0.01
-    """Largest predicted loss, nats per token."""
+    target_loss: Annotated[str, Option("NATS")] = "0.01"
+    """Largest predicted loss, nats per token: the mean, or with 0.05@99% of 99% of the tokens."""
 
     device: Annotated[str | None, Option("NAME", MODEL)] = None
     """Device to measure on, such as cuda:0; or a100, h100 or h200, by published figures: a bound
@@ -42,7 +42,7 @@ def plan(options: PlanOptions) -> None:
 
     Losses are predicted from the model's fitted file: sums of single losses, times the model error.
     Seconds are predicted from steps of the model and of its caches, which are measured first, in
-    about half a minute. Tokens a second count all rows while they answer; reading the prompts, 1.2
+    about half a minute. Tokens a second count all rows while they answer; reading the prompts, 1.5
     times a plain prefill at any budget, is not included.
 
     Examples

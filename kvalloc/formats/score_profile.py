@@ -56,6 +56,9 @@ class ShareError(Record):
     prompts: int = Field(ge=1)
     """Number of prompts, on which no curve was measured."""
 
+    p99: float | None = Field(default=None, gt=0)
+    """Loss that 99% of the predicted tokens do not exceed, nats; None of fewer than 300 tokens."""
+
     second_read: float | None = Field(default=None, gt=0)
     """Loss of caches of the same bytes that a second read of each prompt decides; None if it was
     not measured."""
@@ -219,6 +222,14 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
             return None
         shares = np.log([one.share for one in self.errors])
         ratios = np.log([one.loss / one.predicted for one in self.errors])
+        return float(np.exp(np.interp(np.log(share), shares, ratios)))
+
+    def tail_at(self, share: float) -> float | None:
+        """Return the loss that 99% of the tokens do not exceed over the mean, interpolated."""
+        known = [(one.share, one.p99 / one.loss) for one in self.errors if one.p99 is not None]
+        if not known:
+            return None
+        shares, ratios = np.log(known).T
         return float(np.exp(np.interp(np.log(share), shares, ratios)))
 
     def second_read_at(self, share: float) -> tuple[float, float] | None:

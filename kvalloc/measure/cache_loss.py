@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from kvalloc.measure.sampling import Sample
 
 
+CONTINUATION_TOKENS = 24
+"""Most tokens of an answer; the last one is predicted from, too."""
+
+
 class CacheLosses:
     """Losses of whole caches on prompts, over at most `continuation_tokens` predictions.
 
@@ -36,26 +40,33 @@ class CacheLosses:
         model: Any,
         samples: Sequence[Sample],
         *,
-        continuation_tokens: int = 24,
+        continuation_tokens: int = CONTINUATION_TOKENS,
         kept: Checkpoint | None = None,
     ) -> None:
         self._model, self._samples, self._kept = model, samples, kept
         self._continuation_tokens = continuation_tokens
         self._full: dict[int, tuple[Tensor, Tensor]] = {}
 
-    @torch.no_grad()
     def loss(self, index: int, profile: BudgetProfile) -> float:
-        """Return mean KL(full cache || reduced cache) of one prompt's answer, nats per token.
+        """Return the mean of `losses`, nats per token."""
+        name = f"{profile.digest}-{index}"
+        known = None if self._kept is None else self._kept.load(name, {"loss": ()})
+        if known is not None:
+            return float(known["loss"])
+        loss = float(np.mean(self.losses(index, profile)))
+        if self._kept is not None:
+            self._kept.save(name, {"loss": np.array(loss)})
+        return loss
+
+    @torch.no_grad()
+    def losses(self, index: int, profile: BudgetProfile) -> tuple[float, ...]:
+        """Return KL(full cache || reduced cache) of each token of one prompt's answer, nats.
 
         Raises
         ------
         InputError
             If the model has no answer, or the loss is not finite.
         """
-        name = f"{profile.digest}-{index}"
-        known = None if self._kept is None else self._kept.load(name, {"loss": ()})
-        if known is not None:
-            return float(known["loss"])
         with evaluating(self._model):
             prompt, question = self._ids(index, "token_ids"), self._ids(index, "question_ids")
             n_prompt, n_question = int(prompt.shape[1]), int(question.shape[1])
@@ -68,15 +79,13 @@ class CacheLosses:
             reduced = make_cache(
                 self._model, profile, allow_other_model=True, prompt_tokens=n_prompt
             )
-            loss = divergence(full, self._predictions(reduced, prompt, following, n_question)).kl
-        if not math.isfinite(loss):
+            losses = divergence(full, self._predictions(reduced, prompt, following, n_question)).kls
+        if not math.isfinite(sum(losses)):
             raise InputError(
                 f"{self._where(index)}: the loss is not finite; load the model in float32 or "
                 "bfloat16, or check its weights"
             )
-        if self._kept is not None:
-            self._kept.save(name, {"loss": np.array(loss)})
-        return loss
+        return losses
 
     def _ids(self, index: int, name: str) -> Tensor:
         ids, device = getattr(self._samples[index], name), input_device(self._model)

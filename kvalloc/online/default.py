@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 from kvalloc.accounting.costs import counts_of, full_bytes, plain_bytes, reading_bytes
-from kvalloc.allocation.request import Request
 from kvalloc.errors import InputError, one_line, option
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.fitted import FittedModel
@@ -20,7 +19,7 @@ from kvalloc.models.structure import context_limit
 from kvalloc.online.conflicts import given_names
 from kvalloc.online.decision import Decision, PromptSize
 from kvalloc.online.methods import Immediate, Method, Setting, Solved, Whole, method_for
-from kvalloc.online.solved import grid_length, share_for_loss, shares_of_rows
+from kvalloc.online.solved import LossTarget, grid_length, share_for_loss, shares_of_rows
 from kvalloc.runtime.making import Way
 from kvalloc.runtime.options import CacheOptions
 from kvalloc.runtime.plan import layers_together
@@ -47,14 +46,14 @@ class Default(Decision):
     share : float, optional
         Of the bytes at 16 bits, for any model type; above 0, up to 1. By default the largest with a
         peak within the memory; it falls as a conversation grows.
-    target_loss : float, optional
-        Takes the smallest share at which solved budgets lose at most this, nats per token.
+    target_loss : LossTarget, optional
+        Takes the smallest share at which solved budgets lose at most this.
     options : CacheOptions
         Without a memory the full cache fits; a policy is not used.
     """
 
     share: float | None = None
-    target_loss: float | None = None
+    target_loss: LossTarget | None = None
 
     @staticmethod
     def applies(**options: object) -> bool:
@@ -68,7 +67,7 @@ class Default(Decision):
         cls,
         budget: Any = None,
         options: CacheOptions | None = None,
-        target_loss: float | None = None,
+        target_loss: str | float | None = None,
         **more: Any,
     ) -> Default:
         """Read the share or loss; ``more`` are unset, or in the options.
@@ -77,10 +76,9 @@ class Default(Decision):
         ------
         InputError
         """
-        if target_loss is not None:
-            target_loss = float(Request.parse(target_loss=target_loss).target.value)
         share = None if budget is None else parse_share(budget)
-        return cls(share=share, target_loss=target_loss, options=options or CacheOptions())
+        target = None if target_loss is None else LossTarget.parse(target_loss)
+        return cls(share=share, target_loss=target, options=options or CacheOptions())
 
     @property
     def _memory_only(self) -> bool:
@@ -183,11 +181,11 @@ class Default(Decision):
                 return part / _PARTS
         return (part + 1) / _PARTS  # the smallest share, refused with its bytes
 
-    def _smallest_share(self, setting: Setting, loss: float, size: PromptSize) -> float:
-        use = f"{option('target_loss', f'{loss:g}')} is solved from"
+    def _smallest_share(self, setting: Setting, target: LossTarget, size: PromptSize) -> float:
+        use = f"{option('target_loss', str(target))} is solved from"
         file = setting.require_file(use, f"give {option('budget', '20%')}")
         tokens = max(size.lengths or (size.tokens or load_fitted(file).context_tokens,))
-        return share_for_loss(file, loss, grid_length(tokens))
+        return share_for_loss(file, target, grid_length(tokens))
 
     def setting(self, shape: ModelShape) -> Setting:
         """Return a model's setting.

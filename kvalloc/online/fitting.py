@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.fitted import FittedModel
 from kvalloc.formats.score_profile import ShareError
 from kvalloc.formats.shipped_profiles import fitted_file, load_fitted
-from kvalloc.measure.cache_loss import CacheLosses
+from kvalloc.measure.cache_loss import CONTINUATION_TOKENS, CacheLosses
 from kvalloc.measure.checkpoint import Checkpoint
 from kvalloc.measure.job import Job, LossPlan, Steps, measured_samples
 from kvalloc.measure.mini_prefill import layers_of
@@ -41,6 +41,7 @@ from kvalloc.online.solved import (
 )
 from kvalloc.online.solving import loss_summary
 from kvalloc.prompts.calibration import KINDS, calibration_prompts
+from kvalloc.prompts.intervals import tails
 from kvalloc.prompts.texts import Document, Prompt
 from kvalloc.scorers.surrogate import surrogate_rotation
 from kvalloc.shape import ModelShape
@@ -56,8 +57,9 @@ many of given texts are taken at most."""
 ERROR_PROMPTS, ERROR_SEED, ERROR_SHARES = 24, 1_000, (0.05, 0.1, 0.2)
 """Other prompts, on which whole caches of these shares are measured; fewer shorter ones."""
 
-SECOND_READ_SHARES = (0.05, 0.1)
-"""Shares of whole caches that a second read of each prompt decides."""
+SECOND_READ_SHARES, ADD_UP = (0.05, 0.1), 2.0
+"""Shares at which a second read of each prompt may decide the whole caches, too: where these lose
+more than so many times the sum of single losses, which then do not add up."""
 
 
 @keywords_of(FitOptions)
@@ -82,7 +84,7 @@ def fit(
     2. each head's loss curves over entries and widths, other heads unreduced, with the surrogate's
        best entries;
     3. losses of whole caches on other prompts, solved from these curves at three shares, and by a
-       second read of each prompt at two.
+       second read of each prompt where single losses do not add up.
 
     Parameters
     ----------
@@ -132,7 +134,7 @@ def fit(
     passes = (
         2 * layers,
         layers * (2 + len(WIDTHS)),
-        layers * (1 + len(ERROR_SHARES) + 2 * len(SECOND_READ_SHARES)),
+        layers * (1 + len(ERROR_SHARES)),
     )
     all_passes = sum(n * each for n, each in zip(prompts, passes, strict=True))
     begun = perf_counter()
@@ -173,9 +175,7 @@ def fit(
         parameters = {**scores.scorer_parameters, "file": ""}  # which is a part of this one
         fitted = FittedModel.of(surrogate, scores.replace(scorer_parameters=parameters))
         fitted.save(file)
-        errors = _errors(
-            engine, str(file), rotates, other_samples, kept.stage("whole_caches"), stage(2)
-        )
+        errors = _errors(engine, str(file), rotates, other_samples, kept, stage(2))
         fitted = fitted.with_errors(errors)
         kept.finish(fitted)
     return fitted
@@ -247,64 +247,76 @@ def _errors(
     tokens = max((one.token_ids.size for one in samples.samples), default=0)
     decided = {one: solve_share(file, one, tokens, rotates) for one in ERROR_SHARES if tokens}
     profiles = {share: one for share, one in decided.items() if one is not None}
-    shape = load_fitted(file).shape
-    read_twice = {
-        share: SecondRead(setting=Setting(shape=shape, share=share, rotates=rotates)).profile(
-            tokens
-        )
-        for share in SECOND_READ_SHARES
-        if share in profiles
-    }
-    measured, _ = measured_samples(
-        engine,
-        partial(_whole_losses, samples.samples, [*profiles.values()], [*read_twice.values()]),
-        range(len(samples.samples) if profiles else 0),
-        kept,
-        Steps(len(samples.samples), progress),
-        sample_steps=1,
-        sizes={"losses": (len(profiles) + len(read_twice),)},
-    )
-    if not measured:
-        return ()
-
-    def summary_of(place: int) -> dict[str, Any]:
-        losses = {index: arrays["losses"][place] for index, arrays in measured.items()}
-        return loss_summary(samples, losses)
-
-    second = {}
-    for place, share in enumerate(read_twice, start=len(profiles)):
-        if all(np.isfinite(arrays["losses"][place]) for arrays in measured.values()):
-            second[share] = summary_of(place)["loss"]
-    errors = []
-    for place, (share, profile) in enumerate(profiles.items()):
-        summary, predicted = summary_of(place), profile.predicted_loss or 0.0
+    count = partial(_losses_of_caches, engine, samples)
+    errors = dict[float, ShareError]()
+    for share, kls in count(profiles, kept.stage("solved"), progress).items():
+        summary, predicted = _summary(samples, kls), profiles[share].predicted_loss or 0.0
         if min(summary["loss"], predicted) > 0:
-            error = ShareError(
+            errors[share] = ShareError(
                 share=share,
                 predicted=predicted,
                 loss=summary["loss"],
                 interval=summary["interval"] and tuple(summary["interval"]),
-                prompts=len(measured),
-                second_read=twice if (twice := second.get(share, 0.0)) > 0 else None,
+                prompts=len(kls),
+                p99=tails(np.concatenate([*kls.values()]))["p99"] or None,
             )
-            errors.append(error)
-    return tuple(errors)
+    setting = Setting(shape=load_fitted(file).shape, share=1.0, rotates=rotates)
+    read_twice = {
+        share: SecondRead(setting=replace(setting, share=share)).profile(tokens)
+        for share, one in errors.items()
+        if share in SECOND_READ_SHARES and one.loss > ADD_UP * one.predicted
+    }
+    for share, kls in count(read_twice, kept.stage("second_reads"), None).items():
+        loss = _summary(samples, kls)["loss"] if all(one.size for one in kls.values()) else 0.0
+        errors[share] = errors[share].replace(second_read=loss if loss > 0 else None)
+    return tuple(errors.values())
+
+
+def _summary(samples: SampleSet, kls: Mapping[int, FloatArray]) -> dict[str, Any]:
+    return loss_summary(samples, {index: float(each.mean()) for index, each in kls.items()})
+
+
+def _losses_of_caches(
+    engine: Engine,
+    samples: SampleSet,
+    profiles: Mapping[float, BudgetProfile],
+    kept: Checkpoint,
+    progress: Callable[[int, int], None] | None,
+) -> dict[float, dict[int, FloatArray]]:
+    """Return the KL of each token by share and prompt; no token if a second read fails."""
+    measured, _ = measured_samples(
+        engine,
+        partial(_whole_losses, samples.samples, [*profiles.values()]),
+        range(len(samples.samples) if profiles else 0),
+        kept,
+        Steps(len(samples.samples), progress),
+        sample_steps=1,
+        sizes={"losses": (len(profiles), 1 + CONTINUATION_TOKENS)},
+    )
+    of_prompts = {index: arrays["losses"] for index, arrays in measured.items()}
+    return {
+        share: {index: kls[place][np.isfinite(kls[place])] for index, kls in of_prompts.items()}
+        for place, share in enumerate(profiles)
+        if of_prompts
+    }
 
 
 def _whole_losses(
     samples: Sequence[Sample],
     profiles: Sequence[BudgetProfile],
-    read_twice: Sequence[BudgetProfile],
     model: Any,
     index: int,
     advance: Advance,
 ) -> dict[str, FloatArray]:
     measured = CacheLosses(model, samples)
-    losses = [measured.loss(index, profile) for profile in profiles]
-    for profile in read_twice:  # the fit is done without them
+    losses = np.full((len(profiles), 1 + CONTINUATION_TOKENS), np.nan)
+    for row, profile in zip(losses, profiles, strict=True):
         try:
-            losses.append(measured.loss(index, profile))
+            kls = measured.losses(index, profile)
         except KVAllocError:
-            losses.append(np.nan)
+            if profile.predicted_loss is not None:
+                raise
+            continue  # the fit is done without a second read
+        row[: len(kls)] = kls
     advance(1)
-    return {"losses": np.array(losses)}
+    return {"losses": losses}

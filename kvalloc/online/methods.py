@@ -256,7 +256,7 @@ class Immediate(Method):
 class Solved(Method):
     """The surrogate ranks, within entries and bits solved from losses at `solved_tokens`."""
 
-    cost = 1.2
+    cost = 1.5
     text = "evicts while the prompt is read, as solved from {}"
     chunked_text = "holds the full cache until the prompt is complete, and evicts as solved from {}"
 
@@ -295,6 +295,8 @@ class Solved(Method):
         advice += "least"
         if solved.model_error is not None:
             advice += f", times {solved.model_error:.2g} as whole caches measured"
+        if tail := load_fitted(str(self.setting.file)).scores.tail_at(self.setting.share):
+            advice += f"; 99% of the tokens lose at most {tail * self.predicted_loss:.2g}"
         return advice + _far(str(self.setting.file), tokens)
 
 

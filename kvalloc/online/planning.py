@@ -17,7 +17,7 @@ from kvalloc.models.structure import context_limit
 from kvalloc.online.decision import PromptSize
 from kvalloc.online.default import Default
 from kvalloc.online.methods import Setting, Solved, method_for
-from kvalloc.online.solved import grid_length, share_for_loss
+from kvalloc.online.solved import LossTarget, grid_length, share_for_loss
 from kvalloc.runtime.options import CacheOptions
 from kvalloc.runtime.plan import default_interval
 from kvalloc.runtime.tail import room_for
@@ -82,7 +82,7 @@ def plan_batch(
     memory: str | int,
     prompt: int,
     answer: int,
-    target_loss: float = 0.01,
+    target_loss: str | float = 0.01,
     times: StepTimes | str | None = None,
     fitted: str | Path | None = None,
     allow_other_model: bool = False,
@@ -99,8 +99,8 @@ def plan_batch(
         Bytes of the cache at its peak.
     prompt, answer : int
         Tokens of each row.
-    target_loss : float
-        Largest predicted loss, nats per token.
+    target_loss : float or str
+        Largest predicted loss, nats per token: the mean, or as ``"0.05@99%"`` of 99% of them.
     times : StepTimes or str, optional
         From an earlier plan or published figures (``"a100"``, ``"h100"``, ``"h200"``); by default
         measured, in seconds.
@@ -120,10 +120,11 @@ def plan_batch(
     shape, room = shape_of(model), parse_bytes(memory)
     _check(model, prompt, answer, times)
     options = CacheOptions(fitted=fitted, allow_other_model=allow_other_model)
-    default = Default.parse(target_loss=target_loss, options=options)
+    target = LossTarget.parse(target_loss)
+    default = Default(target_loss=target, options=options)
     setting = default.setting(shape)
     file = setting.require_file("losses are predicted from")
-    min_share = share_for_loss(file, target_loss, grid_length(prompt))
+    min_share = share_for_loss(file, target, grid_length(prompt))
     methods = list(_methods(setting, min_share, prompt))
     if not methods:
         known = [one.predicted_loss for one in _methods(setting, LARGE, prompt)]
@@ -131,7 +132,7 @@ def plan_batch(
         way_out = f"{min_share:.15g} is possible" if known else "give a longer prompt"
         raise InputError(
             f"no share of a cache of {prompt:,} tokens is predicted to lose no more than "
-            f"{option('target_loss', f'{target_loss:g}')}; {way_out}"
+            f"{option('target_loss', str(target))}; {way_out}"
         )
     loads = [Load.of(one, shape, prompt, answer) for one in methods]
     if loads[0].peak_bytes > room:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from kvalloc.allocation.decision import decide
 from kvalloc.allocation.formulation import PosedRequest
 from kvalloc.allocation.pool import solve_pool
 from kvalloc.allocation.request import Request
-from kvalloc.errors import InfeasibleError
+from kvalloc.errors import InfeasibleError, InputError, option
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.formats.shipped_profiles import load_fitted, while_unchanged
 from kvalloc.problem.registry import get_solver
@@ -96,17 +97,78 @@ def solve_share(file: str, share: float, tokens: int, rotates: bool = True) -> B
     return decided.with_policy(fitting_policy(scorer, share, fitted.shape, rotates=rotates))
 
 
-@while_unchanged(maxsize=256)
-def share_for_loss(file: str, loss: float, tokens: int) -> float:
-    """Return the smallest share with at most this predicted loss, nats per token; cached.
+@dataclass(frozen=True, kw_only=True)
+class LossTarget:
+    """Largest predicted loss of a token: the mean, or with `tail` that of 99% of the tokens.
 
-    It is exact to a thousandth. The prediction is `BudgetProfile.expected_loss`.
+    Attributes
+    ----------
+    nats : float
+    tail : bool
     """
 
+    nats: float
+    tail: bool = False
+
+    @classmethod
+    def parse(cls, typed: str | float) -> LossTarget:
+        """Read ``0.02``, or ``"0.05@99%"``.
+
+        Raises
+        ------
+        InputError
+
+        Examples
+        --------
+        >>> LossTarget.parse("0.05@99%")
+        LossTarget(nats=0.05, tail=True)
+        """
+        number, at, percentile = str(typed).partition("@")
+        try:
+            nats = float(number)
+        except ValueError:
+            raise InputError(
+                f"{typed!r} is not a loss in nats per token; give a mean, such as 0.02, or what "
+                "99% of the tokens may lose, such as 0.05@99%"
+            ) from None
+        if at and percentile != "99%":
+            raise InputError(
+                f"a loss of {percentile or 'no share'} of the tokens is not measured, only of 99%; "
+                f"give {option('target_loss', f'{number}@99%')}"
+            )
+        target = Request.parse(target_loss=nats).target
+        return cls(nats=float(target.value), tail=bool(at))
+
+    def __str__(self) -> str:
+        return f"{self.nats:g}{'@99%' * self.tail}"
+
+
+@while_unchanged(maxsize=256)
+def share_for_loss(file: str, target: LossTarget, tokens: int) -> float:
+    """Return the smallest share with at most this predicted loss; cached.
+
+    It is exact to a thousandth. The prediction is `BudgetProfile.expected_loss`, for the tail times
+    `ScoreProfile.tail_at`.
+
+    Raises
+    ------
+    InputError
+        If the file has no tail.
+    """
+    scores = load_fitted(file).scores
+
     def meets(part: int) -> bool:
-        solved = solve_share(file, part / 1000, tokens)
-        expected = None if solved is None else solved.expected_loss
-        return expected is not None and expected <= loss
+        share = part / 1000
+        solved = solve_share(file, share, tokens)
+        if solved is None or solved.expected_loss is None:
+            return False
+        factor = scores.tail_at(share) if target.tail else 1.0
+        if factor is None:
+            raise InputError(
+                f"{option('target_loss', str(target))} is about single tokens, and {file} has only "
+                "means; run 'kvalloc fit' again, or leave @99% out"
+            )
+        return solved.expected_loss * factor <= target.nats
 
     # bisected, since a larger share never loses more
     return (bisect_left(range(1, 1000), True, key=meets) + 1) / 1000

@@ -171,7 +171,7 @@ def _memory(material: Material) -> dict[str, Any]:
 
 def _summary(material: Material) -> list[dict[str, str]]:
     lines = []
-    stated = ("bytes", "peak", "bits", "retention", "outlook", "predicted loss", "model error")
+    stated = ("bytes", "peak", "bits", "retention", "answers", "predicted loss", "model error")
     for name, profile in material.profiles.items():
         fields = decision_fields(profile)
         facts = "; ".join(f"{label} {fields[label]}" for label in stated if fields[label])

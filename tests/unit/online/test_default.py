@@ -9,6 +9,7 @@ import pytest
 import torch
 from cli_tools import run as run_command
 from prompt_runs import generate
+from tiny_models import WordTokenizer
 
 import kvalloc
 from kvalloc import units
@@ -18,6 +19,7 @@ from kvalloc.extensions.saved import load_cache
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.fitted import FittedModel
 from kvalloc.models.loading import shape_of
+from kvalloc.online import fitting
 from kvalloc.online.decision import PromptSize
 from kvalloc.online.default import DETAIL, Default
 from kvalloc.online.methods import Immediate, SecondRead, Solved, method_for
@@ -226,8 +228,6 @@ def test_a_prompt_is_read_twice_if_fit_measured_that_this_loses_far_less(
     """But once within a memory, which a second read exceeds, and beyond the model's context."""
     fitted, file = FittedModel.load(fitted_file), tmp_path / "twice.safetensors"
     (first, *others), shape = fitted.scores.errors, shape_of(model)
-    assert first.second_read > 0
-    assert others[0].second_read is None
     for ratio, way in ((0.5, SecondRead), (0.9, Solved)):
         error = first.replace(second_read=ratio * first.loss)
         fitted.with_errors((error, *others)).save(file)
@@ -244,6 +244,19 @@ def test_a_prompt_is_read_twice_if_fit_measured_that_this_loses_far_less(
     assert share_of(cache) <= 0.1
     cache = run(model, tiny.prompt(TOKENS), budget="10%", fitted=file, memory="1MiB")
     assert "predicted loss" in cache.profile.detail
+
+
+@pytest.mark.parametrize("add_up", [0.0, 1e9])
+def test_a_second_read_is_measured_where_single_losses_do_not_add_up(
+    tiny, tmp_path, monkeypatch, add_up
+):
+    monkeypatch.setattr(fitting, "ADD_UP", add_up)
+    texts = [" ".join(f"word{(7 * i * i) % 89}" for i in range(2000))]
+    how = {"output": tmp_path / "f.safetensors", "samples": 4, "context": 64}
+    errors = kvalloc.fit(tiny.tiny_model(head_dim=16), WordTokenizer(), texts, **how).scores.errors
+    known = {one.share for one in errors if one.second_read}
+    assert known == ({0.1} if add_up == 0 else set())
+    assert all(one.p99 is None for one in errors)  # too few tokens
 
 
 def test_any_share_is_solved_from_a_fitted_file(tiny, model, fitted_file, tmp_path):
@@ -292,6 +305,26 @@ def test_a_loss_is_asked_for_and_the_least_share_predicted_to_keep_it_is_taken(
     assert shares == sorted(shares)
     assert shares[0] < shares[2]
     assert shares[-1] == 1
+
+
+def test_a_loss_of_99_percent_of_the_tokens_is_asked_for(tiny, model, fitted_file, tmp_path):
+    def share(loss, file):
+        profile = run(model, tiny.prompt(TOKENS), target_loss=loss, fitted=file).profile
+        return profile.requested["value"]
+
+    fitted, file = FittedModel.load(fitted_file), tmp_path / "tails.safetensors"
+    errors = [one.replace(p99=10 * one.loss) for one in fitted.scores.errors]
+    fitted.with_errors(tuple(errors)).save(file)
+    assert share("0.1@99%", file) == share(0.01, file) > share("0.5@99%", file)
+    for loss, words in (
+        ("0.1@99%", "is about single tokens"),
+        ("0.1@99.9%", "0.1@99%"),
+        ("little", "not a loss in nats"),
+    ):
+        with pytest.raises(InputError, match=words):
+            share(loss, fitted_file)
+    with pytest.raises(InputError, match="cannot be solved for"):
+        kvalloc.solve(fitted.scores, target_loss="0.1@99%")
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5])

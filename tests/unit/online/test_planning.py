@@ -17,7 +17,7 @@ from kvalloc.online.decision import PromptSize
 from kvalloc.online.default import Default
 from kvalloc.online.methods import Solved, method_for
 from kvalloc.online.planning import Load, plan_batch
-from kvalloc.online.solved import grid_length, share_for_loss
+from kvalloc.online.solved import LossTarget, grid_length, share_for_loss
 from kvalloc.runtime.options import CacheOptions
 from kvalloc.units import parse_bytes
 
@@ -103,7 +103,10 @@ def test_rows_are_the_fastest_that_fit_and_the_smallest_share_is_that_of_the_los
     model, plan, way_at, fitted_file
 ):
     """Against every number of rows, where more rows are not always faster."""
-    shape, least = shape_of(model), share_for_loss(str(fitted_file), LOSS, grid_length(PROMPT))
+    shape, least = (
+        shape_of(model),
+        share_for_loss(str(fitted_file), LossTarget(nats=LOSS), grid_length(PROMPT)),
+    )
     before, fewer = 0.0, 0
     for memory in range(120_000, 2_000_000, 80_000):
         planned = plan(memory)
