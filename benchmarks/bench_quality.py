@@ -80,6 +80,10 @@ SOLVED = 0.5
 """Least score of the full cache on a task that is shown."""
 SCORED_AT, LOST_POINTS = 0.125, 0.01
 """The share at which the score counts, and how much of it may be lost."""
+TAIL_AT, ROUNDED = (0.2, 0.25), "8 bits"
+"""Shares at which the tail of the KL counts, and the method that it is compared to."""
+CALLS = "tools"
+"""The cell of calls of tools."""
 PICTURED = 600
 """Tokens of the prompts that the pictures are of."""
 MET, EQUAL, MISSED = "met", "equal", "MISSED"
@@ -95,7 +99,8 @@ def main() -> int:
             return 2
         shown = ["--shares", *map(str, request.shares), "--context", str(request.context)]
         if request.ruler:
-            shown += ["--answers", "--cells", *RULER, "--methods", *RULER_METHODS]
+            shown += ["--answers", "--methods", *RULER_METHODS]
+        shown += ["--cells", *request.cells]
         cells = [str(FOLDER / "quality" / "cells.py"), "--model", request.model]
         command = [str(request.python), *cells, *shown, *measuring]
         subprocess.run(command, check=False, stdout=sys.stderr)
@@ -104,7 +109,7 @@ def main() -> int:
         subprocess.run([str(request.python), "-c", code], check=True, cwd=FOLDER)
     missed = False
     for folder in sorted(CELLS_FOLDER.iterdir()):
-        cells = RULER if request.ruler else CELLS
+        cells = request.cells
         all_cells = [row for cell in cells for row in read_rows(folder / f"{cell}.jsonl")]
         rows = current([row for row in all_cells if row["context"] == request.context])
         if request.ruler:
@@ -113,7 +118,8 @@ def main() -> int:
             continue
         print(f"\n{folder.name}, prompts of {request.context:,} tokens")
         if request.ruler:
-            ruler_picture(rows, folder.name)
+            if {*request.cells} == {*RULER}:
+                ruler_picture(rows, folder.name)
         elif request.context == PICTURED:
             picture(rows, folder.name)
         for row in report(rows, [share / 100 for share in request.shares], folder.name, [*cells]):
@@ -130,12 +136,14 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--shares", nargs="+", type=float, help="percent")
     parser.add_argument("--ruler", action="store_true", help="tasks by rule")
+    parser.add_argument("--cells", nargs="+", help="only these kinds of prompts")
     parser.add_argument("--context", type=int, help="tokens of a prompt; 1000, of --ruler 2000")
     parser.add_argument("--python", type=Path, default=PYTHON, help="an environment with kvpress")
     parser.add_argument("--tables-only", action="store_true", help="measure nothing")
     request, measuring = parser.parse_known_args()
     request.shares = request.shares or (RATIOS if request.ruler else (50, 20, 10, 5, 3))
     request.context = request.context or (2000 if request.ruler else 1000)
+    request.cells = request.cells or [*(RULER if request.ruler else CELLS)]
     return request, measuring
 
 
@@ -171,8 +179,9 @@ def report(
         if answers := answer_table([*filter(is_full, rows), *subset], cells):
             print("score of each cache's own answers")
             print("\n".join(answers))
-        if score := points_lost([*filter(is_full, rows), *subset], share, cells):
-            targets.append(score)
+        scored = [*filter(is_full, rows), *subset]
+        targets += filter(None, (points_lost(scored, share, cells), calls_lost(scored, share)))
+        targets += filter(None, (tail_over_rounding([*subset, *other_rows], share),))
         result = against_best(subset, DEFAULT, cells)
         if not {*cells} & {*RULER} and (guess := predicted(subset, model, share)):
             targets.append(guess)
@@ -226,6 +235,49 @@ def points_lost(rows: Sequence[Row], share: float, cells: Sequence[str]) -> Cell
         "wanted": f"{max(largest, 0):.3f}",
         "verdict": MET if ours <= max(largest, 0) else MISSED,
         "note": "" if of_peer is None else f"KVzip loses {of_peer:.3f}",
+    }
+
+
+def calls_lost(rows: Sequence[Row], share: float) -> Cells | None:
+    """Return how many calls of tools of the full cache the default loses, and an interval."""
+    methods = by_method(row for row in rows if row["cell"] == CALLS)
+    full, ours = methods["full"][CALLS], methods[DEFAULT][CALLS]
+    lost = np.array([full[one]["score"] - row["score"] for one, row in ours.items()])
+    if not len(lost):
+        return None
+    low, high = interval([lost]) or (0.0, 0.0)
+    right = float(np.mean([full[one]["score"] for one in ours]))
+    return {
+        "what": f"{100 * share:g}%, exact calls of tools lost of 1",
+        **{"figure": f"{lost.mean():.3f}", "low": f"{low:.3f}", "high": f"{high:.3f}"},
+        "wanted": "0, within the interval",
+        "verdict": MET if low <= 0 else MISSED,
+        "prompts": f"{len(lost)}",
+        "note": f"the full cache's calls: {right:.0%} exact",
+    }
+
+
+def tail_over_rounding(rows: Sequence[Row], share: float) -> Cells | None:
+    """Return the tail of the default's KL over that of all entries at 8 bits."""
+    if share not in TAIL_AT:
+        return None
+    methods = by_method(row for row in rows if row.get("kls"))
+    ours, rounded = methods[DEFAULT], methods[ROUNDED]
+    pairs = [(row, rounded[cell].get(one)) for cell in ours for one, row in ours[cell].items()]
+    kls = [(row["kls"], other["kls"]) for row, other in pairs if other is not None]
+    ends = [tails([kl for item in side for kl in item]) for side in zip(*kls, strict=True)]
+    known = [name for name in TAILS if ends and ends[0][name] and ends[1][name]]
+    if not known:
+        return None
+    name = known[-1]
+    mine, other = (end[name] for end in ends)
+    return {
+        "what": f"{100 * share:g}%, {100 * TAILS[name][0]:g}% KL over that of {ROUNDED}",
+        "figure": f"{mine / other:.2f}",
+        "wanted": "1.00",
+        "verdict": MET if mine <= other else MISSED,
+        "prompts": f"{len(kls)}",
+        "note": f"{mine:.4f} and {other:.4f} nats of {ends[0]['n_tokens']:,} tokens",
     }
 
 

@@ -55,7 +55,7 @@ ROUNDED = ("KVzip", "SnapKV", "CriticalKV(SnapKV)")
 PLAIN = (8, 4)
 QUANTIZED = [(backend, bits) for backend in BACKENDS for bits in (4, 2)]
 """Backends of transformers' quantised cache, everything kept."""
-CELLS: dict[str, tuple[str, dict[str, bool]]] = {
+CELLS: dict[str, tuple[str, dict[str, Any]]] = {
     "text": ("kl", {}),
     "own-answer": ("own", {}),
     "facts-inside": ("facts", {}),
@@ -63,14 +63,17 @@ CELLS: dict[str, tuple[str, dict[str, bool]]] = {
     "facts-second-turn": ("facts", {"opened": True}),
 }
 """Task of each cell, and where its question stands."""
-RULER: dict[str, tuple[str, dict[str, bool]]] = {
-    name: (name, {"after": True})
-    for name in (
-        *("niah_single", "niah_multikey", "niah_multivalue", "niah_multiquery", "vt", "cwe"),
-        *("fwe", "kv_retrieval", "dfs", "tools"),
-    )
+RULER: dict[str, tuple[str, dict[str, Any]]] = {
+    **{
+        name: (name, {"after": True})
+        for name in (
+            *("niah_single", "niah_multikey", "niah_multivalue", "niah_multiquery", "vt", "cwe"),
+            *("fwe", "kv_retrieval", "dfs"),
+        )
+    },
+    "tools": ("tools", {"after": True, "turns": 4}),
 }
-"""Cells of tasks by rule, the question after the compression."""
+"""Cells of tasks by rule, the question after the compression; requests for tools in four turns."""
 OF = 12
 """Prompts that are drawn at once; their order goes to and fro over the depths of the needles."""
 ORDER = sorted(range(OF), key=lambda number: 5 * number % OF)

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,7 +133,7 @@ def shared_kl(rows: Sequence[Row]) -> list[float | None]:
     return [weighed(row, counts.min(axis=0).tolist()) for row in rows]
 
 
-def by_method(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, Row]]]:
+def by_method(rows: Iterable[Row]) -> dict[str, dict[str, dict[str, Row]]]:
     """Method, cell and prompt's digest of each row; methods in the order in which they came."""
     result: dict[str, dict[str, dict[str, Row]]] = defaultdict(lambda: defaultdict(dict))
     for row in rows:

@@ -19,7 +19,7 @@ from kvalloc.prompts.cases import LONG_ANSWER_TOKENS, Case
 from kvalloc.prompts.tasks import Task, find_tasks
 from kvalloc.prompts.tasks.longbench import file_task, read_records
 from kvalloc.report.terminal import table_text
-from kvalloc.report.wording import evaluation_tables
+from kvalloc.report.wording import evaluation_tables, score_notes
 from kvalloc.shape import ModelShape
 from kvalloc.units import Option, parse_numbers, share_text, size
 
@@ -38,7 +38,8 @@ class EvalOptions(FittedOptions, EngineOptions, ModelArgument):
     """A budget profile, or a shipped one's name."""
 
     budget: Annotated[str | None, Option("SHARE", CACHES)] = None
-    """Also what 'kvalloc generate' does with this share of the bytes of a cache at 16 bits."""
+    """Also what 'kvalloc generate' does with this share of the bytes of a cache at 16 bits; several
+    with commas, and where answers can be right, a note says down to which they stay so."""
 
     memory: Annotated[str | None, Option("SIZE", CACHES)] = None
     """Also what it does within these bytes at its peak, alone or beside `budget`."""
@@ -131,6 +132,7 @@ def eval(options: EvalOptions) -> None:
     kvalloc eval demo --memory 4MiB --tasks kl --json
     kvalloc eval demo --budget 20% --engine ray --workers 2 --threads 1
     kvalloc eval demo --budget 20% --plain-bits 8,4 --tasks kl,own,facts --question-at after
+    kvalloc eval demo --budget 50%,20%,10% --tasks facts --question-at after
     """
     from kvalloc.engine.contract import engine_of
     from kvalloc.evaluate.result_file import evaluation_of
@@ -168,6 +170,7 @@ def eval(options: EvalOptions) -> None:
     for name, budgets in profiles.items():
         share = share_text(budgets.retained_bytes, budgets.full_bytes, budgets.target_text)
         notes.append(f"{name}: {budgets.solver}, {budgets.level} level, {share}")
+    notes += score_notes(result.rows)
     lines = [table_text(*table, keys=2) for table in evaluation_tables(result.rows)]
     print_result(result.rows, lines=lines, notes=notes, always=True)
 
@@ -177,9 +180,9 @@ def _profiles(options: EvalOptions) -> dict[str, BudgetProfile]:
     from kvalloc.runtime.options import CacheOptions
 
     widths = parse_numbers(options.plain_bits or (), "plain_bits")
-    if applied := typed_options(options, APPLIED):
-        check_conflicts(applied)
-        decision_of(None, CacheOptions(), **applied)
+    for how in (applied := _applied(options)):
+        check_conflicts(how)
+        decision_of(None, CacheOptions(), **how)
     if not (applied or options.profile or options.peer or widths):
         raise InputError(
             "there is nothing to evaluate; give --budget 20%, --memory 2MiB or a --profile"
@@ -191,6 +194,15 @@ def _profiles(options: EvalOptions) -> dict[str, BudgetProfile]:
             raise InputError(f"two profiles are called {short}; rename one of the files")
         profiles[short] = load_profile(name)
     return profiles
+
+
+def _applied(options: EvalOptions) -> list[dict[str, Any]]:
+    """Return the options of each `kvalloc.apply` that is compared, one a share."""
+    options_of_all = typed_options(options, APPLIED)
+    if options.budget is None:
+        return [options_of_all] if options_of_all else []
+    shares = dict.fromkeys(share.strip() for share in options.budget.split(","))
+    return [{**options_of_all, "budget": share} for share in shares]
 
 
 def _tasks(options: EvalOptions) -> list[Task]:
@@ -224,7 +236,7 @@ def _methods(
         make = partial(make_cache, model, budgets, allow_other_model=options.allow_other_model)
         make()  # refuses a profile of another model before anything runs
         methods[name] = CacheMethod(make_cache=make)
-    if applied := typed_options(options, APPLIED):
+    for applied in _applied(options):
         how = dict(applied)
         if options.fitted is not None:  # without a file it is about profiles alone
             how["allow_other_model"] = options.allow_other_model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from kvalloc.accounting.costs import counts_of
 from kvalloc.accounting.engine_formats import FORMATS
 from kvalloc.allocation.decision import loss_outlook
 from kvalloc.allocation.request import Request
-from kvalloc.errors import SolverError
+from kvalloc.errors import SolverError, option
 from kvalloc.formats.fitted import FittedModel
 from kvalloc.formats.format_losses import FormatLosses, Predicted
 from kvalloc.problem import GroupCap, cap_tree
@@ -59,7 +60,7 @@ def decision_fields(decided: BudgetProfile) -> dict[str, str]:
         "solver": ", ".join(filter(None, (solver_text(decided), ended_text(decided)))),
         "why": decided.detail.removeprefix(f"{decided.decided_by}: "),
         "retention": number_text(decided.retention, ".6f"),
-        "outlook": loss_outlook(decided),
+        "answers": loss_outlook(decided),
         "predicted loss": "" if loss is None else f"{loss:.6f} nats per token",
         "model error": _error_text(decided),
         **_measured_fields(decided),
@@ -371,7 +372,8 @@ def losses_per(profile: ScoreProfile) -> str | None:
 
 
 def _parameters(parameters: dict[str, Any]) -> str:
-    listed = ", ".join(f"{key}={value}" for key, value in parameters.items())
+    files = {"file": Path(parameters["file"]).name} if parameters.get("file") else {}
+    listed = ", ".join(f"{key}={value}" for key, value in {**parameters, **files}.items())
     return f" ({listed})" if listed else ""
 
 
@@ -501,6 +503,33 @@ def evaluation_tables(
         yield _table(PAIRED, paired)
 
 
+def score_notes(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield down to which share of the bytes a task's answers stay as right as the full cache's.
+
+    One line for each task with scores of several caches of kvalloc's own budgets.
+    """
+    scored = [row for row in rows if row["score"] is not None]
+    for task, full in ((row["task"], row["score"]) for row in scored if row["name"] == "full"):
+        budgets = [
+            one
+            for one in scored
+            if one["task"] == task and one["name"].startswith(option("budget"))
+        ]
+        budgets.sort(key=lambda one: -one["share_of_16_bits"])
+        lost = [one["score"] < full for one in budgets]
+        if len(budgets) < 2:
+            continue
+        kept = budgets[: lost.index(True)] if any(lost) else budgets
+        least = (
+            f"down to {kept[-1]['share_of_16_bits']:.1%} of the bytes" if kept else "at no budget"
+        )
+        text = f"{task}: as many right answers as the full cache's {full:.0%} {least}"
+        if any(lost):
+            first = budgets[len(kept)]
+            text += f"; {first['score']:.0%} at {first['share_of_16_bits']:.1%}"
+        yield text
+
+
 def _table(
     columns: Sequence[tuple[str, str, str]], rows: Sequence[Mapping[str, Any]]
 ) -> tuple[list[str], list[list[str]]]:
@@ -524,6 +553,7 @@ def fitted_fields(fitted: FittedModel) -> dict[str, str]:
     explained = f"{by_layer.mean():.2f} ({by_layer.min():.2f} to {by_layer.max():.2f})"
     errors = "; ".join(
         f"{one.share:.0%}: {one.loss / one.predicted:.1f} times {one.predicted:.4f}"
+        + ("" if one.p99 is None else f", 99% of tokens at most {one.p99:.2g}")
         + ("" if one.second_read is None else f", a second read loses {one.second_read:.4f}")
         for one in scores.errors
     )

@@ -62,6 +62,8 @@ def test_eval_shows_long_answers_by_position_and_bytes_of_16_bits(models, folder
     record = json.loads(saved.read_text())
     settings = {"question_at": "second-turn", "plain_bits": "8,4", "budget": "60%"}
     assert settings.items() <= record["settings"].items()
+    twice = succeed(*given, "--budget", "60%, 30%", "--json").json
+    assert [row["name"] for row in twice][1:3] == ["--budget 60%", "--budget 30%"]
     # the opening's answer is read, and only the second turn's tokens are there
     assert all(len(prompt["kls"]) == 1 for prompt in record["prompts"])
 

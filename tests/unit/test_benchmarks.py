@@ -6,7 +6,7 @@ from dataclasses import fields
 import pytest
 from _common import cells_of
 from bench_quality import CELLS as ALL_CELLS
-from bench_quality import of_solved, points_lost, ruler_picture
+from bench_quality import calls_lost, of_solved, points_lost, ruler_picture, tail_over_rounding
 from quality.cells import CELLS as KINDS
 from quality.cells import OF, ORDER, row_of
 from quality.tables import (
@@ -83,7 +83,11 @@ def test_a_call_names_a_benchmark_a_part_and_options():
     assert "auto" not in parts_of(["solvers"])[1]  # its script was removed
     assert record_parts(["solvers auto"]) == 2
     name, parts, options = parts_of(["quality", "--shares", "20"])
-    assert (name, parts, options) == ("quality", ["peers", "long", "ruler"], ["--shares", "20"])
+    assert (name, parts, options) == (
+        "quality",
+        ["peers", "long", "ruler", "agents"],
+        ["--shares", "20"],
+    )
 
 
 # The tables of the quality benchmark, on cells made by hand
@@ -230,6 +234,28 @@ def test_points_lost_are_those_of_the_same_prompts(ours, of_kvzip, limit, met):
     assert result["wanted"] == f"{limit:.3f}"
     assert (result["verdict"] == "met") == met
     assert points_lost(rows, 0.25, ["vt"]) is None
+
+
+def test_calls_are_lost_where_the_interval_is_above_zero():
+    def lost(scores):
+        rows = scored("full", None, (1,) * 4, cell="tools")
+        return calls_lost([*rows, *scored("default", 0.2, scores, cell="tools")], 0.2)
+
+    some, surely = lost((1, 1, 1, 0.5)), lost((0.5, 0.25, 0.5, 0.75))
+    assert (some["figure"], some["low"], some["verdict"]) == ("0.125", "0.000", "met")
+    assert (surely["figure"], surely["prompts"], surely["verdict"]) == ("0.500", "4", "MISSED")
+    assert calls_lost(scored("default", 0.2, (1,)), 0.2) is None
+
+
+def test_the_tail_is_that_of_prompts_that_both_have():
+    rows = [{**one, "kls": [0.25] * 150} for one in scored("default", 0.2, (1, 1, 1))]
+    rows += [{**one, "kls": [0.5] * 150} for one in scored("8 bits", None, (1, 1))]
+    ratio = tail_over_rounding(rows, 0.2)
+    assert (ratio["figure"], ratio["verdict"], ratio["prompts"]) == ("0.50", "met", "2")
+    assert ratio["what"].startswith("20%, 99% KL")
+    assert "300 tokens" in ratio["note"]
+    assert tail_over_rounding(rows[:4], 0.2) is None  # too few tokens
+    assert tail_over_rounding(rows, 0.1) is None
 
 
 def test_the_picture_of_scores_and_tails(tmp_path, monkeypatch):

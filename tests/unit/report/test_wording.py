@@ -6,7 +6,7 @@ from factories import make_budget_profile, make_scores, make_shape
 
 import kvalloc
 from kvalloc.report.terminal import merged_names, short_name, table_lines
-from kvalloc.report.wording import cap_lines, ended_text, proof_text
+from kvalloc.report.wording import cap_lines, ended_text, proof_text, score_notes
 
 # What is said of profiles in plain words
 
@@ -57,6 +57,22 @@ def test_of_what_optimal_is_optimal(stated, said):
     assert ended_text(profile) == said
     if profile.termination == "optimal":
         assert said.removeprefix("optimal").partition(",")[0] in proof_text(profile)
+
+
+def test_down_to_which_budget_answers_stay_right():
+    def note_of(*scores):
+        names = (("full", 1.0), ("8 bits", 0.53), ("budget='10%'", 0.1), ("budget='20%'", 0.2))
+        shown = [
+            {"task": "tools", "name": name, "share_of_16_bits": share, "score": score}
+            for (name, share), score in zip(names, scores, strict=True)
+        ]
+        return [*score_notes(shown)]
+
+    begin = "tools: as many right answers as the full cache's 80%"
+    assert note_of(0.8, 0.1, 0.5, 0.9) == [f"{begin} down to 20.0% of the bytes; 50% at 10.0%"]
+    assert note_of(0.8, 0.1, 0.8, 0.8) == [f"{begin} down to 10.0% of the bytes"]
+    assert note_of(0.8, 0.8, 0.9, 0.7) == [f"{begin} at no budget; 70% at 20.0%"]
+    assert note_of(None, None, None, None) == []
 
 
 def test_caps_that_nest_are_drawn_as_a_tree():
