@@ -298,7 +298,7 @@ class Applied:
         try:
             output = generate(*args, **kwargs)
         except BaseException:
-            cache.take_back(seen)
+            cache.go_back(seen)
             raise
         if fresh:  # what runs the model beside it, such as guidance, made caches of its own
             self.last_cache, self._read_tokens = cache, None

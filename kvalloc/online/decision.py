@@ -21,7 +21,7 @@ from kvalloc.shape import ModelShape
 class PromptSize:
     """Size of an unread prompt; with `chunked` it comes in several forwards.
 
-    `tokens` include padding, None if unknown. `lengths` do not, empty for one row without any.
+    `tokens` include padding, None if unknown. `lengths` do not, empty for one unpadded row.
     `rows` are token ids, (n_tokens,) each, empty if unknown. For `scattered`, empty if none, see
     `kvalloc.runtime.rows.scattered_rows`.
     """
@@ -48,7 +48,7 @@ class PromptSize:
         return len(self.lengths) or 1
 
     def of_rows(self, indices: Sequence[int]) -> PromptSize:
-        """Return the lengths of some rows, at least 1 token each."""
+        """Return the size of some rows, at least 1 token each."""
         lengths = self.lengths or (self.columns,)
         return replace(
             self, lengths=tuple(max(lengths[row], 1) for row in indices), rows=(), scattered=()

@@ -35,10 +35,10 @@ TURN_BROKEN_OFF = (
 class BudgetCache(CacheFigures, HookedCache):
     """Cache of the entries that a budget profile grants each layer and KV head.
 
-    In each forward of a prompt a full-attention layer attends, then evicts: sinks, window and the
-    policy's best of each row and KV head stay. If it must see the whole prompt, all layers evict at
-    its end. Every ``decode_every`` later tokens, and after a turn, kept and new entries are ranked
-    together, within the budgets of each row's tokens without padding.
+    In each forward of a prompt the full-attention layers attend, then evict: sinks, window and the
+    policy's best of each row and KV head stay. If the policy must see the whole prompt, all layers
+    evict at its end. Every ``decode_every`` later tokens, and after a turn, entries are ranked
+    again, within the budgets of each row's tokens without padding.
 
     Rows may differ in length, padded on either side; padding is neither kept nor counted. Prompts
     may come in announced chunks (``prompt_tokens``). Layers without budgets are transformers' own.
@@ -49,7 +49,9 @@ class BudgetCache(CacheFigures, HookedCache):
         Texts of the batch; none before the first forward.
     """
 
-    decision_seconds: float | None = None  # what deciding its budgets took, if they were
+    decision_seconds: float | None = (
+        None  # time to decide its budgets from the prompt, if they were
+    )
     verifier: Any = None  # what verifies its answers, if anything does
 
     def __init__(
@@ -66,7 +68,7 @@ class BudgetCache(CacheFigures, HookedCache):
         self.door = Door(announced, lengths)
         self.extensions: list[Extension] = []
         kinds = methods[0].profile.shape.layer_types
-        self.attending = sum(kind not in ("state", "none") for kind in kinds)
+        self.n_attend = sum(kind not in ("state", "none") for kind in kinds)
         self.traceable = not {*kinds} - {"full", "sliding"}
         shapes = enumerate(methods[0].profile.shape.by_layer)
         self.reads = {index: one.reads for index, one in shapes if one.reads is not None}
@@ -95,7 +97,7 @@ class BudgetCache(CacheFigures, HookedCache):
 
     @property
     def interrupted(self) -> str | None:
-        """Reason for a `reset` after a failed forward, or None."""
+        """Reason why it cannot go on before a `reset`, or None."""
         return self.broken or (None if self.forward is None else HALF_WAY)
 
     def tell(self, event: str, *facts: Any) -> None:
@@ -173,7 +175,7 @@ class BudgetCache(CacheFigures, HookedCache):
             self.layers[index] = copy.deepcopy(layer)
 
     def reset(self) -> None:
-        """Free all tokens; the next forward is a new prompt."""
+        """Free all tokens; budgets that were decided from one prompt serve no other."""
         self.read_ids = None
         self.spent |= bool(self.rows) and any(method.once for method in self.methods)
         for store in self.stores.values():
@@ -183,8 +185,8 @@ class BudgetCache(CacheFigures, HookedCache):
         self.tell("reset")
         self._forget()
 
-    def take_back(self, seen: int) -> None:
-        """Forget all tokens after the first ``seen``: a turn broke off.
+    def go_back(self, seen: int) -> None:
+        """Forget all tokens but the first ``seen``: a turn broke off.
 
         If an evicted entry cannot come back, the cache is `interrupted`.
         """
@@ -286,7 +288,7 @@ class BudgetCache(CacheFigures, HookedCache):
             )
 
     def adopt(self, other: BudgetCache) -> None:
-        """Take over the entries of another cache, not used any more."""
+        """Take over the entries of a cache that is then dropped."""
         self.layers, self.rows, self.door = other.layers, other.rows, other.door
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

@@ -38,7 +38,7 @@ from kvalloc.runtime.store import Store
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """A running forward.
+    """Plans of a running forward.
 
     `planned` are evictions after a layer's attention, with targets; in `observing` policies only
     observe a chunk. Layers in `waiting` evict once they are `layers_together`. `sees` is
@@ -254,7 +254,8 @@ class Eviction:
 
     # Choosing
 
-    def _front(self, store: Store, bundle: Bundle) -> int:
+    def _kept_before(self, store: Store, bundle: Bundle) -> int:
+        """Return the number of kept entries before the candidates."""
         return int(store.kept_counts[bundle[0]].max()) if self.new_only else 0
 
     def hand_out(self, cache: Any, granted: Mapping[int, IntArray]) -> dict[int, IntArray]:
@@ -304,7 +305,7 @@ class Eviction:
         by_row: dict[int, list[Tensor]] = {row: [] for row in self.rows.tolist()}
         for bundle in self.bundles(store):
             states, _ = self.look({layer: store}, bundle)
-            sinks = self._front(store, bundle) or self.sinks
+            sinks = self._kept_before(store, bundle) or self.sinks
             end = max(int(states.keys.shape[2]) - self.window, sinks)
             scores = states.keys[..., 0]
             if end > sinks:  # else there is nothing to choose from
@@ -346,11 +347,11 @@ class Eviction:
         budgets = np.concatenate([targets[layer] for layer in layers], axis=1)
         bundles = self.bundles(stores[layers[0]])
         pieces = [self._chosen(stores, bundle, budgets) for bundle in bundles]
-        (fresh,) = joined(pieces)  # all of the model's types
+        (staying,) = joined(pieces)  # all of the model's types
         del pieces  # they keep evicted entries alive
-        new = self._as_stored(stores, fresh)
-        del fresh
-        for store, parts, rest in zip(stores.values(), new, whole_rows, strict=True):
+        stored = self._as_stored(stores, staying)
+        del staying
+        for store, parts, rest in zip(stores.values(), stored, whole_rows, strict=True):
             store.replace(self.rows, parts, rest)
             store.notes.forget(self.rows, observed=not (self.remember and self.policy.observes))
             if not self.more:
@@ -395,7 +396,7 @@ class Eviction:
         (rows, head), (layer, store) = bundle, next(iter(stores.items()))
         heads = slice(None) if head is None else slice(head, head + 1)
         budgets = torch.from_numpy(targets[np.searchsorted(self.rows, rows)][:, heads])
-        front = self._front(store, bundle)
+        front = self._kept_before(store, bundle)
         states, positions = self.look(stores, bundle, latest=front > 0)
         n_tokens = int(states.keys.shape[2])
         kept = torch.ones_like(states.keys[..., 0], dtype=torch.bool)

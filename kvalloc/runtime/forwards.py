@@ -324,7 +324,7 @@ class Installed:
         if forward.token is not None:
             self.switch.leave(forward.token)
         if forward.running is not None:
-            layers, calls = forward.cache.attending, len(forward.attended)
+            layers, calls = forward.cache.n_attend, len(forward.attended)
             once = len({*forward.attended}) == calls == layers
             forward.end(completed=completed and once)
             if completed and not once:
