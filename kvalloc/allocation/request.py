@@ -193,9 +193,10 @@ class RequestOptions(TypedDict, total=False):
     target_retention: Annotated[float | str | None, Option("SHARE", "Target")]
     """Fewest bytes that keep this mean share of the score mass, such as 0.9 or 90%."""
 
-    target_loss: Annotated[float | None, Option("NATS", "Target")]
+    target_loss: Annotated[str | float | None, Option("NATS", "Target")]
     """Fewest bytes with a predicted loss up to this, in nats per token, such as 0.02. The
-    prediction is the sum of losses measured with each unit reduced alone.
+    prediction is the sum of losses measured with each unit reduced alone. From a fitted file, also
+    that of 99% of the tokens, such as 0.05@99%.
     """
 
     budget: Annotated[str | float | None, Option("SHARE", "Target")]
@@ -411,13 +412,13 @@ def _retention(typed: str | float) -> float:
     return value
 
 
-def _loss(typed: float) -> float:
+def _loss(typed: str | float) -> float:
     try:
         value = float(typed)
     except ValueError:
         raise InputError(
-            f"a target loss of {typed!r} cannot be solved for; give a mean in nats per token, such "
-            "as 0.02"
+            f"a target loss of {typed!r} cannot be solved for here; give a mean in nats per token, "
+            "such as 0.02"
         ) from None
     if not 0 <= value < math.inf:
         raise InputError(

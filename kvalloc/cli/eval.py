@@ -21,7 +21,7 @@ from kvalloc.prompts.tasks.longbench import file_task, read_records
 from kvalloc.report.terminal import table_text
 from kvalloc.report.wording import evaluation_tables, score_notes
 from kvalloc.shape import ModelShape
-from kvalloc.units import Option, parse_numbers, share_text, size
+from kvalloc.units import Option, parse_numbers, parse_share, share_text, size
 
 if TYPE_CHECKING:
     from kvalloc.evaluate.methods import Method
@@ -201,8 +201,9 @@ def _applied(options: EvalOptions) -> list[dict[str, Any]]:
     options_of_all = typed_options(options, APPLIED)
     if options.budget is None:
         return [options_of_all] if options_of_all else []
-    shares = dict.fromkeys(share.strip() for share in options.budget.split(","))
-    return [{**options_of_all, "budget": share} for share in shares]
+    shares = [one.strip() for one in options.budget.split(",") if one.strip()]
+    different = {parse_share(one): one for one in reversed(shares)}
+    return [{**options_of_all, "budget": one} for one in [*different.values()][::-1]]
 
 
 def _tasks(options: EvalOptions) -> list[Task]:

@@ -278,6 +278,9 @@ class _Contents:
         sound = len(np.unique(places)) == len(places)
         name = f"{index}.kept_positions"
         self._require(sound, name, "of a token at two widths", "each at one")
+        held = np.bincount(places // max(seen, 1), minlength=header.batch * heads)
+        sound = bool((held > 0)[(tokens > latest).repeat(heads)].all())
+        self._require(sound, name, "of no token in a head", "some in each")
 
     def _check_segments(self, prefix: str, bits: int, heads: int, end: IntArray) -> list[IntArray]:
         """Return the token of each entry, with a different number for each segment."""

@@ -56,7 +56,7 @@ class ShareError(Record):
     prompts: int = Field(ge=1)
     """Number of prompts, on which no curve was measured."""
 
-    p99: float | None = Field(default=None, gt=0)
+    p99: float | None = Field(default=None, ge=0)
     """Loss that 99% of the predicted tokens do not exceed, nats; None of fewer than 300 tokens."""
 
     second_read: float | None = Field(default=None, gt=0)

@@ -58,8 +58,8 @@ ERROR_PROMPTS, ERROR_SEED, ERROR_SHARES = 24, 1_000, (0.05, 0.1, 0.2)
 """Other prompts, on which whole caches of these shares are measured; fewer shorter ones."""
 
 SECOND_READ_SHARES, ADD_UP = (0.05, 0.1), 2.0
-"""Shares at which a second read of each prompt may decide the whole caches, too: where these lose
-more than so many times the sum of single losses, which then do not add up."""
+"""Shares at which a second read of each prompt decides whole caches, too: if at one of them these
+lose more than so many times the sum of single losses, which then do not add up."""
 
 
 @keywords_of(FitOptions)
@@ -258,13 +258,14 @@ def _errors(
                 loss=summary["loss"],
                 interval=summary["interval"] and tuple(summary["interval"]),
                 prompts=len(kls),
-                p99=tails(np.concatenate([*kls.values()]))["p99"] or None,
+                p99=tails(np.concatenate([*kls.values()]))["p99"],
             )
     setting = Setting(shape=load_fitted(file).shape, share=1.0, rotates=rotates)
+    second = [one for share, one in errors.items() if share in SECOND_READ_SHARES]
     read_twice = {
-        share: SecondRead(setting=replace(setting, share=share)).profile(tokens)
-        for share, one in errors.items()
-        if share in SECOND_READ_SHARES and one.loss > ADD_UP * one.predicted
+        one.share: SecondRead(setting=replace(setting, share=one.share)).profile(tokens)
+        for one in second
+        if any(one.loss > ADD_UP * one.predicted for one in second)
     }
     for share, kls in count(read_twice, kept.stage("second_reads"), None).items():
         loss = _summary(samples, kls)["loss"] if all(one.size for one in kls.values()) else 0.0

@@ -385,7 +385,8 @@ def method_for(
     """
     reads_twice = tokens + min(PIECE, tokens) + CARRIED_TOKENS <= (limit or inf)
     if (solved := setting.solved_tokens(tokens)) is not None:
-        if reads_twice and not one_read and setting.reads_twice:
+        short = setting.entries(tokens) == tokens  # for a second read, which keeps it whole
+        if reads_twice and not one_read and not short and setting.reads_twice:
             return SecondRead(setting=setting, measured=True)
         return Solved(setting=setting, solved_tokens=solved)
     if setting.entries(tokens) == tokens:

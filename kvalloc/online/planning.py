@@ -11,6 +11,7 @@ from typing import Any
 from kvalloc.accounting.costs import plain_bytes, reading_bytes
 from kvalloc.errors import InputError, nearest, option
 from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.formats.shipped_profiles import load_fitted
 from kvalloc.measure.step_times import DEVICES, StepTimes, device_steps, measure_steps
 from kvalloc.models.loading import shape_of
 from kvalloc.models.structure import context_limit
@@ -127,9 +128,13 @@ def plan_batch(
     min_share = share_for_loss(file, target, grid_length(prompt))
     methods = list(_methods(setting, min_share, prompt))
     if not methods:
-        known = [one.predicted_loss for one in _methods(setting, LARGE, prompt)]
-        min_share = math.ceil(1e6 * min(known, default=0.0)) / 1e6
-        way_out = f"{min_share:.15g} is possible" if known else "give a longer prompt"
+        scores = load_fitted(file).scores
+        known = [
+            one.predicted_loss * (target.factor_at(one.setting.share, scores) or 1.0)
+            for one in _methods(setting, LARGE, prompt)
+        ]
+        least = replace(target, nats=math.ceil(1e6 * min(known, default=0.0)) / 1e6)
+        way_out = f"{least} is possible" if known else "give a longer prompt"
         raise InputError(
             f"no share of a cache of {prompt:,} tokens is predicted to lose no more than "
             f"{option('target_loss', str(target))}; {way_out}"

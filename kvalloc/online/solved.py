@@ -14,6 +14,7 @@ from kvalloc.allocation.pool import solve_pool
 from kvalloc.allocation.request import Request
 from kvalloc.errors import InfeasibleError, InputError, option
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
+from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.formats.shipped_profiles import load_fitted, while_unchanged
 from kvalloc.problem.registry import get_solver
 from kvalloc.scorers import Scorer, get_scorer
@@ -123,7 +124,7 @@ class LossTarget:
         >>> LossTarget.parse("0.05@99%")
         LossTarget(nats=0.05, tail=True)
         """
-        number, at, percentile = str(typed).partition("@")
+        number, at, percentile = (part.strip() for part in str(typed).partition("@"))
         try:
             nats = float(number)
         except ValueError:
@@ -131,16 +132,20 @@ class LossTarget:
                 f"{typed!r} is not a loss in nats per token; give a mean, such as 0.02, or what "
                 "99% of the tokens may lose, such as 0.05@99%"
             ) from None
+        target = Request.parse(target_loss=nats).target
         if at and percentile != "99%":
             raise InputError(
-                f"a loss of {percentile or 'no share'} of the tokens is not measured, only of 99%; "
-                f"give {option('target_loss', f'{number}@99%')}"
+                f"{typed!r} asks for another share of the tokens than 99%, the one that is "
+                f"measured; give {option('target_loss', f'{number}@99%')}"
             )
-        target = Request.parse(target_loss=nats).target
         return cls(nats=float(target.value), tail=bool(at))
 
     def __str__(self) -> str:
-        return f"{self.nats:g}{'@99%' * self.tail}"
+        return f"{self.nats:.15g}{'@99%' * self.tail}"
+
+    def factor_at(self, share: float, scores: ScoreProfile) -> float | None:
+        """Return the factor on a predicted mean at a share; None if the tail is not known."""
+        return scores.tail_at(share) if self.tail else 1.0
 
 
 @while_unchanged(maxsize=256)
@@ -162,11 +167,10 @@ def share_for_loss(file: str, target: LossTarget, tokens: int) -> float:
         solved = solve_share(file, share, tokens)
         if solved is None or solved.expected_loss is None:
             return False
-        factor = scores.tail_at(share) if target.tail else 1.0
-        if factor is None:
+        if (factor := target.factor_at(share, scores)) is None:
             raise InputError(
-                f"{option('target_loss', str(target))} is about single tokens, and {file} has only "
-                "means; run 'kvalloc fit' again, or leave @99% out"
+                f"{option('target_loss', str(target))} is about single tokens, and {file} has "
+                "too few of them, under 300; run 'kvalloc fit' on more prompts, or leave @99% out"
             )
         return solved.expected_loss * factor <= target.nats
 

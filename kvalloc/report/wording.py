@@ -14,6 +14,7 @@ from kvalloc.accounting.engine_formats import FORMATS
 from kvalloc.allocation.decision import loss_outlook
 from kvalloc.allocation.request import Request
 from kvalloc.errors import SolverError, option
+from kvalloc.evaluate.scoring import ALL_TASKS
 from kvalloc.formats.fitted import FittedModel
 from kvalloc.formats.format_losses import FormatLosses, Predicted
 from kvalloc.problem import GroupCap, cap_tree
@@ -504,12 +505,14 @@ def evaluation_tables(
 
 
 def score_notes(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield down to which share of the bytes a task's answers stay as right as the full cache's.
+    """Yield down to which share of the bytes a task's score stays that of the full cache.
 
-    One line for each task with scores of several caches of kvalloc's own budgets.
+    One line for each task that the full cache solves in part, with several budgets.
     """
-    scored = [row for row in rows if row["score"] is not None]
+    scored = [row for row in rows if row["score"] is not None and row["task"] != ALL_TASKS]
     for task, full in ((row["task"], row["score"]) for row in scored if row["name"] == "full"):
+        if not full:
+            continue
         budgets = [
             one
             for one in scored
@@ -523,7 +526,7 @@ def score_notes(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         least = (
             f"down to {kept[-1]['share_of_16_bits']:.1%} of the bytes" if kept else "at no budget"
         )
-        text = f"{task}: as many right answers as the full cache's {full:.0%} {least}"
+        text = f"{task}: the full cache's score of {full:.0%} is reached {least}"
         if any(lost):
             first = budgets[len(kept)]
             text += f"; {first['score']:.0%} at {first['share_of_16_bits']:.1%}"

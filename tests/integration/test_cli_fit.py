@@ -49,6 +49,8 @@ def test_a_fitted_file_is_named(models, profiles, folder):
         assert ran.json["retained_bytes"] < 0.7 * ran.json["full_bytes"]
     named = ("--budget", "40%", "--fitted", file, "--prompt-file", folder / "prompt.txt")
     assert "predicted loss" in run("generate", models / "tiny", *named).err
+    tail = ("--target-loss", "0.5@99%", *named[2:])
+    refused(folder, "generate", models / "tiny", *tail, words=("under 300", "leave @99% out"))
     words = (f"the fitted file {file} is for the weights of tiny", "--allow-other-model")
     refused(folder, "generate", models / "twin", *named, words=words)
     asked = folder / "asked.jsonl"

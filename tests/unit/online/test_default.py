@@ -235,6 +235,9 @@ def test_a_prompt_is_read_twice_if_fit_measured_that_this_loses_far_less(
         assert type(method_for(default.setting(shape), TOKENS)) is way
         assert type(method_for(default.setting(shape), TOKENS, limit=TOKENS)) is Solved
         assert not replace(default.setting(shape), share=0.2).reads_twice
+        short = replace(default.setting(shape), share=0.02)  # a second read would keep all of it
+        assert short.entries(13) == 13
+        assert not isinstance(method_for(short, 13), SecondRead)
     fitted.with_errors((first.replace(second_read=0.5 * first.loss), *others)).save(file)
     cache = run(model, tiny.prompt(TOKENS), budget="10%", fitted=file)
     loss = f"{0.5 * first.loss:.2g}"
@@ -318,7 +321,8 @@ def test_a_loss_of_99_percent_of_the_tokens_is_asked_for(tiny, model, fitted_fil
     assert share("0.1@99%", file) == share(0.01, file) > share("0.5@99%", file)
     for loss, words in (
         ("0.1@99%", "is about single tokens"),
-        ("0.1@99.9%", "0.1@99%"),
+        ("0.1@99.9%", "'0.1@99%'"),
+        (" 0.1 @ 90% ", "'0.1@99%'"),
         ("little", "not a loss in nats"),
     ):
         with pytest.raises(InputError, match=words):

@@ -68,11 +68,11 @@ def test_down_to_which_budget_answers_stay_right():
         ]
         return [*score_notes(shown)]
 
-    begin = "tools: as many right answers as the full cache's 80%"
+    begin = "tools: the full cache's score of 80% is reached"
     assert note_of(0.8, 0.1, 0.5, 0.9) == [f"{begin} down to 20.0% of the bytes; 50% at 10.0%"]
     assert note_of(0.8, 0.1, 0.8, 0.8) == [f"{begin} down to 10.0% of the bytes"]
     assert note_of(0.8, 0.8, 0.9, 0.7) == [f"{begin} at no budget; 70% at 20.0%"]
-    assert note_of(None, None, None, None) == []
+    assert note_of(None, None, None, None) == note_of(0.0, 0.0, 0.0, 0.0) == []
 
 
 def test_caps_that_nest_are_drawn_as_a_tree():

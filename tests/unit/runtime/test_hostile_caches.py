@@ -156,6 +156,16 @@ def more_seen(file):
     file.stated["seen_tokens"] += 1
 
 
+def without(part):
+    """Return a change that drops a part of a layer."""
+
+    def change(file):
+        for name in [name for name in file.arrays if name.startswith(part)]:
+            del file.arrays[name]
+
+    return change
+
+
 def stating(**values):
     return lambda file: file.stated.update(values)
 
@@ -205,6 +215,7 @@ OLDER = ("0.keys", "0.values")
             lambda file: set_at(np.s_[0, 0], -1)(file.numbers(B4 + "lengths")),
             "0.bits_4.lengths is from -1 to",
         ),
+        ("packed", without(B4), "0.kept_positions is of no token in a head, expected some in each"),
         ("mixed", cut((B4 + "lengths",), np.s_[:, :1]), "0.bits_4.lengths is int64 of 2 x 1"),
         ("whole", cut(OLDER, np.s_[:, :, 1:]), "0.keys is of 302 tokens, expected all 303"),
         ("whole", more_seen, "0.keys is of 303 tokens, expected all 304"),
