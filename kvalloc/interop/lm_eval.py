@@ -7,12 +7,13 @@ L. Gao et al., lm-evaluation-harness 0.4.13, class ``LM``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from kvalloc.errors import InputError, MissingDependencyError
-from kvalloc.evaluate.methods import CacheMethod, end_tokens, full_cache, next_logits
+from kvalloc.evaluate.methods import AppliedMethod, CacheMethod, end_tokens, full_cache
 from kvalloc.models.names import generation_argument
 from kvalloc.models.structure import input_device
 from kvalloc.prompts.chat import encode
@@ -41,7 +42,10 @@ class KVAllocLM(LM):  # type: ignore[misc]  # lm_eval has no types
     pretrained, dtype, device : str
         As for `kvalloc.load_model`.
     profile : str, optional
-        A budget profile's file or shipped name; the full cache without one.
+        A budget profile's file or shipped name.
+    budget : str or float, optional
+        Share of the bytes, such as ``20%``, as for `kvalloc.apply`. Without it and a profile, the
+        full cache.
     after_tokens : int
         Last prompt tokens, read after the compression. With 0, answers of one token (multiple
         choice) are predicted before any eviction.
@@ -56,7 +60,8 @@ class KVAllocLM(LM):  # type: ignore[misc]  # lm_eval has no types
     Raises
     ------
     InputError
-        If ``after_tokens`` is negative, or model and profile do not exist or fit.
+        If ``after_tokens`` is negative, model and profile do not exist or fit, or profile and
+        budget are given.
     """
 
     def __init__(
@@ -64,6 +69,7 @@ class KVAllocLM(LM):  # type: ignore[misc]  # lm_eval has no types
         pretrained: str = "demo",
         profile: str | None = None,
         *,
+        budget: str | float | None = None,
         after_tokens: int | str = 1,
         dtype: str = "float32",
         device: str | None = None,
@@ -74,6 +80,7 @@ class KVAllocLM(LM):  # type: ignore[misc]  # lm_eval has no types
         from kvalloc.extensions.making import make_cache
         from kvalloc.formats.shipped_profiles import load_profile
         from kvalloc.models.loading import load_model, shape_of
+        from kvalloc.online.application import apply
 
         super().__init__()
         if int(after_tokens) < 0:
@@ -83,9 +90,17 @@ class KVAllocLM(LM):  # type: ignore[misc]  # lm_eval has no types
         self._after_tokens = int(after_tokens)
         limit = shape_of(loaded.model, model_id=loaded.model_id).max_context_tokens
         self._max_length = int(max_length) if max_length is not None else limit
-        self._method = full_cache(self._model)
-        if profile is not None:
-            allowed = str(allow_other_model).lower() == "true"
+        self._method: AppliedMethod | CacheMethod = full_cache(self._model)
+        allowed = str(allow_other_model).lower() == "true"
+        if budget is not None:
+            options: dict[str, Any] = {
+                "profile": profile,
+                "budget": budget,
+                "allow_other_model": allowed,
+            }
+            apply(self._model, **options).remove()  # refuses what cannot be served at once
+            self._method = AppliedMethod(options=options)
+        elif profile is not None:
             make = partial(
                 make_cache, self._model, load_profile(profile), allow_other_model=allowed
             )
@@ -169,9 +184,8 @@ class KVAllocLM(LM):  # type: ignore[misc]  # lm_eval has no types
         if draws or (draws is None and float(temperature or 0.0) > 0.0):
             raise InputError("answers are greedy here; ask for temperature 0 and do_sample false")
         prompt = self._cut(self._ids(context) or (self._start_token(),), n_new)
-        cache, ends = self._method.make_cache(), sorted(end_tokens(self._model, tokenizer))
-        if self._after_tokens and (first := prompt[: -self._after_tokens]):
-            next_logits(self._model, cache, first, last=1)
+        first = prompt[: -self._after_tokens] if self._after_tokens else ()
+        ends = sorted(end_tokens(self._model, tokenizer))
 
         def stopped(ids: torch.Tensor, scores: object) -> torch.Tensor:
             texts = tokenizer.batch_decode(ids[:, len(prompt) :])
@@ -179,7 +193,7 @@ class KVAllocLM(LM):  # type: ignore[misc]  # lm_eval has no types
             return torch.tensor(ended, device=ids.device)
 
         ids = torch.tensor([prompt], device=input_device(self._model))
-        with torch.inference_mode():
+        with torch.inference_mode(), self._cache(first) as cache:
             written = self._model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
@@ -188,12 +202,25 @@ class KVAllocLM(LM):  # type: ignore[misc]  # lm_eval has no types
                 eos_token_id=ends or None,
                 pad_token_id=tokenizer.pad_token_id,
                 stopping_criteria=[stopped],
-                **{generation_argument(): cache, **more},
+                **{**cache, **more},
             )
         text = str(tokenizer.decode(written[0, len(prompt) :], skip_special_tokens=True))
         for stop in stops:
             text = text.split(stop)[0]
         return text
+
+    @contextmanager
+    def _cache(self, first: Sequence[int]) -> Iterator[dict[str, Any]]:
+        """Give ``generate()``'s argument for a cache that has read the first tokens, if any."""
+        from kvalloc.online.application import apply
+
+        if first:
+            yield {generation_argument(): self._method.compress(self._model, first).cache}
+        elif isinstance(self._method, AppliedMethod):
+            with apply(self._model, **self._method.options):
+                yield {}
+        else:
+            yield {generation_argument(): self._method.make_cache()}
 
     def _ids(self, text: str) -> tuple[int, ...]:
         mark = getattr(self._tokenizer, "bos_token", None)

@@ -17,6 +17,8 @@ from transformers import DynamicCache, PreTrainedTokenizerFast
 
 from kvalloc.errors import InputError, MissingDependencyError
 from kvalloc.evaluate.methods import CacheMethod
+from kvalloc.models.names import generation_argument
+from kvalloc.online.application import apply
 
 
 def make_tokenizer():
@@ -122,12 +124,14 @@ def asking(*arguments):
     return SimpleNamespace(args=arguments)
 
 
-@pytest.mark.parametrize("kept", [None, 200])
+@pytest.mark.parametrize("kept", [None, 200, "100%"])
 def test_ten_items_score_as_with_the_harness_own_model(make, tmp_path, kept):
     """At 100%: answers with the blanks in front of them, stop texts, and likelihoods."""
     make.model.generation_config.repetition_penalty = 1.2
     hf, options = Plain(make.model), {}
-    if kept:
+    if kept == "100%":
+        options["budget"] = kept
+    elif kept:
         equal_budgets(make.model, kept, context_tokens=kept).save(tmp_path / "p.json")
         options["profile"] = str(tmp_path / "p.json")
     contexts = [
@@ -167,6 +171,31 @@ def test_the_last_tokens_come_after_the_compression(make, module, monkeypatch):
     make(max_length=4).loglikelihood([request])
     make().loglikelihood([asking("", text(33))])
     assert seen == [PROMPT, PROMPT[:-2], PROMPT[:1], PROMPT[2:-1], (1,)]
+
+
+def test_a_budget_reduces_as_apply_does(make):
+    """With all of the prompt before the eviction, or with its last tokens after it."""
+    ids = [3 + 7 * k % 90 for k in range(160)]
+    request = asking(text(*ids), {"max_gen_toks": 8})
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 1, "eos_token_id": 1}
+    answers = []
+    for after_tokens in (0, 5):
+        ours = make(budget="20%", after_tokens=after_tokens)
+        whole, cache = torch.tensor([ids]), {}
+        with apply(make.model, budget="20%") as applied, torch.no_grad():
+            if after_tokens:
+                make.model(whole[:, :-after_tokens])
+                cache = {generation_argument(): applied.last_cache}
+            written = make.model.generate(whole, **options, **cache)
+        assert applied.last_cache.retained_bytes < 0.3 * applied.last_cache.full_bytes
+        answers += [TOKENIZER.decode(written[0, len(ids) :])]
+        assert ours.generate_until([request]) == answers[-1:]
+    assert answers != make().generate_until([request]) * 2
+    scored = [asking(text(*ids), answers[1])]
+    assert make(budget="20%", after_tokens=5).loglikelihood(scored)[0][1]
+    assert not make(after_tokens=5).loglikelihood(scored)[0][1]
+    with pytest.raises(InputError, match="budget"):
+        make(profile="p.json", budget="20%")
 
 
 def test_what_cannot_be_done_is_refused(make):
