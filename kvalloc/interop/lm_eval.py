@@ -1,4 +1,4 @@
-"""A model of lm-evaluation-harness: import this to register ``--model kvalloc``.
+"""A model of lm-evaluation-harness: import this to register the model ``kvalloc``.
 
 References
 ----------
@@ -19,6 +19,7 @@ from kvalloc.models.structure import input_device
 from kvalloc.prompts.chat import encode
 
 try:
+    import lm_eval.models  # noqa: F401  the harness adds its own models to an empty registry only
     from lm_eval.api.model import LM
     from lm_eval.api.registry import register_model
 except ImportError as error:

@@ -87,6 +87,7 @@ def module(monkeypatch):
     """``kvalloc.interop.lm_eval``, on what stands in for the harness."""
     for name, content in (
         ("lm_eval", {}),
+        ("lm_eval.models", {}),
         ("lm_eval.api", {}),
         ("lm_eval.api.model", {"LM": type("LM", (), {})}),
         ("lm_eval.api.registry", {"register_model": lambda name: lambda cls: cls}),
@@ -209,6 +210,31 @@ def test_what_cannot_be_done_is_refused(make):
             getattr(make(max_length=2), function)([asking(*request)])
     with pytest.raises(InputError, match="after_tokens is -1"):
         make(after_tokens=-1)
+
+
+def test_the_harness_keeps_its_own_models(tmp_path, monkeypatch):
+    """It registers them when `lm_eval.models` is imported, and later only if there are none."""
+    for name, content in (
+        ("__init__", ""),
+        ("api/__init__", ""),
+        ("api/model", "class LM: pass"),
+        (
+            "api/registry",
+            "models = []\ndef register_model(n): models.append(n); return lambda c: c",
+        ),
+        ("models", "from lm_eval.api.registry import models; models.append('hf')"),
+    ):
+        file = tmp_path / "lm_eval" / f"{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(content, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("", ".api", ".api.model", ".api.registry", ".models"):
+        monkeypatch.setitem(sys.modules, f"lm_eval{name}", None)
+        del sys.modules[f"lm_eval{name}"]
+    monkeypatch.delitem(sys.modules, "kvalloc.interop.lm_eval", raising=False)
+    importlib.import_module("kvalloc.interop.lm_eval")
+    del sys.modules["kvalloc.interop.lm_eval"]
+    assert importlib.import_module("lm_eval.api.registry").models == ["hf", "kvalloc"]
 
 
 def test_without_the_harness_the_way_to_get_it_is_told(monkeypatch):
