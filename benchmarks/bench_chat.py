@@ -1,7 +1,7 @@
 """Conversations within a budget: turns and long answers.
 
     python benchmarks/bench_chat.py turns [--model demo MODEL ...] [--quick]
-    python benchmarks/bench_chat.py long [--model MODEL] [--quick]
+    python benchmarks/bench_chat.py long [--model MODEL ...] [--quick]
 
 All texts are held out from calibration: the speeches that ship, and Python's `argparse.py`. Answers
 are the text's own next tokens, so that KL(full cache || reduced cache) of the next token is defined
@@ -13,38 +13,37 @@ at each of them; nats a token, all in one process.
   seen, from every tensor in the layers ("said" is what the cache says); tokens read are those that
   the model embeds.
 - long: a prompt of 100 tokens and 4,000 that follow, in blocks of ``--block`` (1 is token by
-  token), beside kvpress's `CompressionRatioDecodingPress`, which keeps the same share of all tokens
-  seen. A press evicts every 125 tokens, and reads them in one forward: that is the same as one by
-  one, and better for SnapKV, which then finds the positions of all queries. Shares are means of
-  what is stored whenever the presses have evicted. It runs in the environment that ``make peers``
-  makes, where it starts itself again.
+  token), at 20%. Beside it kvpress's `CompressionRatioDecodingPress`, which keeps the same share of
+  all tokens seen, and H2O, which no press decodes with sdpa: kvalloc's scorer ``h2o`` in equal
+  budgets at 16 bits. These evict every 125 tokens, and read them in one forward: for a press that
+  is the same as one by one, and better for SnapKV, which then finds the positions of all queries.
+  Shares are means of what is stored whenever the presses have evicted.
+
+The last runs in the environment that ``make peers`` makes, where it starts itself again.
 Beside a ratio stand the smallest and the largest of a text. A KL is met only where the share was
-kept as well.
+kept as well. Stored bytes are read behind the last layer of each forward, before any eviction.
 """
 
 from __future__ import annotations
 
 import argparse
-import inspect
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from functools import partial
-from importlib import resources
 from typing import Any
 
 import runtime_peers
 import torch
 from _common import Row, guarded, parser_of, print_rows, row_met
-from torch import Tensor, nn
-from transformers import DynamicCache, LogitsProcessor
+from chat_common import LARGEST, SHARE, held_out, layer_bytes, ratio_row
+from chat_long import long_rows
+from torch import Tensor
+from transformers import LogitsProcessor
 
 import kvalloc
 from kvalloc.accounting.costs import full_bytes
-from kvalloc.accounting.stored import storages
 from kvalloc.measure.kl import Predictions
 from kvalloc.models.loading import LoadedModel, load_model, shape_of
-from kvalloc.shape import HALF_BYTES
 
 PARTS = ("turns", "long")
 SIZES = {
@@ -54,20 +53,13 @@ SIZES = {
     ("long", True): (1, 0, 1000),
 }
 """Texts, turns and tokens of a long answer, of each part and with ``--quick``."""
-TEXTS = ("ford_1976", "hayes_1878", "hoover_1930", "truman_1950", "argparse.py")
-SHARE, LARGEST = 0.2, 0.22
-"""What is to be kept, and the largest share that counts as kept."""
 TURN, ANSWER = 250, 24
-PROMPT, STARTS, INTERVAL = 100, (0, 500, 1000, 2000), 125
-"""Of long answers: tokens in front, where ranges begin, tokens between a press's evictions."""
-PRESSES: dict[str, dict[str, int]] = {"TOVA": {}, "SnapKV": {"window_size": 16}}
-"""With parameters: 20 of 100 tokens stay, and a window of 64, the default, would leave no sink."""
 
 
 def main() -> int:
     parser = parser_of(__doc__, PARTS)
     parser.add_argument("--model", nargs="+", default=["demo"])
-    parser.add_argument("--texts", type=int)
+    parser.add_argument("--texts", type=int, help="of each part")
     parser.add_argument("--turns", type=int)
     parser.add_argument("--tokens", type=int, help="of a long answer")
     parser.add_argument("--block", type=int, default=16, help="tokens of a forward of kvalloc's")
@@ -75,58 +67,19 @@ def main() -> int:
     if len(arguments.parts) != 1 or arguments.parts[0] not in PARTS:
         parser.error(f"name one part: {', '.join(PARTS)}")
     part = arguments.parts[0]
-    if part == "long" and not runtime_peers.here():
+    if part != "turns" and not runtime_peers.here():
         return runtime_peers.run_there()
     sizes = zip(("texts", "turns", "tokens"), SIZES[part, arguments.quick], strict=True)
     for name, size in sizes:
         setattr(arguments, name, getattr(arguments, name) or size)
-    section = {"turns": turn_rows, "long": long_rows}[part]
+    sections = dict(zip(PARTS, (turn_rows, long_rows), strict=True))
+    section = sections[part]
     rows = (
         row
         for name in arguments.model
         for row in guarded(name, partial(section, load_model(name), arguments))
     )
     return print_rows(rows, arguments, "kvalloc", "kvpress", "torch", "transformers")
-
-
-# Texts, and what a cache stores
-
-
-def held_out(loaded: LoadedModel, tokens: int, texts: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and first tokens of texts that nothing was calibrated on, each (1, tokens)."""
-    folder = resources.files("kvalloc.data.texts")
-    for name in TEXTS[:texts]:
-        speech = folder / f"heldout_{name}.txt"
-        text = inspect.getsource(argparse) if name.endswith(".py") else speech.read_text("utf-8")
-        yield name, loaded.tokenizer(text, return_tensors="pt")["input_ids"][:, :tokens]
-
-
-def tensors_in(thing: Any, seen: set[int]) -> Iterator[Tensor]:
-    """Yield every tensor that an object refers to, weights of modules left out."""
-    if isinstance(thing, nn.Module) or callable(thing) or id(thing) in seen:
-        return
-    seen.add(id(thing))
-    if isinstance(thing, Tensor):
-        yield thing
-    elif isinstance(thing, list | tuple | dict):
-        for inner in thing.values() if isinstance(thing, dict) else thing:
-            yield from tensors_in(inner, seen)
-    elif hasattr(thing, "__dict__"):
-        yield from tensors_in(vars(thing), seen)
-
-
-def layer_bytes(cache: Any, *, half: bool = False) -> int:
-    """Return the bytes of all storages in a cache's layers; by half, at most 16 bits a number."""
-    return sum(
-        storage.nbytes() * (min(one.itemsize, HALF_BYTES) if half else one.itemsize) // one.itemsize
-        for storage, _, one in storages(tensors_in(cache.layers, set()))
-    )
-
-
-def ratio_row(name: str, ratio: float, ratios: Tensor, target: float, note: str) -> Row:
-    """Return a row with the smallest and the largest ratio of a text beside the ratio."""
-    spread = {"low": float(ratios.min()), "high": float(ratios.max())}
-    return {"name": name, "figure": ratio, **spread, "at_most": target, "note": note}
 
 
 # Turns
@@ -274,100 +227,6 @@ def turn_rows(loaded: LoadedModel, arguments: argparse.Namespace) -> Iterator[Ro
         2.0,
         f"{later.mean():.0f} tokens, and {reread.mean():.0f} where all is read again",
     )
-
-
-# Long answers
-
-
-class Reader:
-    """One method's cache of a text, what reads with it, and what it has lost so far."""
-
-    def __init__(self, name: str, cache: Any, press: Any = None) -> None:
-        self.name, self.cache, self.press = name, cache, press
-        self.kl, self.shares = list[Tensor](), list[float]()
-
-    def logits(self, model: Any, ids: Tensor, first: int, block: int | None = None) -> Tensor:
-        """Read tokens from a position on; return logarithms of probabilities, (n, vocabulary)."""
-        parts = []
-        with nullcontext() if self.press is None else self.press(model):
-            for part in ids.split(block or ids.shape[1], dim=1):
-                positions = torch.arange(first, first + part.shape[1])[None]
-                out = model(input_ids=part, position_ids=positions, past_key_values=self.cache)
-                self.cache = out.past_key_values
-                parts.append(out.logits[0].float().log_softmax(-1))
-                first += part.shape[1]
-        return torch.cat(parts)
-
-
-def press_of(name: str) -> Any:
-    """Return a press that keeps the share of all tokens seen."""
-    import kvpress
-
-    make = partial(getattr(kvpress, f"{name}Press"), **PRESSES[name])
-    return kvpress.PrefillDecodingPress(
-        prefilling_press=make(compression_ratio=1 - SHARE),
-        decoding_press=kvpress.CompressionRatioDecodingPress(
-            base_press=make(),
-            target_compression_ratio=1 - SHARE,
-            compression_interval=1,  # one forward is one step
-            hidden_states_buffer_size=INTERVAL,
-        ),
-    )
-
-
-@torch.inference_mode()
-def long_answers(
-    model: Any, ids: Tensor, readers: list[Reader], prompt: int, block: int | None = None
-) -> list[Reader]:
-    """Let all methods read a text side by side, the first one by blocks; return them."""
-    plain = Reader("full cache", DynamicCache(config=model.config))
-    for reader in (plain, *readers):
-        reader.logits(model, ids[:, :prompt], 0)
-    for first in range(prompt, ids.shape[1], INTERVAL):
-        part = ids[:, first : first + INTERVAL]
-        expected = plain.logits(model, part, first)
-        whole = full_bytes(shape_of(model), first + part.shape[1])
-        for reader in readers:
-            logits = reader.logits(model, part, first, block if reader is readers[0] else None)
-            reader.kl.append(Predictions(expected).divergences(logits))
-            reader.shares.append(layer_bytes(reader.cache, half=True) / whole)
-    return readers
-
-
-def ranges_of(
-    answers: Sequence[Sequence[Reader]], tokens: int
-) -> Iterator[tuple[int, int, Tensor, list[float]]]:
-    """Yield ranges of positions, the KL in them, (texts, methods), and each method's share."""
-    losses = torch.stack([torch.stack([torch.cat(one.kl) for one in text]) for text in answers])
-    shares = torch.tensor([[one.shares for one in text] for text in answers])
-    for first, end in zip(STARTS, [*STARTS[1:], tokens], strict=True):
-        if first < tokens:
-            last = min(end, tokens)
-            kept = shares[..., first // INTERVAL : end // INTERVAL].mean((0, 2)).tolist()
-            yield first, last, losses[..., first:last].mean(-1), kept
-
-
-def long_rows(loaded: LoadedModel, arguments: argparse.Namespace) -> Iterator[Row]:
-    """Yield the KL of each range of positions over that of the better press."""
-    tokens, answers = arguments.tokens // INTERVAL * INTERVAL, []
-    for _, ids in held_out(loaded, PROMPT + tokens, arguments.texts):
-        presses = [Reader(name, DynamicCache(), press_of(name)) for name in PRESSES]
-        readers = [Reader("kvalloc", None), *presses]
-        with kvalloc.apply(loaded.model, budget=f"{SHARE:.0%}"):
-            answers.append(long_answers(loaded.model, ids, readers, PROMPT, arguments.block))
-    names = ["kvalloc", *PRESSES]
-    for first, last, by_text, kept in ranges_of(answers, tokens):
-        means = by_text.mean(0).tolist()
-        best = means.index(min(means[1:]))
-        row = ratio_row(
-            f"{loaded.model_id}, tokens {first}-{last - 1} of an answer, KL over that "
-            f"of {names[best]}",
-            means[0] / means[best],
-            by_text[:, 0] / by_text[:, best],
-            0.5,
-            ", ".join(map("{} {:.4f} at {:.1%}".format, names, means, kept)),
-        )
-        yield row | {"met": row_met(row) and kept[0] <= LARGEST}
 
 
 if __name__ == "__main__":

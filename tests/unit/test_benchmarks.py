@@ -5,10 +5,14 @@ from dataclasses import fields
 
 import numpy as np
 import pytest
+import torch
 from _common import cells_of
 from bench_lm_eval import compared
 from bench_quality import CELLS as ALL_CELLS
 from bench_quality import calls_lost, of_solved, points_lost, ruler_picture, tail_over_rounding
+
+from bench_quality import of_solved, points_lost, ruler_picture
+from chat_long import Reader, Segment, kl_rows, peak_row, ranges, segment_ends
 from quality.cells import CELLS as KINDS
 from quality.cells import OF, ORDER, row_of
 from quality.tables import (
@@ -279,3 +283,33 @@ def test_the_picture_of_scores_and_tails(tmp_path, monkeypatch):
     ruler_picture([*rows, *scored("SnapKV", 0.25, (1,))], "m")
     (picture,) = tmp_path.rglob("*.png")
     assert picture.name == "ruler-m.png"
+
+
+# Long answers
+
+
+def test_an_answer_is_read_in_pieces_up_to_the_end_of_each_range():
+    assert segment_ends(300) == [125, 250, 300]
+    assert ranges(4000) == [(0, 500), (500, 1000), (1000, 2000), (2000, 4000)]
+    assert ranges(700) == [(0, 500), (500, 700)]
+
+
+def reader(name, losses, segments):
+    result = Reader(name)
+    result.kl, result.segments = [torch.tensor(losses)], segments
+    return result
+
+
+def test_long_answers_are_compared_by_range_to_the_best_method():
+    ours = reader(
+        "kvalloc", [0.1] * 500 + [0.3] * 200, [Segment(500, 0.2, 0.5), Segment(700, 0.3, 2)]
+    )
+    others = [Segment(500, 0.2, 0.0), Segment(700, 0.2, 0.0)]
+    peers = [reader("A", [0.4] * 500 + [0.2] * 200, others), reader("B", [0.5] * 700, others)]
+    first, second = kl_rows("m", [[ours, *peers]], 700, largest=0.22)
+    assert first["name"] == "m, tokens 0-499 of an answer, KL over that of A"
+    assert (first["figure"], first["met"]) == (pytest.approx(0.25), True)
+    assert (second["figure"], second["met"]) == (pytest.approx(1.5), False)
+    assert second["note"] == "kvalloc 0.3000 at 30.0%, A 0.2000 at 20.0%, B 0.5000 at 20.0%"
+    peak = peak_row("m", [[ours]], 700, "all")
+    assert (peak["figure"], peak["note"]) == (2, "0.500 in 0-499, 2.000 in 500-699; promised: all")
