@@ -1,7 +1,7 @@
 """Conversations within a budget: turns and long answers.
 
     python benchmarks/bench_chat.py turns [--model demo MODEL ...] [--quick]
-    python benchmarks/bench_chat.py long [--model MODEL ...] [--quick]
+    python benchmarks/bench_chat.py long|memory [--model MODEL ...] [--quick]
 
 All texts are held out from calibration: the speeches that ship, and Python's `argparse.py`. Answers
 are the text's own next tokens, so that KL(full cache || reduced cache) of the next token is defined
@@ -18,8 +18,10 @@ at each of them; nats a token, all in one process.
   budgets at 16 bits. These evict every 125 tokens, and read them in one forward: for a press that
   is the same as one by one, and better for SnapKV, which then finds the positions of all queries.
   Shares are means of what is stored whenever the presses have evicted.
+- memory: the same within ``memory=``, 20% of the bytes of all tokens in the end, beside kvpress's
+  `DecodingPress` with as many tokens as that holds after an eviction, in the model's type.
 
-The last runs in the environment that ``make peers`` makes, where it starts itself again.
+The last two run in the environment that ``make peers`` makes, where they start themselves again.
 Beside a ratio stand the smallest and the largest of a text. A KL is met only where the share was
 kept as well. Stored bytes are read behind the last layer of each forward, before any eviction.
 """
@@ -36,7 +38,7 @@ import runtime_peers
 import torch
 from _common import Row, guarded, parser_of, print_rows, row_met
 from chat_common import LARGEST, SHARE, held_out, layer_bytes, ratio_row
-from chat_long import long_rows
+from chat_long import long_rows, memory_rows
 from torch import Tensor
 from transformers import LogitsProcessor
 
@@ -45,12 +47,14 @@ from kvalloc.accounting.costs import full_bytes
 from kvalloc.measure.kl import Predictions
 from kvalloc.models.loading import LoadedModel, load_model, shape_of
 
-PARTS = ("turns", "long")
+PARTS = ("turns", "long", "memory")
 SIZES = {
     ("turns", False): (5, 8, 0),
     ("turns", True): (2, 4, 0),
     ("long", False): (2, 0, 4000),
     ("long", True): (1, 0, 1000),
+    ("memory", False): (2, 0, 4000),
+    ("memory", True): (1, 0, 1000),
 }
 """Texts, turns and tokens of a long answer, of each part and with ``--quick``."""
 TURN, ANSWER = 250, 24
@@ -72,7 +76,7 @@ def main() -> int:
     sizes = zip(("texts", "turns", "tokens"), SIZES[part, arguments.quick], strict=True)
     for name, size in sizes:
         setattr(arguments, name, getattr(arguments, name) or size)
-    sections = dict(zip(PARTS, (turn_rows, long_rows), strict=True))
+    sections = dict(zip(PARTS, (turn_rows, long_rows, memory_rows), strict=True))
     section = sections[part]
     rows = (
         row

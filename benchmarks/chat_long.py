@@ -1,8 +1,9 @@
-"""Long answers within a share: a part of bench_chat.py."""
+"""Long answers within a share or a memory: parts of bench_chat.py."""
 
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -17,7 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import kvalloc
-from kvalloc.accounting.costs import constant_entries, full_bytes
+from kvalloc.accounting.costs import constant_entries, full_bytes, plain_bytes
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.measure.kl import Predictions
 from kvalloc.models.loading import LoadedModel, shape_of
@@ -111,7 +112,7 @@ class Reader:
 
         See `layer_bytes` for ``half``.
         """
-        share = layer_bytes(self.cache, half=True) / seen_bytes
+        share = layer_bytes(self.cache, half=half) / seen_bytes
         self.segments.append(Segment(end, share, self.peak))
         self.peak = 0.0
 
@@ -132,6 +133,18 @@ def press_of(name: str) -> Any:
             compression_interval=1,  # one forward is one step
             hidden_states_buffer_size=INTERVAL,
         ),
+    )
+
+
+def press_within(name: str, tokens: int) -> Any:
+    """Return a press that keeps a number of tokens."""
+    import kvpress
+
+    return kvpress.DecodingPress(
+        base_press=getattr(kvpress, f"{name}Press")(**PRESSES[name]),
+        target_size=tokens,
+        compression_interval=1,
+        hidden_states_buffer_size=INTERVAL,
     )
 
 
@@ -180,6 +193,18 @@ def readers_at_share(model: Any, tokens: int, block: int) -> list[Reader]:
     return [ours_at_share(block), *presses, *own]
 
 
+def readers_within(memory: int, model: Any, block: int) -> list[Reader]:
+    """Return the readers that keep a memory, in bytes, kvalloc's first."""
+    around = partial(kvalloc.apply, memory=memory)
+
+    def promise(cache: Any) -> tuple[int, int]:
+        return cache.retained_bytes, memory
+
+    tokens = memory // plain_bytes(shape_of(model), 1)
+    presses = [Reader(name, DynamicCache(), around=press_within(name, tokens)) for name in PRESSES]
+    return [Reader("kvalloc", around=around, block=block, promise=promise), *presses]
+
+
 # Reading
 
 
@@ -189,8 +214,16 @@ def long_answers(
     prompt: Tensor,
     answer: Tensor,
     readers: Sequence[Reader],
+    *,
+    half: bool = True,
 ) -> Sequence[Reader]:
-    """Let all methods read an answer, (1, n_tokens), side by side with the full cache."""
+    """Let all methods read an answer, (1, n_tokens), side by side with the full cache.
+
+    Parameters
+    ----------
+    half : bool
+        Whether numbers of 32 bits count as 16 in shares.
+    """
     plain, shape = Reader("full cache", DynamicCache()), shape_of(model)
     for reader in (plain, *readers):
         reader.logits(model, prompt, 0)
@@ -199,7 +232,7 @@ def long_answers(
         expected = Predictions(plain.logits(model, part, position))
         for reader in readers:
             reader.kl.append(expected.divergences(reader.logits(model, part, position)))
-            reader.end_segment(end, full_bytes(shape, prompt.shape[1] + end), half=True)
+            reader.end_segment(end, full_bytes(shape, prompt.shape[1] + end), half=half)
     return readers
 
 
@@ -291,6 +324,19 @@ def long_rows(loaded: LoadedModel, arguments: argparse.Namespace) -> Iterator[Ro
     ]
     yield from kl_rows(loaded.model_id, answers, arguments.tokens, largest=LARGEST)
     yield peak_row(f"{loaded.model_id}, {SHARE:.0%}", answers, arguments.tokens, BY_SHARE)
+
+
+def memory_rows(loaded: LoadedModel, arguments: argparse.Namespace) -> Iterator[Row]:
+    """Yield the rows of running text within a memory: the share of all tokens in the end."""
+    tokens, model = arguments.tokens, loaded.model
+    memory = int(SHARE * full_bytes(shape_of(model), PROMPT + tokens))
+    answers = [
+        long_answers(model, *split(ids), readers_within(memory, model, arguments.block), half=False)
+        for _, ids in held_out(loaded, PROMPT + tokens, arguments.texts)
+    ]
+    name = f"{loaded.model_id}, memory={memory / 2**20:.1f}MiB"
+    yield from kl_rows(name, answers, tokens, largest=math.inf)
+    yield peak_row(name, answers, tokens, f"{memory:,} bytes at each moment")
 
 
 def split(ids: Tensor) -> tuple[Tensor, Tensor]:
