@@ -1,7 +1,7 @@
 """Conversations within a budget: turns and long answers.
 
     python benchmarks/bench_chat.py turns [--model demo MODEL ...] [--quick]
-    python benchmarks/bench_chat.py long|memory [--model MODEL ...] [--quick]
+    python benchmarks/bench_chat.py long|memory|dfs [--model MODEL ...] [--quick]
 
 All texts are held out from calibration: the speeches that ship, and Python's `argparse.py`. Answers
 are the text's own next tokens, so that KL(full cache || reduced cache) of the next token is defined
@@ -20,8 +20,12 @@ at each of them; nats a token, all in one process.
   Shares are means of what is stored whenever the presses have evicted.
 - memory: the same within ``memory=``, 20% of the bytes of all tokens in the end, beside kvpress's
   `DecodingPress` with as many tokens as that holds after an eviction, in the model's type.
+- dfs: the task of that name, whose answer is a walk through the tree of the prompt. At the end of
+  each range, a copy of each cache says where the walk stands ("state") and which nodes are below
+  two others ("tree"). A question counts where the full cache solves half of it. A node counts at
+  its place alone, so that no list of all nodes is right.
 
-The last two run in the environment that ``make peers`` makes, where they start themselves again.
+The last three run in the environment that ``make peers`` makes, where they start themselves again.
 Beside a ratio stand the smallest and the largest of a text. A KL is met only where the share was
 kept as well. Stored bytes are read behind the last layer of each forward, before any eviction.
 """
@@ -38,7 +42,7 @@ import runtime_peers
 import torch
 from _common import Row, guarded, parser_of, print_rows, row_met
 from chat_common import LARGEST, SHARE, held_out, layer_bytes, ratio_row
-from chat_long import long_rows, memory_rows
+from chat_long import dfs_rows, long_rows, memory_rows
 from torch import Tensor
 from transformers import LogitsProcessor
 
@@ -47,7 +51,7 @@ from kvalloc.accounting.costs import full_bytes
 from kvalloc.measure.kl import Predictions
 from kvalloc.models.loading import LoadedModel, load_model, shape_of
 
-PARTS = ("turns", "long", "memory")
+PARTS = ("turns", "long", "memory", "dfs")
 SIZES = {
     ("turns", False): (5, 8, 0),
     ("turns", True): (2, 4, 0),
@@ -55,18 +59,21 @@ SIZES = {
     ("long", True): (1, 0, 1000),
     ("memory", False): (2, 0, 4000),
     ("memory", True): (1, 0, 1000),
+    ("dfs", False): (4, 0, 4000),
+    ("dfs", True): (1, 0, 600),
 }
-"""Texts, turns and tokens of a long answer, of each part and with ``--quick``."""
+"""Texts or walks, turns, and tokens of a long answer, of each part and with ``--quick``."""
 TURN, ANSWER = 250, 24
 
 
 def main() -> int:
     parser = parser_of(__doc__, PARTS)
     parser.add_argument("--model", nargs="+", default=["demo"])
-    parser.add_argument("--texts", type=int, help="of each part")
+    parser.add_argument("--texts", type=int, help="texts, or walks")
     parser.add_argument("--turns", type=int)
     parser.add_argument("--tokens", type=int, help="of a long answer")
     parser.add_argument("--block", type=int, default=16, help="tokens of a forward of kvalloc's")
+    parser.add_argument("--tree", type=int, default=220, help="tokens of a prompt with a tree")
     arguments = parser.parse_args()
     if len(arguments.parts) != 1 or arguments.parts[0] not in PARTS:
         parser.error(f"name one part: {', '.join(PARTS)}")
@@ -76,7 +83,7 @@ def main() -> int:
     sizes = zip(("texts", "turns", "tokens"), SIZES[part, arguments.quick], strict=True)
     for name, size in sizes:
         setattr(arguments, name, getattr(arguments, name) or size)
-    sections = dict(zip(PARTS, (turn_rows, long_rows, memory_rows), strict=True))
+    sections = dict(zip(PARTS, (turn_rows, long_rows, memory_rows, dfs_rows), strict=True))
     section = sections[part]
     rows = (
         row

@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
 from _common import Row, row_met
 from chat_common import LARGEST, SHARE, held_out, layer_bytes, ratio_row
-from quality.tables import LEAST_KL
+from quality.tables import HELD_OUT, LEAST_KL, SEED
 from torch import Tensor
 from transformers import DynamicCache
 
 import kvalloc
 from kvalloc.accounting.costs import constant_entries, full_bytes, plain_bytes
+from kvalloc.evaluate.methods import end_tokens
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.measure.kl import Predictions
 from kvalloc.models.loading import LoadedModel, shape_of
 from kvalloc.models.structure import decoder_of
 from kvalloc.online.methods import Setting
 from kvalloc.online.solved import SINKS
+from kvalloc.prompts.cases import Case, Turn
+from kvalloc.prompts.tasks import TASKS
 from kvalloc.runtime.plan import default_interval
 from kvalloc.scorers import get_scorer
 
@@ -32,8 +39,14 @@ PROMPT, STARTS, INTERVAL = 100, (0, 500, 1000, 2000), 125
 """Tokens in front, where ranges begin, tokens between a press's evictions."""
 PRESSES: dict[str, dict[str, int]] = {"TOVA": {}, "SnapKV": {"window_size": 16}}
 """With parameters: 20 of 100 tokens stay, and a window of 64, the default, would leave no sink."""
-OWN_SCORERS = {"H2O": "h2o:window=8"}
+OWN_SCORERS = {"H2O by kvalloc": "h2o:window=8"}
 """Methods that no press decodes with sdpa: a scorer of kvalloc, in equal budgets at 16 bits."""
+QUESTIONS = ("state", "tree")
+"""Of a walk: the path to where it stands, and the nodes below one."""
+SOLVED = 0.5
+"""Least score of the full cache for which a question is shown."""
+TIMES = 2.0
+"""How many times TOVA's score is wanted, unless the full cache's is reached."""
 
 
 class Segment(NamedTuple):
@@ -115,6 +128,16 @@ class Reader:
         share = layer_bytes(self.cache, half=half) / seen_bytes
         self.segments.append(Segment(end, share, self.peak))
         self.peak = 0.0
+
+    def fork(self) -> Reader:
+        """Return a reader of a copy of the cache, which evicts by itself only.
+
+        A press evicts every `INTERVAL` tokens, and question and answer are shorter.
+        """
+        clone = Reader(self.name, copy.deepcopy(self.cache))
+        if hasattr(clone.cache, "end_turn"):
+            clone.cache.end_turn()
+        return clone
 
 
 # Methods
@@ -215,30 +238,35 @@ def long_answers(
     answer: Tensor,
     readers: Sequence[Reader],
     *,
+    stops: Mapping[int, Callable[[int, Sequence[Reader]], None]] | None = None,
     half: bool = True,
 ) -> Sequence[Reader]:
     """Let all methods read an answer, (1, n_tokens), side by side with the full cache.
 
     Parameters
     ----------
+    stops : mapping of int to callable, optional
+        What to do after tokens of the answer, with the position and all readers, full cache first.
     half : bool
         Whether numbers of 32 bits count as 16 in shares.
     """
-    plain, shape = Reader("full cache", DynamicCache()), shape_of(model)
+    plain, stops, shape = Reader("full cache", DynamicCache()), stops or {}, shape_of(model)
     for reader in (plain, *readers):
         reader.logits(model, prompt, 0)
-    for first, end in pairwise([0, *segment_ends(answer.shape[1])]):
+    for first, end in pairwise([0, *segment_ends(answer.shape[1], stops)]):
         part, position = answer[:, first:end], prompt.shape[1] + first
         expected = Predictions(plain.logits(model, part, position))
         for reader in readers:
             reader.kl.append(expected.divergences(reader.logits(model, part, position)))
             reader.end_segment(end, full_bytes(shape, prompt.shape[1] + end), half=half)
+        if end in stops:
+            stops[end](prompt.shape[1] + end, [plain, *readers])
     return readers
 
 
-def segment_ends(tokens: int) -> list[int]:
-    """Return where pieces of an answer end: every `INTERVAL` tokens, and at its end."""
-    return [*range(INTERVAL, tokens, INTERVAL), tokens]
+def segment_ends(tokens: int, stops: Mapping[int, Any] | Sequence[int] = ()) -> list[int]:
+    """Return where pieces of an answer end: every `INTERVAL` tokens, at stops and at its end."""
+    return sorted({*range(INTERVAL, tokens, INTERVAL), *stops, tokens})
 
 
 def ranges(tokens: int) -> list[tuple[int, int]]:
@@ -342,3 +370,159 @@ def memory_rows(loaded: LoadedModel, arguments: argparse.Namespace) -> Iterator[
 def split(ids: Tensor) -> tuple[Tensor, Tensor]:
     """Return a text's prompt and answer."""
     return ids[:, :PROMPT], ids[:, PROMPT:]
+
+
+# A walk through a tree
+
+
+def path_after(steps: str) -> tuple[str, ...]:
+    """Return the nodes below the root on the path after lines of a walk.
+
+    Examples
+    --------
+    >>> path_after("down to a\\ndown to b\\nup to a\\ndown to c")
+    ('a', 'c')
+    """
+    path = list[str]()
+    for line in steps.strip().splitlines():
+        direction, _, node = line.partition(" to ")
+        if direction == "down":
+            path.append(node)
+        else:
+            path.pop()
+    return tuple(path)
+
+
+def stops_of(tokenizer: Any, walk: Sequence[int], tokens: int) -> dict[int, tuple[str, ...]]:
+    """Return the path at the last node entered in each range of a walk, by the tokens so far."""
+    lines = [place for place, token in enumerate(walk) if "\n" in tokenizer.decode([token])]
+    paths = {place: path_after(tokenizer.decode(walk[:place])) for place in (*lines[1:], len(walk))}
+    asked = [max(p for p, path in paths.items() if p <= end and path) for _, end in ranges(tokens)]
+    return {place: paths[place] for place in asked}
+
+
+def listed_score(answer: str, right: Sequence[str]) -> float:
+    """Return the share of nodes that an answer's first line lists in their places, 0..1.
+
+    Nodes beyond the right ones count against it, so that a list of all nodes is not right.
+
+    Examples
+    --------
+    >>> listed_score("a > b", ["a", "b"]), listed_score("a > c > b", ["a", "b"])
+    (1.0, 0.3333333333333333)
+    """
+    line = (answer.strip().splitlines() or [""])[0].strip(" .")
+    nodes = [one for one in re.split(r"\s*[>,]\s*", line) if one]
+    places = sum(mine == node for mine, node in zip(nodes, right, strict=False))
+    return places / max(len(nodes), len(right))
+
+
+@torch.inference_mode()
+def answer_of(loaded: LoadedModel, reader: Reader, question: Turn, position: int) -> str:
+    """Return the first line that a copy of a reader's cache answers, or what is surely wrong."""
+    model, tokenizer, copied = loaded.model, loaded.tokenizer, reader.fork()
+    ends, answer, unread = end_tokens(model, tokenizer), list[int](), [*question.question_ids]
+    text = ""
+    for _ in range(question.max_new_tokens):
+        token = int(copied.logits(model, torch.tensor([unread]), position)[-1].argmax())
+        position += len(unread)
+        unread = [token]
+        answer.append(token)
+        text = tokenizer.decode(answer, skip_special_tokens=True)
+        over = text.count(">") + text.count(",") > len(question.answers)
+        if token in ends or "\n" in text.lstrip() or over:
+            break
+    return text
+
+
+def walked(
+    loaded: LoadedModel, case: Case, readers: Sequence[Reader], tokens: int
+) -> tuple[Sequence[Reader], Tensor]:
+    """Let all methods read a walk and answer the questions at the end of each range.
+
+    Returns
+    -------
+    readers
+    scores : Tensor, (n_ranges, 1 + n_readers, 2)
+        The full cache's first; see `QUESTIONS` and `listed_score`.
+    """
+    walk, path_turn, *tree_turns = case.turns
+    prompt, answer = (torch.tensor([ids]) for ids in (case.input_ids, walk.continuation_ids))
+    scores = list[list[list[float]]]()
+
+    def score_of(reader: Reader, turn: Turn, position: int) -> float:
+        return listed_score(answer_of(loaded, reader, turn, position), turn.answers)
+
+    def ask(path: tuple[str, ...], position: int, asked: Sequence[Reader]) -> None:
+        by_question = [[replace(path_turn, answers=path)], tree_turns]
+        scores.append(
+            [
+                [fmean(score_of(reader, turn, position) for turn in turns) for turns in by_question]
+                for reader in asked
+            ]
+        )
+
+    paths = stops_of(loaded.tokenizer, walk.continuation_ids, tokens)
+    stops = {place: partial(ask, path) for place, path in paths.items()}
+    return long_answers(loaded.model, prompt, answer, readers, stops=stops), torch.tensor(scores)
+
+
+def score_row(name: str, methods: Sequence[str], scores: Tensor) -> Row:
+    """Return kvalloc's score over TOVA's, which is met if the full cache's is reached, too.
+
+    Parameters
+    ----------
+    methods : sequence of str, (n_methods,)
+        The full cache's first, then kvalloc's.
+    scores : Tensor, (n_prompts, n_methods)
+    """
+    means = dict(zip(methods, scores.mean(0).tolist(), strict=True))
+    full, ours, other = (means[one] for one in (*methods[:2], "TOVA"))
+    ratio = ours / other if other else math.inf if ours else 1.0
+    listed = ", ".join(map("{} {:.2f}".format, means, means.values()))
+    return {
+        "name": name,
+        "figure": ratio,
+        "at_least": TIMES,
+        "met": ratio >= TIMES or ours >= full,
+        "note": f"mean scores of {len(scores)} prompts: {listed}",
+    }
+
+
+def dfs_rows(loaded: LoadedModel, arguments: argparse.Namespace) -> Iterator[Row]:
+    """Yield the rows of a walk through a tree, of questions that the full cache solves."""
+    model, size = loaded.model, {"seed": SEED, "split": HELD_OUT, "turns": 3}
+    cases = TASKS["dfs"].make(
+        loaded.tokenizer, arguments.texts, arguments.tree, answer_tokens=arguments.tokens, **size
+    )
+    tokens = min(len(case.turns[0].continuation_ids) for case in cases)
+    ends = [end for _, end in ranges(tokens)]
+    name = f"{loaded.model_id}, dfs, trees of {arguments.tree} tokens"
+    full = torch.stack([walked(loaded, case, [], tokens)[1] for case in cases]).mean(0)[:, 0]
+    solved = [
+        (number, kind)
+        for kind in range(len(QUESTIONS))
+        for number in range(len(ends))
+        if full[number, kind] >= SOLVED
+    ]
+    for kind, what in enumerate(QUESTIONS):
+        listed = ", ".join(map("{:.2f} after {}".format, full[:, kind].tolist(), ends))
+        shown = "" if any(one == kind for _, one in solved) else "; not shown"
+        yield {
+            "name": f"{name}, {what}: the full cache's score after {ends[-1]} tokens",
+            "figure": float(full[-1, kind]),
+            "note": f"{len(cases)} prompts; {listed} tokens{shown}",
+        }
+    if not solved:
+        return
+    read = [
+        walked(loaded, case, readers_at_share(model, len(case.input_ids), arguments.block), tokens)
+        for case in cases
+    ]
+    answers, scores = [readers for readers, _ in read], torch.stack([one for _, one in read])
+    methods = ["full cache", *(reader.name for reader in answers[0])]
+    for number, kind in solved:
+        after = f"{QUESTIONS[kind]} after {ends[number]} tokens at {SHARE:.0%}"
+        yield score_row(f"{name}, {after}: score over TOVA's", methods, scores[:, number, :, kind])
+    yield from kl_rows(name, answers, tokens, largest=LARGEST)
+    yield peak_row(f"{name}, {SHARE:.0%}", answers, tokens, BY_SHARE)

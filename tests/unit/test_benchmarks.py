@@ -12,7 +12,17 @@ from bench_quality import CELLS as ALL_CELLS
 from bench_quality import calls_lost, of_solved, points_lost, ruler_picture, tail_over_rounding
 
 from bench_quality import of_solved, points_lost, ruler_picture
-from chat_long import Reader, Segment, kl_rows, peak_row, ranges, segment_ends
+from chat_long import (
+    Reader,
+    Segment,
+    kl_rows,
+    listed_score,
+    path_after,
+    peak_row,
+    ranges,
+    score_row,
+    segment_ends,
+)
 from quality.cells import CELLS as KINDS
 from quality.cells import OF, ORDER, row_of
 from quality.tables import (
@@ -289,9 +299,15 @@ def test_the_picture_of_scores_and_tails(tmp_path, monkeypatch):
 
 
 def test_an_answer_is_read_in_pieces_up_to_the_end_of_each_range():
-    assert segment_ends(300) == [125, 250, 300]
+    assert segment_ends(300, {130: None}) == [125, 130, 250, 300]
     assert ranges(4000) == [(0, 500), (500, 1000), (1000, 2000), (2000, 4000)]
     assert ranges(700) == [(0, 500), (500, 700)]
+
+
+def test_a_walk_stands_at_the_end_of_its_path():
+    walk = "\ndown to pond\ndown to frog\nup to pond\ndown to fish"
+    assert path_after(walk) == ("pond", "fish")
+    assert path_after("\ndown to pond\nup to hill") == ()
 
 
 def reader(name, losses, segments):
@@ -313,3 +329,23 @@ def test_long_answers_are_compared_by_range_to_the_best_method():
     assert second["note"] == "kvalloc 0.3000 at 30.0%, A 0.2000 at 20.0%, B 0.5000 at 20.0%"
     peak = peak_row("m", [[ours]], 700, "all")
     assert (peak["figure"], peak["note"]) == (2, "0.500 in 0-499, 2.000 in 500-699; promised: all")
+
+
+@pytest.mark.parametrize(
+    ("ours", "tova", "ratio", "met"),
+    [
+        (0.8, 0.4, 2, True),
+        (0.7, 0.4, 1.75, False),
+        (0.9, 0.6, 1.5, True),
+        (0.2, 0, torch.inf, True),
+    ],
+)
+def test_a_score_is_met_by_twice_the_peers_or_the_full_caches(ours, tova, ratio, met):
+    row = score_row("m", ["full cache", "kvalloc", "TOVA"], torch.tensor([[0.9, ours, tova]]))
+    assert (row["figure"], row["met"]) == (pytest.approx(ratio), met)
+
+
+def test_a_list_of_all_nodes_is_not_the_path():
+    assert listed_score(" pond > fish\nand on", ("pond", "fish")) == 1.0
+    assert listed_score("pond > fish > mill > frog", ("pond", "fish")) == 0.5
+    assert listed_score("", ("pond",)) == 0.0
