@@ -45,9 +45,13 @@ def cuts(cache: Any, seen: int, end: int) -> Iterator[int]:
     """Yield the columns at which a forward is cut to fit the memory."""
     if cache.door.complete and (free := _free_tokens(cache)) is not None and end - seen > free:
         row = cache.rows[0]
-        start = seen - (row.seen - row.evicted_at)
-        columns = plan.cuts(row, memory_of(cache, row), start, end)
-        yield from (column for column in columns if column > seen)
+        memory, start = memory_of(cache, row), seen - (row.seen - row.evicted_at)
+        if next(iter(cache.stores.values())).tail is None:  # no room for an interval is left free
+            full = seen + max(free, 1)
+            yield from (one for one in plan.cuts(row, memory, start, full) if one > seen)
+            yield full
+            start = full
+        yield from (one for one in plan.cuts(row, memory, start, end) if one > seen)
 
 
 def room_tokens(cache: Any) -> int:

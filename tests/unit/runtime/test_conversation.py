@@ -146,6 +146,26 @@ def test_memory_is_never_exceeded(model, tmp_path, asked):
         hook.remove()
 
 
+@pytest.mark.parametrize("tokens", [7, 16, 200])
+def test_a_turn_after_a_prompt_that_nearly_fills_the_memory_stays_within_it(model, tokens):
+    """The plain cache of the prompt leaves less free than the tokens between two evictions."""
+    limit, largest = 60 * 1024, 0
+
+    def read(*_):
+        nonlocal largest
+        if applied.last_cache is not None:
+            largest = max(largest, applied.last_cache.retained_bytes)
+
+    with kvalloc.apply(model, memory=limit) as applied, torch.no_grad():
+        model(tiny.prompt(58))
+        assert not applied.last_cache.reduced
+        for layer in model.model.layers:
+            layer.register_forward_hook(read)
+        for turn in range(3):
+            model(tiny.prompt(tokens, seed=turn), past_key_values=applied.last_cache)
+    assert 0.9 * limit < largest <= limit
+
+
 def test_a_conversation_that_outgrows_its_memory_keeps_more_entries_at_fewer_bits(model):
     """A plain cache while that fits; then budgets are decided for what the memory leaves."""
     text, cache, widths = tiny.prompt(40), None, []
