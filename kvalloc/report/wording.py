@@ -14,7 +14,6 @@ from kvalloc.accounting.engine_formats import FORMATS
 from kvalloc.allocation.decision import loss_outlook
 from kvalloc.allocation.request import Request
 from kvalloc.errors import SolverError, option
-from kvalloc.evaluate.scoring import ALL_TASKS
 from kvalloc.formats.fitted import FittedModel
 from kvalloc.formats.format_losses import FormatLosses, Predicted
 from kvalloc.problem import GroupCap, cap_tree
@@ -509,6 +508,8 @@ def score_notes(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
     One line for each task that the full cache solves in part, with several budgets.
     """
+    from kvalloc.evaluate.scoring import ALL_TASKS
+
     scored = [row for row in rows if row["score"] is not None and row["task"] != ALL_TASKS]
     for task, full in ((row["task"], row["score"]) for row in scored if row["name"] == "full"):
         if not full:

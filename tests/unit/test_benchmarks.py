@@ -10,8 +10,6 @@ from _common import cells_of
 from bench_lm_eval import compared
 from bench_quality import CELLS as ALL_CELLS
 from bench_quality import calls_lost, of_solved, points_lost, ruler_picture, tail_over_rounding
-
-from bench_quality import of_solved, points_lost, ruler_picture
 from chat_long import (
     Reader,
     Segment,
