@@ -251,6 +251,8 @@ def answer_greedily(
     tokenizer: PreTrainedTokenizerBase,
     question_ids: Sequence[int],
     max_new_tokens: int,
+    *,
+    first_line: bool = False,
 ) -> Answer:
     """Read a question and decode greedily until an end mark; the cache grows.
 
@@ -259,6 +261,8 @@ def answer_greedily(
     question_ids : sequence of int, (n_question,)
         Empty if the prompt ends with the question.
     max_new_tokens : int
+    first_line : bool
+        Whether the answer ends with its first line that is not empty.
 
     Raises
     ------
@@ -273,6 +277,8 @@ def answer_greedily(
     answer_ids = [token]
     start = time.perf_counter()
     while token not in ends and len(answer_ids) < max_new_tokens:
+        if first_line and "\n" in str(tokenizer.decode(answer_ids)).lstrip():
+            break
         token = int(compressed.feed([token], last=1)[-1].argmax())
         answer_ids.append(token)
     return Answer(

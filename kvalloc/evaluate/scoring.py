@@ -374,7 +374,13 @@ def read_turns(
         question = unread + turn.question_ids
         answer = Answer(text="", ids=(), decode_seconds=0.0)
         if yardstick is None or (answers and turn.measured):
-            answer = answer_greedily(compressed.fork(), tokenizer, question, turn.max_new_tokens)
+            answer = answer_greedily(
+                compressed.fork(),
+                tokenizer,
+                question,
+                turn.max_new_tokens,
+                first_line=turn.first_line,
+            )
         if turn.continuation_ids:
             continuation = turn.continuation_ids
         else:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from kvalloc.accounting.costs import POSITION_BYTES, head_bytes
 from kvalloc.errors import InputError
 from kvalloc.evaluate.methods import (
     CacheMethod,
+    answer_greedily,
     full_cache,
     needed_bytes,
     rounded_cache,
@@ -250,3 +252,18 @@ def test_the_question_after_compression_and_later_turns_are_teacher_forced(model
     )
     assert rows["all"]["kl"] == 0
     assert rows["few"]["kl"] > 0
+
+
+@pytest.mark.parametrize(("first_line", "tokens"), [(False, 24), (True, None)])
+def test_an_answer_of_one_line_ends_with_its_first_line_that_is_not_empty(
+    model, first_line, tokens
+):
+    """Here each third token of the vocabulary ends a line."""
+    lines = {"decode": lambda ids, **_: "".join("\n" if one % 3 == 0 else "w" for one in ids)}
+    tokenizer = SimpleNamespace(eos_token_id=None, **lines)
+    compressed = full_cache(model).compress(model, list(range(1, PROMPT_TOKENS)))
+    answer = answer_greedily(compressed.fork(), tokenizer, (), 24, first_line=first_line)
+    longer = answer_greedily(compressed.fork(), tokenizer, (), 24)
+    assert answer.ids == longer.ids[: len(answer.ids)]
+    text = tokenizer.decode(answer.ids).lstrip()
+    assert len(answer.ids) == tokens if tokens else "\n" not in text[:-1]
