@@ -172,7 +172,7 @@ class Default(Decision):
             method = Immediate(setting=replace(setting, share=part / _PARTS))
             return unfilled(part) >= 0 and method.peak_bytes(size) + needs > memory
 
-        if plain_bytes(shape, columns, rows) <= memory:
+        if plain_bytes(shape, columns + 1, rows) <= memory:  # and the next token, before it evicts
             return 1.0
         for solved in (True, False)[setting.file is None or size.chunked :]:
             parts = range(1, _PARTS)  # below all of it, which is stored as the model makes it
