@@ -37,7 +37,8 @@ from kvalloc.scorers import get_scorer
 
 PROMPT, STARTS, INTERVAL = 100, (0, 500, 1000, 2000), 125
 """Tokens in front, where ranges begin, tokens between a press's evictions."""
-PRESSES: dict[str, dict[str, int]] = {"TOVA": {}, "SnapKV": {"window_size": 16}}
+WINDOW = 16
+PRESSES: dict[str, dict[str, int]] = {"TOVA": {}, "SnapKV": {"window_size": WINDOW}}
 """With parameters: 20 of 100 tokens stay, and a window of 64, the default, would leave no sink."""
 OWN_SCORERS = {"H2O by kvalloc": "h2o:window=8"}
 """Methods that no press decodes with sdpa: a scorer of kvalloc, in equal budgets at 16 bits."""
@@ -265,8 +266,13 @@ def long_answers(
 
 
 def segment_ends(tokens: int, stops: Mapping[int, Any] | Sequence[int] = ()) -> list[int]:
-    """Return where pieces of an answer end: every `INTERVAL` tokens, at stops and at its end."""
-    return sorted({*range(INTERVAL, tokens, INTERVAL), *stops, tokens})
+    """Return where pieces of an answer end: every `INTERVAL` tokens, at stops and at its end.
+
+    No piece has fewer tokens than a press's window, unless two stops are so near.
+    """
+    fixed = {*stops, tokens}
+    between = range(INTERVAL, tokens, INTERVAL)
+    return sorted(fixed | {one for one in between if all(abs(one - end) > WINDOW for end in fixed)})
 
 
 def ranges(tokens: int) -> list[tuple[int, int]]:
@@ -304,7 +310,7 @@ def kl_rows(
     for first, end in ranges(tokens):
         by_text = losses[..., first:end].mean(-1).clamp(min=LEAST_KL)
         means = by_text.mean(0).tolist()
-        best = means.index(min(means[1:]))
+        best = 1 + means[1:].index(min(means[1:]))
         kept = [
             torch.tensor([s.share for text in answers for s in segments_in(text[i], first, end)])
             for i in range(len(methods))
