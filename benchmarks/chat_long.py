@@ -268,9 +268,10 @@ def long_answers(
 def segment_ends(tokens: int, stops: Mapping[int, Any] | Sequence[int] = ()) -> list[int]:
     """Return where pieces of an answer end: every `INTERVAL` tokens, at stops and at its end.
 
-    No piece has fewer tokens than a press's window, unless two stops are so near.
+    No piece has fewer tokens than a press's window, unless two stops are so near: what would be
+    left behind the last stop is not read.
     """
-    fixed = {*stops, tokens}
+    fixed = {*stops} if max(stops, default=0) >= tokens - WINDOW else {*stops, tokens}
     between = range(INTERVAL, tokens, INTERVAL)
     return sorted(fixed | {one for one in between if all(abs(one - end) > WINDOW for end in fixed)})
 
@@ -526,6 +527,7 @@ def dfs_rows(loaded: LoadedModel, arguments: argparse.Namespace) -> Iterator[Row
         for case in cases
     ]
     answers, scores = [readers for readers, _ in read], torch.stack([one for _, one in read])
+    tokens = min(sum(map(len, readers[0].kl)) for readers in answers)
     methods = ["full cache", *(reader.name for reader in answers[0])]
     for number, kind in solved:
         after = f"{QUESTIONS[kind]} after {ends[number]} tokens at {SHARE:.0%}"

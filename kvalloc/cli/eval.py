@@ -129,7 +129,6 @@ def eval(options: EvalOptions) -> None:
     kvalloc eval ./my-model --profile p.json --prompts questions.jsonl
     kvalloc eval demo --profile p.json --peer kvpress:SnapKV --peer 'kvpress:AdaKV(SnapKV)'
     kvalloc eval demo --budget 20% --scorer snapkv --solver uniform
-    kvalloc eval demo --memory 4MiB --tasks kl --json
     kvalloc eval demo --budget 20% --engine ray --workers 2 --threads 1
     kvalloc eval demo --budget 20% --plain-bits 8,4 --tasks kl,own,facts --question-at after
     kvalloc eval demo --budget 50%,20%,10% --tasks facts --question-at after

@@ -262,7 +262,7 @@ def answer_greedily(
         Empty if the prompt ends with the question.
     max_new_tokens : int
     first_line : bool
-        Whether the answer ends with its first line that is not empty.
+        Whether the answer has one line.
 
     Raises
     ------

@@ -278,8 +278,8 @@ class _Contents:
         sound = len(np.unique(places)) == len(places)
         name = f"{index}.kept_positions"
         self._require(sound, name, "of a token at two widths", "each at one")
-        held = np.bincount(places // max(seen, 1), minlength=header.batch * heads)
-        sound = bool((held > 0)[(tokens > latest).repeat(heads)].all())
+        counts = np.bincount(places // max(seen, 1), minlength=header.batch * heads)
+        sound = bool((counts > 0)[(tokens > latest).repeat(heads)].all())
         self._require(sound, name, "of no token in a head", "some in each")
 
     def _check_segments(self, prefix: str, bits: int, heads: int, end: IntArray) -> list[IntArray]:

@@ -225,7 +225,7 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
         return float(np.exp(np.interp(np.log(share), shares, ratios)))
 
     def tail_at(self, share: float) -> float | None:
-        """Return the loss that 99% of the tokens do not exceed over the mean, interpolated."""
+        """Return `ShareError.p99` over the mean, interpolated."""
         known = [(one.share, one.p99 / one.loss) for one in self.errors if one.p99 is not None]
         if not known:
             return None

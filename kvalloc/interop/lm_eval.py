@@ -45,8 +45,7 @@ class KVAllocLM(LM):  # type: ignore[misc]  # lm_eval has no types
     profile : str, optional
         A budget profile's file or shipped name.
     budget : str or float, optional
-        Share of the bytes, such as ``20%``, as for `kvalloc.apply`. Without it and a profile, the
-        full cache.
+        As for `kvalloc.apply`. Without it and a profile, the full cache.
     after_tokens : int
         Last prompt tokens, read after the compression. With 0, answers of one token (multiple
         choice) are predicted before any eviction.

@@ -115,7 +115,7 @@ def profile(
     output : str or Path, optional
         Score profile to write, atomically; until then ``OUTPUT.partial`` has finished samples.
     resume : bool
-        Continue a killed call; arrays are bit-identical to an unbroken run.
+        Continue a killed call; arrays are bit-identical.
     progress : callable, optional
         Called with (layers done, layers in all); a layer's losses count as several.
     model_id : str, optional
@@ -127,7 +127,7 @@ def profile(
     -------
     ScoreProfile
         Sliding layers have curve 1 and mass 0. A sample fails if scores are not finite, memory is
-        too small, or it kills its worker twice; ``set_aside`` names it. Arrays are as without it.
+        too small, or it kills its worker twice; ``set_aside`` names it.
 
     Raises
     ------

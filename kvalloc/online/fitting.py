@@ -284,7 +284,7 @@ def _losses_of_caches(
     kept: Checkpoint,
     progress: Callable[[int, int], None] | None,
 ) -> dict[float, dict[int, FloatArray]]:
-    """Return the KL of each token by share and prompt; no token if a second read fails."""
+    """Return each token's KL by share and prompt; none if a second read fails."""
     measured, _ = measured_samples(
         engine,
         partial(_whole_losses, samples.samples, [*profiles.values()]),

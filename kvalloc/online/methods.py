@@ -52,7 +52,7 @@ SECOND_READ_FROM = 0.8
 """Measured loss of a second read over solved budgets' loss, below which a prompt is read twice:
 it takes as long as another read."""
 
-LONGER, LONGER_TOKENS = 4, 256
+GROWTH, LONGER_TOKENS = 4, 256
 """A conversation that begins with less than half of 256 tokens goes on with budgets of a text four
 times as long, at most of 256: sinks and windows fill a short text's budgets. SmolLM2-135M at 20%,
 560 tokens after 16 and 28: .019 and .0061 nats a token, with budgets of 256 .037 and .0090."""
@@ -269,10 +269,10 @@ class Solved(Method):
         return solved
 
     def longer_profile(self) -> BudgetProfile | None:
-        """Return budgets for a text `LONGER` times as long, if the prompt is short."""
+        """Return budgets for a text `GROWTH` times as long, if the prompt is short."""
         if 2 * self.solved_tokens > LONGER_TOKENS:
             return None
-        return self.setting.solved(min(LONGER * self.solved_tokens, LONGER_TOKENS))
+        return self.setting.solved(min(GROWTH * self.solved_tokens, LONGER_TOKENS))
 
     def peak_bytes(self, size: PromptSize) -> int:
         """Return the peak; a chunked prompt is held in full."""

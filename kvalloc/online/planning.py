@@ -133,8 +133,8 @@ def plan_batch(
             one.predicted_loss * (target.factor_at(one.setting.share, scores) or 1.0)
             for one in _methods(setting, LARGE, prompt)
         ]
-        least = replace(target, nats=math.ceil(1e6 * min(known, default=0.0)) / 1e6)
-        way_out = f"{least} is possible" if known else "give a longer prompt"
+        smallest = replace(target, nats=math.ceil(1e6 * min(known, default=0.0)) / 1e6)
+        way_out = f"{smallest} is possible" if known else "give a longer prompt"
         raise InputError(
             f"no share of a cache of {prompt:,} tokens is predicted to lose no more than "
             f"{option('target_loss', str(target))}; {way_out}"

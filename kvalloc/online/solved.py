@@ -100,30 +100,14 @@ def solve_share(file: str, share: float, tokens: int, rotates: bool = True) -> B
 
 @dataclass(frozen=True, kw_only=True)
 class LossTarget:
-    """Largest predicted loss of a token: the mean, or with `tail` that of 99% of the tokens.
-
-    Attributes
-    ----------
-    nats : float
-    tail : bool
-    """
+    """Largest predicted loss of a token, nats: mean, or with `tail` of 99% of them."""
 
     nats: float
     tail: bool = False
 
     @classmethod
     def parse(cls, typed: str | float) -> LossTarget:
-        """Read ``0.02``, or ``"0.05@99%"``.
-
-        Raises
-        ------
-        InputError
-
-        Examples
-        --------
-        >>> LossTarget.parse("0.05@99%")
-        LossTarget(nats=0.05, tail=True)
-        """
+        """Read ``0.02``, or ``"0.05@99%"``; refuse other text."""
         number, at, percentile = (part.strip() for part in str(typed).partition("@"))
         try:
             nats = float(number)
@@ -150,16 +134,7 @@ class LossTarget:
 
 @while_unchanged(maxsize=256)
 def share_for_loss(file: str, target: LossTarget, tokens: int) -> float:
-    """Return the smallest share with at most this predicted loss; cached.
-
-    It is exact to a thousandth. The prediction is `BudgetProfile.expected_loss`, for the tail times
-    `ScoreProfile.tail_at`.
-
-    Raises
-    ------
-    InputError
-        If the file has no tail.
-    """
+    """Return the smallest share, to a thousandth, with at most this predicted loss; cached."""
     scores = load_fitted(file).scores
 
     def meets(part: int) -> bool:

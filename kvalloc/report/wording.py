@@ -504,10 +504,7 @@ def evaluation_tables(
 
 
 def score_notes(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield down to which share of the bytes a task's score stays that of the full cache.
-
-    One line for each task that the full cache solves in part, with several budgets.
-    """
+    """Yield the smallest share at which each task is solved as well as with the full cache."""
     from kvalloc.evaluate.scoring import ALL_TASKS
 
     scored = [row for row in rows if row["score"] is not None and row["task"] != ALL_TASKS]
@@ -524,10 +521,10 @@ def score_notes(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         if len(budgets) < 2:
             continue
         kept = budgets[: lost.index(True)] if any(lost) else budgets
-        least = (
+        where = (
             f"down to {kept[-1]['share_of_16_bits']:.1%} of the bytes" if kept else "at no budget"
         )
-        text = f"{task}: the full cache's score of {full:.0%} is reached {least}"
+        text = f"{task}: the full cache's score of {full:.0%} is reached {where}"
         if any(lost):
             first = budgets[len(kept)]
             text += f"; {first['score']:.0%} at {first['share_of_16_bits']:.1%}"

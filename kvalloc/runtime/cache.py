@@ -175,7 +175,7 @@ class BudgetCache(CacheFigures, HookedCache):
             self.layers[index] = copy.deepcopy(layer)
 
     def reset(self) -> None:
-        """Free all tokens; budgets that were decided from one prompt serve no other."""
+        """Free all tokens; budgets of one prompt serve no other."""
         self.read_ids = None
         self.spent |= bool(self.rows) and any(method.once for method in self.methods)
         for store in self.stores.values():

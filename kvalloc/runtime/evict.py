@@ -255,7 +255,7 @@ class Eviction:
     # Choosing
 
     def _kept_before(self, store: Store, bundle: Bundle) -> int:
-        """Return the number of kept entries before the candidates."""
+        """Return the number of kept entries."""
         return int(store.kept_counts[bundle[0]].max()) if self.new_only else 0
 
     def hand_out(self, cache: Any, granted: Mapping[int, IntArray]) -> dict[int, IntArray]:

@@ -298,6 +298,7 @@ def test_the_picture_of_scores_and_tails(tmp_path, monkeypatch):
 
 def test_an_answer_is_read_in_pieces_up_to_the_end_of_each_range():
     assert segment_ends(300, {130: None}) == [130, 250, 300]
+    assert segment_ends(300, {296: None}) == [125, 250, 296]
     assert ranges(4000) == [(0, 500), (500, 1000), (1000, 2000), (2000, 4000)]
     assert ranges(700) == [(0, 500), (500, 700)]
 
