@@ -106,16 +106,16 @@ def profile(
     Parameters
     ----------
     model : transformers.PreTrainedModel or Engine
-        A causal language model, unchanged afterwards, or workers with one, see
+        A causal language model, or workers with one, see
         `kvalloc.engine.ray.RayEngine`.
     tokenizer : transformers.PreTrainedTokenizerBase
     texts : iterable of str, Document or Prompt
         Running text, also a string, is cut into samples of exactly `context` tokens. A prompt is
         one sample: longer ones lose their middle, shorter ones' curves are stretched.
     output : str or Path, optional
-        Score profile to write, atomically; until then ``OUTPUT.partial`` has finished samples.
+        Score profile to write; until then ``OUTPUT.partial`` has finished samples.
     resume : bool
-        Continue a killed call; arrays are bit-identical.
+        Continue a killed call.
     progress : callable, optional
         Called with (layers done, layers in all); a layer's losses count as several.
     model_id : str, optional

@@ -288,7 +288,7 @@ class BudgetCache(CacheFigures, HookedCache):
             )
 
     def adopt(self, other: BudgetCache) -> None:
-        """Take over the entries of a cache that is then dropped."""
+        """Take over the entries of another cache."""
         self.layers, self.rows, self.door = other.layers, other.rows, other.door
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
