@@ -324,7 +324,8 @@ def kl_rows(
             0.5,
             ", ".join(map("{} {:.4f} at {:.1%}".format, methods, means, shares)),
         )
-        yield row | {"met": row_met(row) and shares[0] <= largest}
+        met = row_met(row) or means[0] <= LEAST_KL
+        yield row | {"met": met and shares[0] <= largest}
 
 
 def peak_row(name: str, answers: Sequence[Sequence[Reader]], tokens: int, promise: str) -> Row:
