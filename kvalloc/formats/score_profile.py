@@ -226,11 +226,10 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
 
     def tail_at(self, share: float) -> float | None:
         """Return `ShareError.p99` over the mean, interpolated."""
-        known = [(one.share, one.p99 / one.loss) for one in self.errors if one.p99 is not None]
+        known = {one.share: one.p99 / one.loss for one in self.errors if one.p99 is not None}
         if not known:
             return None
-        shares, ratios = np.log(known).T
-        return float(np.exp(np.interp(np.log(share), shares, ratios)))
+        return float(np.interp(np.log(share), np.log([*known]), [*known.values()]))
 
     def second_read_at(self, share: float) -> tuple[float, float] | None:
         """Return the measured loss of a second read, and of solved budgets, interpolated.

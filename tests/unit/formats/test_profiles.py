@@ -138,6 +138,19 @@ def test_the_error_lies_between_those_measured():
     assert scores.replace(errors=()).error_at(0.1) is None
 
 
+def test_the_tail_over_the_mean_lies_between_those_measured():
+    scores = FittedModel.load(FILE).scores
+    assert scores.tail_at(0.1) is None
+    errors = [
+        ShareError(share=share, predicted=0.01, loss=0.01, prompts=8, p99=p99)
+        for share, p99 in ((0.05, 0.1), (0.2, 0.0), (0.5, None))
+    ]
+    scores = scores.replace(errors=tuple(errors))
+    assert [scores.tail_at(share) for share in (0.01, 0.1, 0.2, 0.9)] == pytest.approx(
+        [10, 5, 0, 0]
+    )
+
+
 def test_a_second_read_is_known_up_to_the_largest_share_at_which_it_was_measured():
     scores = FittedModel.load(FILE).scores
     errors = [
