@@ -195,9 +195,7 @@ class RequestOptions(TypedDict, total=False):
 
     target_loss: Annotated[str | float | None, Option("NATS", "Target")]
     """Fewest bytes with a predicted loss up to this, in nats per token, such as 0.02. The
-    prediction is the sum of losses measured with each unit reduced alone. From a fitted file, also
-    that of 99% of the tokens, such as 0.05@99%.
-    """
+    prediction is a sum of losses of units reduced alone. 0.05@99%: of 99% of the tokens, by fit."""
 
     budget: Annotated[str | float | None, Option("SHARE", "Target")]
     """At most this share of the bytes of a cache at 16 bits a number, such as 20% or 0.2; the
