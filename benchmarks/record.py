@@ -67,13 +67,18 @@ def run(benchmark: str, part: str, command: list[str]) -> Record:
     record = Record(
         benchmark=benchmark,
         part=part,
-        command=shlex.join(["python", *command]),
+        command=shlex.join(["python", *map(short, command)]),
         exit_code=process.returncode,
         rows=rows_in(printed),
         **where_it_ran(*PACKAGES, load=load),
     )
     record.save(printed)
     return record
+
+
+def short(word: str) -> str:
+    """Return a word of a command without the folders of this machine."""
+    return Path(word).name if Path(word).is_absolute() else word
 
 
 if __name__ == "__main__":
