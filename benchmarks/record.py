@@ -78,7 +78,10 @@ def run(benchmark: str, part: str, command: list[str]) -> Record:
 
 def short(word: str) -> str:
     """Return a word of a command without the folders of this machine."""
-    return Path(word).name if Path(word).is_absolute() else word
+    path = Path(word)
+    if path.is_relative_to(FOLDER.parent):
+        return str(path.relative_to(FOLDER.parent))
+    return path.name if path.is_absolute() else word
 
 
 if __name__ == "__main__":

@@ -384,12 +384,12 @@ def method_for(
         Whether solved budgets are taken also if a second read loses less.
     """
     reads_twice = tokens + min(PIECE, tokens) + CARRIED_TOKENS <= (limit or inf)
+    whole = setting.entries(tokens) == tokens  # also for a second read
     if (solved := setting.solved_tokens(tokens)) is not None:
-        short = setting.entries(tokens) == tokens  # for a second read, which keeps it whole
-        if reads_twice and not one_read and not short and setting.reads_twice:
+        if reads_twice and not one_read and not whole and setting.reads_twice:
             return SecondRead(setting=setting, measured=True)
         return Solved(setting=setting, solved_tokens=solved)
-    if setting.entries(tokens) == tokens:
+    if whole:
         widths = MIXES.get(setting.bits, (setting.bits,))
         width = next(one for one in widths if setting.entries(tokens, one) == tokens)
         rounds = head_bytes(tokens, width, setting.shape) < tokens * setting.shape.bytes_per_entry

@@ -49,9 +49,7 @@ class BudgetCache(CacheFigures, HookedCache):
         Texts of the batch; none before the first forward.
     """
 
-    decision_seconds: float | None = (
-        None  # time to decide its budgets from the prompt, if they were
-    )
+    decision_seconds: float | None = None  # time to decide its budgets from the prompt
     verifier: Any = None  # what verifies its answers, if anything does
 
     def __init__(
