@@ -36,6 +36,7 @@ from quality.tables import (
     CELLS_FOLDER,
     DEFAULT,
     LEAST_KL,
+    UNFITTED,
     Ratio,
     Row,
     against_best,
@@ -73,8 +74,8 @@ LIMITS = {
 RATIOS = (25, 12.5, 6.25, 3.125)
 """Shares of the tasks by rule, percent."""
 RULER_METHODS = (
-    *(DEFAULT, "8 bits", "4 bits", "quanto 4 bits", "quanto 2 bits", "KVzip", "KVzip at 4 bits"),
-    *("SnapKV", "ExpectedAttention"),
+    *(DEFAULT, UNFITTED, "8 bits", "4 bits", "quanto 4 bits", "quanto 2 bits"),
+    *("KVzip", "KVzip at 4 bits", "SnapKV", "ExpectedAttention"),
 )
 SOLVED = 0.5
 """Least score of the full cache on a task that is shown."""

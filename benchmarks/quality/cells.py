@@ -30,6 +30,7 @@ from quality.tables import (
     POSITIONS,
     ROUNDING,
     SEED,
+    UNFITTED,
     cell_file,
     earlier_rounding,
     read_rows,
@@ -40,6 +41,7 @@ from kvalloc.accounting.costs import stored_bytes
 from kvalloc.errors import KVAllocError
 from kvalloc.evaluate.methods import AppliedMethod, CacheMethod, full_cache, rounded_cache
 from kvalloc.evaluate.scoring import Outcome, known, measure
+from kvalloc.formats.shipped_profiles import find_fitted
 from kvalloc.interop.kvpress import KvpressMethod, read_peer_name
 from kvalloc.models.loading import load_model, shape_of
 from kvalloc.prompts.cases import Case
@@ -92,7 +94,7 @@ class Named:
 
 def main() -> int:
     request = parse_arguments()
-    loaded = load_model(request.model)
+    loaded = load_model(request.model, dtype=request.dtype)
     methods = [
         one
         for one in methods_of(loaded, request)
@@ -115,6 +117,7 @@ def main() -> int:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="quality cells on held-out prompts")
     parser.add_argument("--model", default="demo")
+    parser.add_argument("--dtype", default="float32", help="of the weights and the full cache")
     parser.add_argument("--shares", nargs="+", type=float, default=[50, 20, 10, 5], help="percent")
     parser.add_argument("--cells", nargs="+", default=list(CELLS), choices=[*CELLS, *RULER])
     parser.add_argument("--methods", nargs="*", help="only these, by the names of the tables")
@@ -129,9 +132,10 @@ def parse_arguments() -> argparse.Namespace:
 def methods_of(loaded: Any, request: argparse.Namespace) -> Iterator[Named]:
     """kvalloc's first, then those that many would pick, then the other presses."""
     model, shares = loaded.model, [share / 100 for share in request.shares]
+    name = DEFAULT if find_fitted(shape_of(model)) else UNFITTED
     for share in shares:
         applied = AppliedMethod(options={"budget": f"{100 * share:g}%"})
-        yield Named(name=DEFAULT, share=share, method=applied)
+        yield Named(name=name, share=share, method=applied)
     for bits in PLAIN:
         yield Named(name=f"{bits} bits", share=None, method=rounded_cache(model, bits))
     for backend, bits in QUANTIZED:

@@ -25,7 +25,7 @@ CELLS_FOLDER = Path(__file__).resolve().parent / "cells"
 HELD_OUT = "held-out"
 SEED = 9
 """Of the held-out prompts. A fresh one whenever a method was changed by what cells had shown."""
-DEFAULT = "default"
+DEFAULT, UNFITTED = "default", "default before fit"
 LEAST_KL = 0.001
 """Nats below which two losses count as equal."""
 ROUNDING = hashlib.sha256(repr((WIDTHS, quantization.ROUNDING)).encode()).hexdigest()[:8]
@@ -90,7 +90,8 @@ def current(rows: Sequence[Row]) -> list[Row]:
 def earlier_rounding(row: Row) -> bool:
     """Whether kvalloc rounded, and rounds otherwise since the row was measured."""
     peer = row["method"] == "full" or "quanto" in row["method"] or "HQQ" in row["method"]
-    rounds = not peer and (row["method"] == DEFAULT or row["method"].endswith("bits"))
+    default = row["method"] in (DEFAULT, UNFITTED)
+    rounds = not peer and (default or row["method"].endswith("bits"))
     return rounds and row.get("rounding") != ROUNDING
 
 
@@ -219,7 +220,7 @@ def against_best(rows: Sequence[Row], mine: str, cells: Sequence[str]) -> dict[s
     Losses below `LEAST_KL` count as that.
     """
     methods = by_method(rows)
-    peers = [name for name in methods if name != DEFAULT]
+    peers = [name for name in methods if name not in (DEFAULT, UNFITTED)]
     result: dict[str, Ratio] = {}
     ours, best, counts = [], [], []
     for cell in cells:
@@ -256,7 +257,7 @@ def where_peers_are_better(
     Losses below `LEAST_KL` count as equal.
     """
     methods, result = by_method(rows), []
-    peers = [name for name in methods if name != DEFAULT]
+    peers = [name for name in methods if name not in (DEFAULT, UNFITTED)]
     for cell, position, peer in itertools.product(cells, positions, peers):
         ours, of_peer = methods[mine][cell], methods[peer][cell]
         both = [(ours[one], of_peer[one]) for one in of_peer if one in ours]
