@@ -118,6 +118,10 @@ def test_another_type_or_place_is_the_same_model(family):
     compiled = copy.deepcopy(plain)
     compiled.model.layers[1] = torch.compile(compiled.model.layers[1], backend="eager")
     assert digests(compiled) == digests(plain)
+    linked = copy.deepcopy(plain)  # as kvpress leaves a model
+    for layer in linked.model.layers:
+        layer.self_attn.rotary_emb = linked.model.rotary_emb
+    assert digests(linked) == digests(plain)
     for dtype in (torch.bfloat16, torch.float16):
         cast, other = copy.deepcopy(plain).to(dtype), random(family, seed=1).to(dtype)
         assert shape_of(plain).has_weights_of(shape_of(cast)) is True
