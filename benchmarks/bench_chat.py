@@ -69,6 +69,7 @@ TURN, ANSWER = 250, 24
 def main() -> int:
     parser = parser_of(__doc__, PARTS)
     parser.add_argument("--model", nargs="+", default=["demo"])
+    parser.add_argument("--dtype", default="float32", help="of the weights and the full cache")
     parser.add_argument("--texts", type=int, help="texts, or walks")
     parser.add_argument("--turns", type=int)
     parser.add_argument("--tokens", type=int, help="of a long answer")
@@ -84,11 +85,11 @@ def main() -> int:
     for name, size in sizes:
         setattr(arguments, name, getattr(arguments, name) or size)
     sections = dict(zip(PARTS, (turn_rows, long_rows, memory_rows, dfs_rows), strict=True))
-    section = sections[part]
+    section, load = sections[part], partial(load_model, dtype=arguments.dtype)
     rows = (
         row
         for name in arguments.model
-        for row in guarded(name, partial(section, load_model(name), arguments))
+        for row in guarded(name, partial(section, load(name), arguments))
     )
     return print_rows(rows, arguments, "kvalloc", "kvpress", "torch", "transformers")
 
