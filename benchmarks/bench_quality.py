@@ -183,21 +183,23 @@ def report(
         scored = [*filter(is_full, rows), *subset]
         targets += filter(None, (points_lost(scored, share, cells), calls_lost(scored, share)))
         targets += filter(None, (tail_over_rounding([*subset, *other_rows], share),))
-        result = against_best(subset, DEFAULT, cells)
         if not {*cells} & {*RULER} and (guess := predicted(subset, model, share)):
             targets.append(guess)
-        if "mean" not in result:
-            continue
-        whole = result["mean"]
-        print(f"{DEFAULT} over the best peer: {whole}")
-        print("  " + "; ".join(f"{cell} {result[cell]}" for cell in cells if cell in result))
-        limit = LIMITS.get(model, {}).get(share, TWO_THIRDS)
+        results = {method: against_best(subset, method, cells) for method in (UNFITTED, DEFAULT)}
         old = f"{sum(map(earlier_rounding, subset))} of {len(subset)} rows of earlier rounding"
-        targets.append(
-            {"what": f"{100 * share:g}%, {DEFAULT}", **whole.cells()}
-            | {"wanted": f"{limit:.2f}, surely below 1", "verdict": verdict(whole, limit)}
-            | {"note": old}
-        )
+        for method, result in results.items():
+            if (whole := result.get("mean")) is None:
+                continue
+            print(f"{method} over the best peer: {whole}")
+            print("  " + "; ".join(f"{cell} {result[cell]}" for cell in cells if cell in result))
+            limit = LIMITS.get(model, {}).get(share, TWO_THIRDS)
+            targets.append(
+                {"what": f"{100 * share:g}%, {method}", **whole.cells()}
+                | {"wanted": f"{limit:.2f}, surely below 1", "verdict": verdict(whole, limit)}
+                | {"note": old}
+            )
+        if "mean" not in results[DEFAULT]:
+            continue
         better = where_peers_are_better(subset, DEFAULT, cells)
         print(
             f"  a range of positions where a peer surely loses less: {'; '.join(better) or 'none'}"
