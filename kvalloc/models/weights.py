@@ -98,7 +98,7 @@ def _parts(module: nn.Module) -> list[_Part]:
     from torch import Tensor
 
     parts: list[_Part] = []
-    own = {id(child) for child in module.children()}
+    children = {id(child) for child in module.children()}
     config, rotary = getattr(module, "config", None), ""
     if config is not None:
         fields = {name: value for name, value in vars(config).items() if name[0] != "_"}
@@ -124,7 +124,7 @@ def _parts(module: nn.Module) -> list[_Part]:
                 elif not (varies and "inv_freq" in key):
                     parts.append(_Part(_stamp(value), partial(_plain_tensors, value), value))
             elif hasattr(value, "named_children"):
-                if name and id(value) in own:  # such as kvpress' link to the rotary embedding
+                if name and id(value) in children:  # such as kvpress' link to the rotary embedding
                     continue
                 collect(value, f"{name}{key}.", hooks)
             else:  # a number, or a setting of an adapter
