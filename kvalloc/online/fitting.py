@@ -100,7 +100,7 @@ def fit(
     progress : callable, optional
         Called with (prompts done, prompts in all).
     notify : callable, optional
-        Called once, unless resumed, with a line on its time.
+        Called with lines on its time, unless resumed, and second reads.
     **options
         See `kvalloc.measure.scorer_fitting.FitOptions`.
 
@@ -175,7 +175,7 @@ def fit(
         parameters = {**scores.scorer_parameters, "file": ""}  # which is a part of this one
         fitted = FittedModel.of(surrogate, scores.replace(scorer_parameters=parameters))
         fitted.save(file)
-        errors = _errors(engine, str(file), rotates, other_samples, kept, stage(2))
+        errors = _errors(engine, str(file), rotates, other_samples, kept, stage(2), notify)
         fitted = fitted.with_errors(errors)
         kept.finish(fitted)
     return fitted
@@ -243,6 +243,7 @@ def _errors(
     samples: SampleSet,
     kept: Checkpoint,
     progress: Callable[[int, int], None] | None,
+    notify: Callable[[str], None] | None,
 ) -> tuple[ShareError, ...]:
     tokens = max((one.token_ids.size for one in samples.samples), default=0)
     decided = {one: solve_share(file, one, tokens, rotates) for one in ERROR_SHARES if tokens}
@@ -267,6 +268,11 @@ def _errors(
         for one in second
         if any(one.loss > ADD_UP * one.predicted for one in second)
     }
+    if read_twice and notify is not None:
+        notify(
+            f"single losses do not add up: second reads of {len(samples.samples)} prompts are "
+            "measured, too"
+        )
     for share, kls in count(read_twice, kept.stage("second_reads"), None).items():
         loss = _summary(samples, kls)["loss"] if all(one.size for one in kls.values()) else 0.0
         errors[share] = errors[share].replace(second_read=loss if loss > 0 else None)

@@ -255,8 +255,15 @@ def test_a_second_read_is_measured_where_single_losses_do_not_add_up(
 ):
     monkeypatch.setattr(fitting, "ADD_UP", add_up)
     texts = [" ".join(f"word{(7 * i * i) % 89}" for i in range(2000))]
-    how = {"output": tmp_path / "f.safetensors", "samples": 4, "context": 64}
+    lines = list[str]()
+    how = {
+        "output": tmp_path / "f.safetensors",
+        "samples": 4,
+        "context": 64,
+        "notify": lines.append,
+    }
     errors = kvalloc.fit(tiny.tiny_model(head_dim=16), WordTokenizer(), texts, **how).scores.errors
+    assert any("second reads of" in line for line in lines) == (add_up == 0)
     known = {one.share for one in errors if one.second_read}
     assert known == ({0.1} if add_up == 0 else set())
     assert all(one.p99 is None for one in errors)  # too few tokens
