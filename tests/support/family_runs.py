@@ -45,7 +45,7 @@ Row: TypeAlias = dict[str, str]
 TRAINED = {
     "llama": "SmolLM2-135M",
     "gemma3_text": "Gemma-3-270M",
-    "qwen2": "Qwen2.5-Coder-0.5B",
+    "qwen2": "Qwen2.5-Coder-0.5B, 1.5B",
 }
 """Models whose trained weights have run, by name."""
 
