@@ -25,6 +25,7 @@ from quality.cells import CELLS as KINDS
 from quality.cells import OF, ORDER, row_of
 from quality.tables import (
     ROUNDING,
+    UNFITTED,
     against_best,
     earlier_rounding,
     mean_kl,
@@ -127,7 +128,7 @@ def row(cell, number, method, kl, *, share=0.2, **other):
 
 
 def test_rows_that_kvalloc_rounded_hold_while_it_rounds_alike():
-    mine = [row("text", 0, method, 0.1) for method in ("default", "4 bits", "A at 4 bits")]
+    mine = [row("text", 0, method, 0.1) for method in ("default", UNFITTED, "A at 4 bits")]
     assert all(map(earlier_rounding, mine))
     assert not any(earlier_rounding({**one, "rounding": ROUNDING}) for one in mine)
     theirs = ("full", "A", "HQQ 4 bits", "A + quanto 4 bits")
@@ -155,6 +156,9 @@ def test_the_ratio_is_to_the_best_peer_of_each_cell():
     # text 0.15 of 0.6, facts 0.15 of 0.3
     assert result["text"].ratio == pytest.approx(0.25)
     assert result["facts-after"].ratio == pytest.approx(0.5)
+    before = [*rows(), *(row("text", number, UNFITTED, 0.03) for number in (0, 1))]
+    assert against_best(before, "default", CELLS) == result  # no peer
+    assert against_best(before, UNFITTED, CELLS)["text"].ratio == pytest.approx(0.05)
     whole = result["mean"]
     assert whole.ratio == pytest.approx(0.30 / 0.90)
     assert whole.low <= whole.ratio <= whole.high
