@@ -304,7 +304,7 @@ def ruler_picture(rows: Sequence[Row], model: str) -> None:
         if line_of(row["method"]) in STYLES:
             points[row["method"], row["share"]].append(row)
     most = max(map(len, points.values()), default=0)
-    points = {key: item for key, item in points.items() if 2 * len(item) > most}
+    points = {key: item for key, item in points.items() if 4 * len(item) >= most}
     sets = [{(row["cell"], row["digest"]) for row in item} for item in points.values()]
     shared = set.intersection(*sets) if sets else set()
     points = {
