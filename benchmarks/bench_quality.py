@@ -303,20 +303,22 @@ def ruler_picture(rows: Sequence[Row], model: str) -> None:
     for row in rows:
         if line_of(row["method"]) in STYLES:
             points[row["method"], row["share"]].append(row)
-    most = max(map(len, points.values()), default=0)
-    points = {key: item for key, item in points.items() if 4 * len(item) >= most}
-    sets = [{(row["cell"], row["digest"]) for row in item} for item in points.values()]
-    shared = set.intersection(*sets) if sets else set()
-    points = {
-        key: [row for row in item if (row["cell"], row["digest"]) in shared]
-        for key, item in points.items()
-    }
-    ends = {key: tails([kl for row in item for kl in row["kls"]]) for key, item in points.items()}
-    known = [name for name in TAILS if all(end[name] is not None for end in ends.values())]
-    if not shared or not known:
+    for least in sorted({*map(len, points.values())}):  # as few prompts as a percentile takes
+        some = {key: item for key, item in points.items() if len(item) >= least}
+        sets = [{(row["cell"], row["digest"]) for row in item} for item in some.values()]
+        shared = set.intersection(*sets)
+        some = {
+            key: [row for row in item if (row["cell"], row["digest"]) in shared]
+            for key, item in some.items()
+        }
+        ends = {key: tails([kl for row in item for kl in row["kls"]]) for key, item in some.items()}
+        known = [name for name in TAILS if all(end[name] is not None for end in ends.values())]
+        if shared and known:
+            break
+    else:
         return
     scores, kls = defaultdict(list), defaultdict(list)
-    for (method, share), item in points.items():
+    for (method, share), item in some.items():
         size = float(np.mean([row["bytes"] for row in item]))
         scores[line_of(method)].append((size, float(np.mean([row["score"] for row in item]))))
         kls[line_of(method)].append((size, ends[method, share][known[-1]]))
