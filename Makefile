@@ -333,13 +333,14 @@ bench-quality-gemma bench-quality-qwen: bench-quality-%: $(READY) $(PEERS_READY)
 	$(call unpacked,$(filter %.gguf,$^)); \
 	$(BIN)/python benchmarks/record.py "quality peers --model $(filter %.gguf,$^) $(QUALITY)"
 
-# Two hours of two cores; 'fit' goes on where it was stopped with --resume.
+# Two hours of two cores; it goes on where it was stopped.
 bench-larger: $(LARGER_FILE) $(READY) $(PEERS_READY) ## a model of 1.5 billion weights, before and after its fit
 	$(call unpacked,$(LARGER_FILE),bfloat16); \
 	measure="$(PEERS)/python benchmarks/quality/cells.py --model $(LARGER_FILE) --dtype bfloat16"; \
 	measure="$$measure --context 600 --shares 20 10 --samples 2 --seconds 7200 --methods"; \
 	$$measure "default before fit" "8 bits" "4 bits" SnapKV; \
-	$(BIN)/kvalloc fit $(LARGER_FILE) --dtype bfloat16; \
+	ls "$$KVALLOC_CACHE"/fitted/*.safetensors > /dev/null 2>&1 \
+		|| $(BIN)/kvalloc fit $(LARGER_FILE) --dtype bfloat16 --resume; \
 	$$measure default "KVzip at 4 bits"; \
 	$(BIN)/python benchmarks/record.py "quality peers --tables-only --context 600"
 
