@@ -32,6 +32,7 @@ from kvalloc.models.loading import require_run_packages
 from kvalloc.models.structure import input_device
 from kvalloc.prompts.texts import Document, Prompt
 from kvalloc.scorers import Scorer, get_scorer
+from kvalloc.scorers.repeats import with_repeats
 from kvalloc.shape import ModelShape
 from kvalloc.units import Option, keywords_of
 
@@ -292,6 +293,7 @@ def _measure_sample(job: Job, model: Any, index: int, advance: Advance) -> Measu
             observed = job.scorer.observe(states, sinks=job.sinks)
             return
         observed = None
+        states = with_repeats(states, ids)
         scores = job.scorer.score(states, sinks=job.sinks)[0, :, first:end].float().cpu().numpy()
         what = f"the scores of {job.shape.model_id} in layer {layer}, sample {index}"
         check_finite(what, scores, low=0)

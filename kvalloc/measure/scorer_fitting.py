@@ -40,8 +40,7 @@ LEAST_SCORE = 1e-6
 """Smaller attention counts as this, so that its log does not dominate."""
 
 PIECE = 256
-"""Tokens of the second copy in one forward, as in the default. With 2,048
-reconstruction loses twice as much at 10% of the bytes on a model's own answers."""
+"""Tokens of the second copy in one forward, as in the default; 2,048 lose twice as much."""
 
 TARGET = Reconstruction(chunk=PIECE)
 """The fitted scorer."""
@@ -74,8 +73,8 @@ class NormalEquations:
     def fit(self, ridge: float) -> FloatArray:
         """Return the weights that predict the target, the constant last, (..., n_features + 1).
 
-        ``(C + ridge I) w = c`` with the correlations C of the features and c with the target, so a
-        ridge above 0 suits all sizes. A constant feature gets weight 0.
+        ``(C + ridge I) w = c`` with the correlations C of the features and c with the target. A
+        constant feature gets weight 0.
         """
         means = self.moments[..., -1, :-1] / self.moments[..., -1, -1:]
         rows = self.moments[..., -1, -1][..., None, None]
@@ -131,7 +130,7 @@ def fit_surrogate(
 
     Each sample, at most `context` tokens, is written twice and read once. The target is the log of
     the largest attention to a token from the second copy, by KV head. A reduced cache's losses give
-    the last queries' weight. Each half of the samples tests the other; the best ridge is taken.
+    the last queries' weight.
 
     Returns
     -------
@@ -287,8 +286,8 @@ def vote_losses(
 ) -> FloatArray:
     """Return a sample's losses by weight of the last queries, nats per token, (n_weights,).
 
-    Entries with the largest scores of all heads stay: a second read's attention, or the last
-    queries' weighted attention if larger. Without an answer, the last tokens are the continuation.
+    Entries with the largest scores stay: a second read's attention, or the last queries' weighted
+    attention.
     `logs` are of a second read's scores, (n_full_layers, n_kv_heads, n_tokens - sinks).
     """
     import torch

@@ -42,7 +42,7 @@ _PREFIX = "kvalloc_"
 _HEAD = "head"
 """Key of the states of one KV head in `AttentionStates.shared`."""
 
-_BY_KV_HEAD = ("keys", "values", "absent", "counts", "positions")
+_BY_KV_HEAD = ("keys", "values", "absent", "counts", "positions", "repeats")
 """Attributes of `AttentionStates` with KV heads as their second axis."""
 
 
@@ -101,6 +101,8 @@ class AttentionStates:
         Entries since the latest eviction.
     biased : bool
         Whether the layer adds to its logits, beside the mask.
+    repeats : Tensor of int64, (batch, n_kv_heads, n_tokens), or None
+        How many times the text up to each entry occurs, if known; see `repeat_counts`.
     shared : dict
         Cached results; `replace` copies none.
     """
@@ -129,6 +131,7 @@ class AttentionStates:
     latents: tuple[Tensor, Tensor] | None = None
     biased: bool = False
     latest: int = 0
+    repeats: Tensor | None = None
     shared: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     def kv_head(self, head: int) -> AttentionStates:
@@ -167,7 +170,8 @@ class AttentionStates:
 
         heads: dict[str, Any] = {
             name: torch.cat([getattr(one, name) for one in shown], dim=1)
-            for name in ("queries", "keys", "values")
+            for name in ("queries", "keys", "values", "repeats")
+            if getattr(shown[0], name) is not None
         }
         sinks = [one.sink_logits for one in shown if one.sink_logits is not None]
         return replace(

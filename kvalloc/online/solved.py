@@ -27,9 +27,8 @@ WIDTHS = (8, 5, 4, 2, 85, 853, 53, 532, 52)
 """Widths, and mixes of widths, of a head's entries, beside 16 bits."""
 
 MATCHED, MATCHED_BY_FEW, STEP = 64, 128, 2
-"""Numbers of latest queries to which values are fitted, the second if few entries stay: twice as
-many take little longer there. If many stay, every second query is used, which loses no more in half
-the time."""
+"""Numbers of latest queries to which values are fitted, the second if few entries stay. If many
+stay, every second query is used, which loses no more in half the time."""
 
 FEW_BELOW = 0.15
 """Shares of the bytes below which few entries stay."""

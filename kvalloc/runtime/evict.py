@@ -34,6 +34,7 @@ from kvalloc.runtime.selection import (
     kept_places,
 )
 from kvalloc.runtime.store import Store
+from kvalloc.scorers.repeats import repeat_counts
 
 
 @dataclass(slots=True, eq=False)
@@ -101,6 +102,8 @@ class Eviction:
         Whether heads share budgets.
     new_only : bool
         Whether kept entries stay and targets are for new ones.
+    repeats : mapping of int to Tensor, (n_known,)
+        Of rows' first tokens, if the scorer reads them; see `repeat_counts`.
     """
 
     rows: IntArray
@@ -118,6 +121,7 @@ class Eviction:
     by_prompt: bool = False
     evicted_before: bool = False
     new_only: bool = False
+    repeats: Mapping[int, Tensor] = field(default_factory=dict)
     scored: dict[tuple[int, bytes, int | None], Tensor] = field(default_factory=dict)
 
     @classmethod
@@ -136,6 +140,10 @@ class Eviction:
             "by_prompt": profile.by_prompt,
             "evicted_before": row.evicted_at > 0,
         }
+        if policy.scorer.reads_repeats:
+            known["repeats"] = {
+                one: torch.from_numpy(repeat_counts(ids)) for one, ids in cache.known_ids(rows)
+            }
         row_indices = np.array(rows, dtype=np.int64)
         return cls(rows=row_indices, policy=policy, door=cache.door, **{**known, **event})
 
@@ -221,11 +229,22 @@ class Eviction:
             observed=of_rows(store.notes.observed, rows, head, n_heads),
             later=of_rows(store.notes.later, rows, head, n_heads),
             positions=None if store.kept is None else candidates.positions,
+            repeats=self._repeats(rows, candidates.positions),
             latest=int(store.tail.lengths[rows[0]]) if self.evicted_before and store.tail else 0,
         )
         if (mask := self._gaps(store, states, candidates.positions, tokens)) is not None:
             states = replace(states, mask=mask, gaps=True)
         return states, candidates.positions
+
+    def _repeats(self, rows: IntArray, positions: Tensor) -> Tensor | None:
+        if not self.repeats:
+            return None
+        counts = torch.ones(len(rows), int(self.tokens[rows[0]]), dtype=torch.long, device="cpu")
+        for known, row in zip(counts, rows.tolist(), strict=True):
+            of_row = self.repeats[row][: len(known)]
+            known[: len(of_row)] = of_row
+        counts = counts.to(positions.device)[:, None].expand(-1, positions.shape[1], -1)
+        return counts.gather(2, positions.long().clamp_(max=counts.shape[2] - 1))
 
     def _gaps(
         self, store: Store, states: AttentionStates, positions: Tensor, tokens: int

@@ -243,8 +243,7 @@ def _before_eager(
 def _given_above(decoder: nn.Module, other: Any) -> tuple[Any, bool]:
     """Return a cache that a caller got and did not pass on, if any; and whether kvalloc calls.
 
-    Module methods' frames are searched, up to the first other caller. Guidance runs a second model
-    with its own cache.
+    Module methods' frames are searched, up to the first other caller.
     """
     frame = inspect.currentframe()
     while frame is not None:

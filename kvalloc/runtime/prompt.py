@@ -115,6 +115,7 @@ def begin(cache: Any, running: Running, arguments: Mapping[str, Any]) -> None:
     if any(rows[number].method.policy.scorer.later for number in whole):
         cache.prompt_read.add(arguments, batch)
         _check_room(cache, rows, prompts - seen)
+    _note_ids(cache, arguments, batch)
     windows = (wanted_queries(row.method.policy, row.prompt, whole=row.holds) for row in rows)
     running.n_queries = running.n_queries_after = max(windows, default=0)
     heads = cache.methods[0].profile.shape.n_kv_heads
@@ -161,6 +162,16 @@ def begin(cache: Any, running: Running, arguments: Mapping[str, Any]) -> None:
     running.layers_together = min(layer_counts, default=1)
     if not running.planned and not running.observing and not whole:
         running.n_queries = 0
+
+
+def _note_ids(cache: Any, arguments: Mapping[str, Any], batch: Batch) -> None:
+    ids, before = arguments.get("input_ids"), cache.read_ids
+    if not isinstance(ids, Tensor) or ids.shape != (batch.rows, batch.new):
+        return
+    if not batch.seen:
+        cache.read_ids = ids.clone()
+    elif before is not None and before.shape[1] >= batch.seen:
+        cache.read_ids = torch.cat([before[:, : batch.seen], ids], dim=1)
 
 
 def _new_rows(cache: Any, batch: Batch) -> list[Row]:

@@ -94,6 +94,8 @@ class Scorer(Parameterized, ABC):
         everything are then not scored.
     across_layers : bool
         Whether one call may score heads of several layers; see `AttentionStates.layers`.
+    reads_repeats : bool
+        Whether `score` reads `AttentionStates.repeats`.
     """
 
     kind = "scorer"
@@ -103,6 +105,7 @@ class Scorer(Parameterized, ABC):
     rotates: ClassVar[bool] = False
     by_head: ClassVar[bool] = False
     across_layers: ClassVar[bool] = False
+    reads_repeats: ClassVar[bool] = False
     window: int
 
     @abstractmethod

@@ -15,12 +15,11 @@ if TYPE_CHECKING:
 
 LATEST_VOTES, AHEAD_TOKENS = 128, 8
 """Number of latest queries that rank kept and new entries, and positions from the end to which they
-are moved. Unmoved, they attend to their neighbours, and at 5 bits in 20% of the bytes lose four
-times as much (SmolLM2-135M: KL .0230 and .0057)."""
+are moved. Unmoved, they lose four times as much at 20% of the bytes (SmolLM2-135M)."""
 
 TURN_VOTES = 256
-"""Number of latest queries that rank entries at the end of a turn: with `LATEST_VOTES`, the first
-queries of a longer turn would not count."""
+"""Number of latest queries that rank entries at the end of a turn, which may be longer than
+`LATEST_VOTES`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +34,7 @@ class Lookahead(PooledScorer):
         Last queries that count, also beyond the window.
     ahead : int
         Positions after the end to which they are rotated, and see every entry. At 0 they attend to
-        neighbours, which later queries lack.
+        neighbours.
     row_reduce, group_reduce : {"mean", "max"}
         Reductions over queries, then over a KV head's query heads.
     """

@@ -32,9 +32,9 @@ class Reconstruction(PooledScorer):
     chunk : int
         Longest piece, tokens.
     nearby : int or None
-        See `Later`; None as in the method. 0 takes linear time, and serves as well on SmolLM2-135M.
+        See `Later`; None as in the method. 0 takes linear time.
     window, pool : int
-        See `Scorer` and `PooledScorer`; the method has neither.
+        See `Scorer` and `PooledScorer`.
     group_reduce : {"max", "mean"}
 
     References

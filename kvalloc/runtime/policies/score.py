@@ -17,8 +17,6 @@ from kvalloc.runtime.selection import keep_best
 class Score(EvictionPolicy):
     """Sinks, window, and each KV head's best entries by the profile's scorer.
 
-    By scorer, this is SnapKV, XKV, H2O, TOVA, StreamingLLM and others.
-
     References
     ----------
     XKV: Personalized KV Cache Memory Reduction, Algorithm 2.

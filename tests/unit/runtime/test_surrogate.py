@@ -12,6 +12,7 @@ from kvalloc.extensions.making import make_cache
 from kvalloc.formats.fitted import FittedSurrogate
 from kvalloc.prompts.texts import Prompt
 from kvalloc.scorers import get_scorer
+from kvalloc.scorers.repeats import repeat_counts
 from kvalloc.scorers.surrogate import Surrogate
 
 CONTEXT, PADDING = 60, 11
@@ -90,9 +91,15 @@ def first_best(scores, count):
     return scores.sort(descending=True, stable=True).indices[:count].tolist()
 
 
-def test_the_best_stay_and_a_whole_prompt_is_ranked_likewise(file):
+def repeating(tokens):
+    """A prompt whose first tokens come again and again: its entries count less."""
+    return torch.cat([tiny.prompt(15), tiny.prompt(15), tiny.prompt(tokens)], dim=1)[:, :tokens]
+
+
+@pytest.mark.parametrize("make", [tiny.prompt, repeating])
+def test_the_best_stay_and_a_whole_prompt_is_ranked_likewise(file, make):
     """Layer by layer as the largest scores say; with values fitted at the end, the same entries."""
-    model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
+    model, ids = tiny.tiny_model(), make(CONTEXT)
     profile = tiny.make_profile(model, CONTEXT, 0.4)
     options = {"file": file, "window": tiny.WINDOW}
     own = profile.policy.replace(scorer="surrogate", scorer_parameters=options)
@@ -100,7 +107,9 @@ def test_the_best_stay_and_a_whole_prompt_is_ranked_likewise(file):
     matching, chunks = profile.with_policy(own), {"prompt_tokens": CONTEXT}
     deferred = make_cache(model, matching, policy="attention_matching", **chunks)
     scorer, seen = get_scorer("surrogate", **options), states_seen(model, ids)
-    scores = [scorer.score(states, sinks=tiny.SINKS)[0] for states in seen.values()]
+    times = torch.from_numpy(repeat_counts(ids[0].numpy()))
+    assert (times > 1).any() == (make is repeating)
+    scores = [scorer.score(one, sinks=tiny.SINKS)[0] / times.sqrt() for one in seen.values()]
     run(model, ids, immediate)
     for chunk in ids.split(CONTEXT // 2, dim=1):
         run(model, chunk, deferred)
@@ -116,6 +125,24 @@ def test_the_best_stay_and_a_whole_prompt_is_ranked_likewise(file):
             budget = int(profile.budgets[layer, head]) - len(protected)
             best = first_best(scores[layer][head], budget)
             assert {*deferred.kept_indices(layer)[0, head].tolist()} == protected | {*best}
+
+
+def test_repetitions_are_counted_in_each_row_without_its_padding(model, file):
+    profile, ids = tiny.make_profile(model, CONTEXT, 0.4), repeating(CONTEXT)
+    policy = f"surrogate:file={file}"
+    alone = make_cache(model, profile, policy=policy)
+    run(model, ids, alone)
+    batch = torch.cat([tiny.prompt(CONTEXT + PADDING), tiny.prompt(CONTEXT + PADDING)])
+    batch[1, PADDING:] = ids
+    mask = torch.ones_like(batch)
+    mask[1, :PADDING] = 0
+    padded = make_cache(model, profile, policy=policy)
+    with torch.no_grad():
+        places = (mask.cumsum(-1) - 1).clamp(min=0)
+        model(batch, attention_mask=mask, position_ids=places, past_key_values=padded)
+    columns = padded.kept_indices(0)[1]
+    kept = [row[row >= 0] - PADDING for row in columns]
+    assert torch.equal(torch.stack(kept), alone.kept_indices(0)[0])
 
 
 def test_votes_count_where_they_are_larger_than_the_prediction(model, file):
