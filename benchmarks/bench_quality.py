@@ -56,7 +56,7 @@ from results import Cells
 
 from kvalloc.formats.shipped_profiles import load_fitted
 from kvalloc.online.methods import Setting, method_for
-from kvalloc.prompts.intervals import TAILS, interval, tails
+from kvalloc.prompts.intervals import RESAMPLES, TAILS, interval, tails
 
 FOLDER = Path(__file__).resolve().parent
 PYTHON = FOLDER.parent / ".venv-kvpress" / "bin" / "python"
@@ -274,14 +274,31 @@ def tail_over_rounding(rows: Sequence[Row], share: float) -> Cells | None:
         return None
     name = known[-1]
     mine, other = (end[name] for end in ends)
+    low, high = tail_interval(kls, TAILS[name][0])
     return {
         "what": f"{100 * share:g}%, {100 * TAILS[name][0]:g}% KL over that of {ROUNDED}",
-        "figure": f"{mine / other:.2f}",
+        **{"figure": f"{mine / other:.2f}", "low": f"{low:.2f}", "high": f"{high:.2f}"},
         "wanted": "1.00",
         "verdict": MET if mine <= other else MISSED,
         "prompts": f"{len(kls)}",
         "note": f"{mine:.4f} and {other:.4f} nats of {ends[0]['n_tokens']:,} tokens",
     }
+
+
+def tail_interval(
+    kls: Sequence[tuple[Sequence[float], Sequence[float]]], share: float
+) -> tuple[float, float]:
+    """Return a 95% bootstrap interval over prompts of the ratio of two percentiles over tokens."""
+    random, ratios = np.random.default_rng(0), []
+    for _ in range(RESAMPLES):
+        drawn = random.integers(len(kls), size=len(kls))
+        sides = zip(*(kls[one] for one in drawn), strict=True)
+        ours, other = (
+            np.quantile(np.concatenate(side), share, method="inverted_cdf") for side in sides
+        )
+        ratios.append(ours / other)
+    low, high = np.percentile(ratios, (2.5, 97.5))
+    return float(low), float(high)
 
 
 def picture(rows: Sequence[Row], model: str) -> None:

@@ -279,6 +279,7 @@ def test_the_tail_is_that_of_prompts_that_both_have():
     rows += [{**one, "kls": [0.5] * 150} for one in scored("8 bits", None, (1, 1))]
     ratio = tail_over_rounding(rows, 0.2)
     assert (ratio["figure"], ratio["verdict"], ratio["prompts"]) == ("0.50", "met", "2")
+    assert (ratio["low"], ratio["high"]) == ("0.50", "0.50")
     assert ratio["what"].startswith("20%, 99% KL")
     assert "300 tokens" in ratio["note"]
     assert tail_over_rounding(rows[:4], 0.2) is None  # too few tokens
