@@ -81,9 +81,6 @@ Bundle: TypeAlias = "tuple[IntArray, int | None]"
 class Eviction:
     """Eviction in rows: while a prompt is read, after it, or in a turn.
 
-    A policy sees rows of equal shape in one call, and uneven heads separately unless it scores
-    across layers.
-
     Attributes
     ----------
     rows : ndarray of int64, (n_rows,)

@@ -64,7 +64,7 @@ class Forward:
     """A forward with a cache.
 
     `outputs` are its first pieces'. A compiled one has a `mask`, (batch, n_columns), for layers
-    that store every column. Its end restores the switch and Dynamo's `callback`.
+    that store every column.
     """
 
     def __init__(self, cache: Any, outputs: Sequence[Any] = ()) -> None:

@@ -16,13 +16,7 @@ _FACTOR = 0x9E3779B97F4A7C15  # odd, so that each token of a run changes its 64-
 
 
 def repeat_counts(ids: IntArray) -> IntArray:
-    """Return how many times the `RUN` tokens up to each token occur, (n_tokens,).
-
-    Examples
-    --------
-    >>> repeat_counts(np.array([*range(9), *range(9), 100]))
-    array([1, 1, 1, 1, 1, 1, 1, 2, 2, 1, 1, 1, 1, 1, 1, 1, 2, 2, 1])
-    """
+    """Return how many times the `RUN` tokens up to each token occur, (n_tokens,)."""
     counts = np.ones(len(ids), dtype=np.int64)
     if len(ids) >= RUN:
         runs = np.lib.stride_tricks.sliding_window_view(ids.astype(np.uint64), RUN)
