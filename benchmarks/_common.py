@@ -130,7 +130,8 @@ def cells_of(row: Mapping[str, Any]) -> Cells:
     for name, sign in {"at_most": "<=", "at_least": ">="}.items():
         if name in row:
             met = row.get("met", row_met(row))
-            cells |= {"wanted": f"{sign} {row[name]:g}", "verdict": "met" if met else "MISSED"}
+            wanted = ", ".join(filter(None, (f"{sign} {row[name]:g}", row.get("where"))))
+            cells |= {"wanted": wanted, "verdict": "met" if met else "MISSED"}
     processor = row.get("processor_ratio")
     phrase = "" if processor is None else f"processor time {processor:.4g}; "
     return {**cells, "note": phrase + row["note"]}

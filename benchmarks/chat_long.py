@@ -325,7 +325,8 @@ def kl_rows(
             ", ".join(map("{} {:.4f} at {:.1%}".format, methods, means, shares)),
         )
         met = row_met(row) or means[0] <= LEAST_KL
-        yield row | {"met": met and shares[0] <= largest}
+        where = {} if math.isinf(largest) else {"where": f"at most {largest:.0%} of the bytes"}
+        yield row | {"met": met and shares[0] <= largest, **where}
 
 
 def peak_row(name: str, answers: Sequence[Sequence[Reader]], tokens: int, promise: str) -> Row:

@@ -329,6 +329,7 @@ def test_long_answers_are_compared_by_range_to_the_best_method():
     first, second = kl_rows("m", [[ours, *peers]], 700, largest=0.22)
     assert first["name"] == "m, tokens 0-499 of an answer, KL over that of A"
     assert (first["figure"], first["met"]) == (pytest.approx(0.25), True)
+    assert first["where"] == "at most 22% of the bytes"
     assert (second["figure"], second["met"]) == (pytest.approx(1.5), False)
     assert second["note"] == "kvalloc 0.3000 at 30.0%, A 0.2000 at 20.0%, B 0.5000 at 20.0%"
     peak = peak_row("m", [[ours]], 700, "all")
