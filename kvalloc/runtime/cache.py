@@ -41,7 +41,7 @@ class BudgetCache(CacheFigures, HookedCache):
     again, within the budgets of each row's tokens without padding.
 
     Rows may differ in length, padded on either side; padding is neither kept nor counted. Prompts
-    may come in announced chunks (``prompt_tokens``). Layers without budgets are transformers' own.
+    may come in announced chunks (``prompt_tokens``).
 
     Attributes
     ----------

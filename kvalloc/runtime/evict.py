@@ -34,7 +34,6 @@ from kvalloc.runtime.selection import (
     kept_places,
 )
 from kvalloc.runtime.store import Store
-from kvalloc.scorers.repeats import repeat_counts
 
 
 @dataclass(slots=True, eq=False)
@@ -99,8 +98,8 @@ class Eviction:
         Whether heads share budgets.
     new_only : bool
         Whether kept entries stay and targets are for new ones.
-    repeats : mapping of int to Tensor, (n_known,)
-        Of rows' first tokens, if the scorer reads them; see `repeat_counts`.
+    repeats : mapping of int to Tensor, (n_tokens,)
+        Of prompts, if the scorer reads them; see `repeat_counts`.
     """
 
     rows: IntArray
@@ -138,9 +137,7 @@ class Eviction:
             "evicted_before": row.evicted_at > 0,
         }
         if policy.scorer.reads_repeats:
-            known["repeats"] = {
-                one: torch.from_numpy(repeat_counts(ids)) for one, ids in cache.known_ids(rows)
-            }
+            known["repeats"] = cache.prompt_read.repeats(rows, cache.door.columns)
         row_indices = np.array(rows, dtype=np.int64)
         return cls(rows=row_indices, policy=policy, door=cache.door, **{**known, **event})
 
@@ -236,11 +233,8 @@ class Eviction:
     def _repeats(self, rows: IntArray, positions: Tensor) -> Tensor | None:
         if not self.repeats:
             return None
-        counts = torch.ones(len(rows), int(self.tokens[rows[0]]), dtype=torch.long, device="cpu")
-        for known, row in zip(counts, rows.tolist(), strict=True):
-            of_row = self.repeats[row][: len(known)]
-            known[: len(of_row)] = of_row
-        counts = counts.to(positions.device)[:, None].expand(-1, positions.shape[1], -1)
+        counts = torch.stack([self.repeats[row] for row in rows.tolist()]).to(positions.device)
+        counts = counts[:, None].expand(-1, positions.shape[1], -1)
         return counts.gather(2, positions.long().clamp_(max=counts.shape[2] - 1))
 
     def _gaps(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -52,17 +52,6 @@ class CacheFigures(Cache):
     def row_profiles(self) -> tuple[BudgetProfile, ...]:
         """Profile of each row."""
         return tuple(row.profile for row in self.rows)
-
-    def known_ids(self, rows: Sequence[int]) -> Iterator[tuple[int, IntArray]]:
-        """Yield rows with their known tokens, (n_known,), without padding."""
-        if self.read_ids is None or len(self.read_ids) <= max(rows, default=-1):
-            return
-        ids = self.read_ids.cpu()  # the host waits for the device
-        for row in rows:
-            columns = self.door.columns(row)
-            if isinstance(columns, Tensor):
-                columns = columns[columns < ids.shape[1]]
-            yield row, ids[row][columns].numpy()
 
     @property
     def options(self) -> CacheOptions:

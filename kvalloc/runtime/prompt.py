@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,13 +15,14 @@ from kvalloc.errors import UnsupportedRequestError, option
 from kvalloc.models import names
 from kvalloc.models.structure import context_limit
 from kvalloc.runtime import plan, refusals
-from kvalloc.runtime.door import Batch
+from kvalloc.runtime.door import Batch, Columns
 from kvalloc.runtime.evict import Eviction, Running, evict, wanted_queries
 from kvalloc.runtime.notes import Notes, of_row
 from kvalloc.runtime.rows import Row, alike, with_scattered
 from kvalloc.runtime.second_read import HeldPrompt, PromptLayer, check_context
 from kvalloc.runtime.tail import rows_of
 from kvalloc.scorers import Scorer
+from kvalloc.scorers.repeats import repeat_counts
 
 
 class ReadTokens:
@@ -36,6 +37,7 @@ class ReadTokens:
         self.positions = torch.empty(1, 0, 0, dtype=torch.long, device="cpu")
         self.tokens: dict[str, Tensor] = {}
         self.features: list[Tensor] = []
+        self.ids: Tensor | None = None
 
     def add(self, arguments: Mapping[str, Any], batch: Batch) -> None:
         """Note a forward of the prompt; a failed one may come again."""
@@ -72,6 +74,25 @@ class ReadTokens:
             before = self.positions[:, :, :seen].expand(n_axes, -1, -1)
             positions = torch.cat([before, positions.expand(n_axes, -1, -1)], dim=2)
         self.positions = positions
+
+    def note_ids(self, arguments: Mapping[str, Any], batch: Batch) -> None:
+        """Note token ids, if all of the prompt's are known."""
+        ids, before = arguments.get("input_ids"), self.ids
+        self.ids = None
+        if not isinstance(ids, Tensor) or ids.shape != (batch.rows, batch.new):
+            return
+        if not batch.seen:
+            self.ids = ids.clone()
+        elif before is not None and len(before) == batch.rows and before.shape[1] >= batch.seen:
+            self.ids = torch.cat([before[:, : batch.seen], ids.to(before.device)], dim=1)
+
+    def repeats(self, rows: Sequence[int], columns: Callable[[int], Columns]) -> dict[int, Tensor]:
+        """Return `repeat_counts` by row, (n_tokens,), of a row's columns."""
+        if self.ids is None:
+            return {}
+        ids = self.ids.cpu()  # the host waits for the device
+        texts = {row: ids[row][columns(row)].numpy() for row in rows}
+        return {row: torch.from_numpy(repeat_counts(text)) for row, text in texts.items()}
 
     def _places(self, arguments: Mapping[str, Any], batch: Batch) -> Tensor:
         features, before = arguments.get(names.IMAGE_FEATURES), self.features if batch.seen else []
@@ -115,7 +136,7 @@ def begin(cache: Any, running: Running, arguments: Mapping[str, Any]) -> None:
     if any(rows[number].method.policy.scorer.later for number in whole):
         cache.prompt_read.add(arguments, batch)
         _check_room(cache, rows, prompts - seen)
-    _note_ids(cache, arguments, batch)
+    cache.prompt_read.note_ids(arguments, batch)
     windows = (wanted_queries(row.method.policy, row.prompt, whole=row.holds) for row in rows)
     running.n_queries = running.n_queries_after = max(windows, default=0)
     heads = cache.methods[0].profile.shape.n_kv_heads
@@ -162,16 +183,6 @@ def begin(cache: Any, running: Running, arguments: Mapping[str, Any]) -> None:
     running.layers_together = min(layer_counts, default=1)
     if not running.planned and not running.observing and not whole:
         running.n_queries = 0
-
-
-def _note_ids(cache: Any, arguments: Mapping[str, Any], batch: Batch) -> None:
-    ids, before = arguments.get("input_ids"), cache.read_ids
-    if not isinstance(ids, Tensor) or ids.shape != (batch.rows, batch.new):
-        return
-    if not batch.seen:
-        cache.read_ids = ids.clone()
-    elif before is not None and before.shape[1] >= batch.seen:
-        cache.read_ids = torch.cat([before[:, : batch.seen], ids], dim=1)
 
 
 def _new_rows(cache: Any, batch: Batch) -> list[Row]:
