@@ -173,3 +173,16 @@ def test_the_fit_decides_whether_queries_vote(file, tmp_path):
         assert scorer.query_rows(CONTEXT) == votes
         assert (scorer.for_turns.votes, scorer.for_turns.votes_weight) == (256, 30.0)
         assert Surrogate(**scorer.parameters()) == scorer
+
+
+def test_a_prompt_that_failed_counts_for_no_other(model, file):
+    policy, profile = f"surrogate:file={file}", tiny.make_profile(model, CONTEXT, 0.4)
+    caches = [make_cache(model, profile, policy=policy) for _ in range(2)]
+    handle = model.model.layers[0].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run(model, repeating(CONTEXT), caches[0])
+    handle.remove()
+    for cache in caches:
+        with torch.no_grad():
+            model(inputs_embeds=model.model.embed_tokens(tiny.prompt(CONTEXT)), cache=cache)
+    assert tiny.same_kept(*caches)
