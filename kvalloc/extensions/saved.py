@@ -23,7 +23,7 @@ from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.kept import Kept, Part, joined, pack
 from kvalloc.runtime.making import Way, build_rows
 from kvalloc.runtime.options import CacheOptions
-from kvalloc.runtime.rows import Row
+from kvalloc.runtime.rows import Row, repeats_of
 from kvalloc.runtime.store import Store
 from kvalloc.runtime.tail import Tail
 
@@ -136,6 +136,11 @@ def _tensors_of(cache: BudgetCache) -> dict[str, Tensor]:
                 tensors[f"{index}.{name}"] = tensor.detach().contiguous().cpu()
     if (visible := cache.door.visible) is not None:
         tensors["visible"] = visible.to(torch.uint8)
+    if repeats := repeats_of(cache.rows, range(cache.batch)):
+        size = cache.batch, cache.get_seq_length()
+        counts = tensors["repeats"] = torch.ones(size, dtype=torch.int32, device="cpu")
+        for row, known in repeats.items():
+            counts[row, : len(known)] = known
     return tensors
 
 
@@ -231,6 +236,11 @@ def filled_cache(
         else:
             layer.cumulative_length = header.seen_tokens
     fill_rows(cache, header.seen_tokens, header.prompt_tokens, visible, header.ranked_tokens)
+    if (counts := tensors.get("repeats")) is not None:
+        known = _tensor(counts).long()
+        cache.rows = [
+            replace(row, repeats=known[place, : row.seen]) for place, row in enumerate(cache.rows)
+        ]
     if (ids := header.ids) is not None:
         cache.read_ids = torch.tensor([ids], device="cpu")
     return extended(cache)

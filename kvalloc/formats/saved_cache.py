@@ -12,7 +12,8 @@ Tensors of layer L; before any eviction only the first two:
 - ``L.bits_W.kept_positions``, (entries,): the token of each entry in its row, without padding;
 - ``L.bits_W.key_scales``, (blocks, 2, head size): scales and minima, below 16 bits.
 
-``visible``, (rows, tokens seen), is 0 for padding, and absent without padding.
+``visible``, (rows, tokens seen), is 0 for padding, and absent without padding. ``repeats`` are
+`repeat_counts` of each row's tokens.
 """
 
 from __future__ import annotations
@@ -245,6 +246,9 @@ class _Contents:
         self._require(header.batch <= rows, "batch", header.batch, "an entry for each row and head")
         if "visible" in self._left:
             self._shown = self._take("visible", "uint8", (header.batch, header.seen_tokens)) != 0
+        if (name := "repeats") in self._left:
+            counts = self._take(name, "int32", (header.batch, header.seen_tokens))
+            self._require(bool((counts >= 1).all()), name, "0 or less", "1 or more")
         for index, layer in enumerate(header.profile.shape.by_layer):
             if layer.kv_heads:
                 self._check_layer(index, layer)

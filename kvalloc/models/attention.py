@@ -102,7 +102,7 @@ class AttentionStates:
     biased : bool
         Whether the layer adds to its logits, beside the mask.
     repeats : Tensor of int64, (batch, n_kv_heads, n_tokens), or None
-        How often the text up to each entry occurs, while a prompt is read.
+        How often the text up to each entry occurs in its prompt.
     shared : dict
         Cached results; `replace` copies none.
     """

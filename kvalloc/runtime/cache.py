@@ -228,7 +228,12 @@ class BudgetCache(CacheFigures, HookedCache):
                     layer.crop(-remove)  # not every layer of transformers' own knows what to keep
             self.door.crop(end)
             self.rows = [
-                replace(row, seen=row.seen - n, evicted_at=min(row.evicted_at, row.seen - n))
+                replace(
+                    row,
+                    seen=row.seen - n,
+                    evicted_at=min(row.evicted_at, row.seen - n),
+                    repeats=None if row.repeats is None else row.repeats[: row.seen - n],
+                )
                 for row, n in zip(self.rows, removed.tolist(), strict=True)
             ]
         self.tell("cropped", self)

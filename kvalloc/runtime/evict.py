@@ -24,7 +24,7 @@ from kvalloc.runtime.notes import of_head, of_row, of_rows
 from kvalloc.runtime.plan import widest
 from kvalloc.runtime.policies.base import FEW_ENTRIES, EvictionPolicy, Limits
 from kvalloc.runtime.policies.score import Score
-from kvalloc.runtime.rows import Row
+from kvalloc.runtime.rows import Row, repeats_of
 from kvalloc.runtime.selection import (
     chosen_widths,
     evictable,
@@ -99,7 +99,7 @@ class Eviction:
     new_only : bool
         Whether kept entries stay and targets are for new ones.
     repeats : mapping of int to Tensor, (n_tokens,)
-        Of prompts, if the scorer reads them; see `repeat_counts`.
+        Of rows' prompts.
     """
 
     rows: IntArray
@@ -136,8 +136,8 @@ class Eviction:
             "by_prompt": profile.by_prompt,
             "evicted_before": row.evicted_at > 0,
         }
-        if policy.scorer.reads_repeats:
-            known["repeats"] = cache.prompt_read.repeats(rows, cache.door.columns)
+        if "repeats" not in event:
+            known["repeats"] = repeats_of(cache.rows, rows)
         row_indices = np.array(rows, dtype=np.int64)
         return cls(rows=row_indices, policy=policy, door=cache.door, **{**known, **event})
 
@@ -233,8 +233,11 @@ class Eviction:
     def _repeats(self, rows: IntArray, positions: Tensor) -> Tensor | None:
         if not self.repeats:
             return None
-        counts = torch.stack([self.repeats[row] for row in rows.tolist()]).to(positions.device)
-        counts = counts[:, None].expand(-1, positions.shape[1], -1)
+        counts = torch.ones(len(rows), int(self.tokens[rows[0]]), dtype=torch.long, device="cpu")
+        for place, row in enumerate(rows.tolist()):
+            if (known := self.repeats.get(row)) is not None:  # later tokens count once
+                counts[place, : len(known)] = known
+        counts = counts.to(positions.device)[:, None].expand(-1, positions.shape[1], -1)
         return counts.gather(2, positions.long().clamp_(max=counts.shape[2] - 1))
 
     def _gaps(
@@ -269,10 +272,7 @@ class Eviction:
         return int(store.kept_counts[bundle[0]].max()) if self.new_only else 0
 
     def hand_out(self, cache: Any, granted: Mapping[int, IntArray]) -> dict[int, IntArray]:
-        """Return each layer's budgets, (n_rows, n_kv_heads), in the bytes of ``granted`` ones.
-
-        `scored` holds the scores until entries are kept.
-        """
+        """Return each layer's budgets, (n_rows, n_kv_heads), in the bytes of ``granted`` ones."""
         stores: dict[int, Store] = cache.stores
         targets = np.stack([*granted.values()], axis=1)
         kept = np.stack([stores[layer].kept_counts[self.rows] for layer in granted], axis=1)

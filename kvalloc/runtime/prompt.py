@@ -18,7 +18,7 @@ from kvalloc.runtime import plan, refusals
 from kvalloc.runtime.door import Batch, Columns
 from kvalloc.runtime.evict import Eviction, Running, evict, wanted_queries
 from kvalloc.runtime.notes import Notes, of_row
-from kvalloc.runtime.rows import Row, alike, with_scattered
+from kvalloc.runtime.rows import Row, alike, repeats_of, with_scattered
 from kvalloc.runtime.second_read import HeldPrompt, PromptLayer, check_context
 from kvalloc.runtime.tail import rows_of
 from kvalloc.scorers import Scorer
@@ -40,7 +40,7 @@ class ReadTokens:
         self.ids: Tensor | None = None
 
     def add(self, arguments: Mapping[str, Any], batch: Batch) -> None:
-        """Note a forward of the prompt; a failed one may come again."""
+        """Note a forward of the prompt."""
         seen, end = batch.seen, batch.seen + batch.new
         read = {
             name: one.detach()
@@ -86,13 +86,18 @@ class ReadTokens:
         elif before is not None and len(before) == batch.rows and before.shape[1] >= batch.seen:
             self.ids = torch.cat([before[:, : batch.seen], ids.to(before.device)], dim=1)
 
-    def repeats(self, rows: Sequence[int], columns: Callable[[int], Columns]) -> dict[int, Tensor]:
-        """Return `repeat_counts` by row, (n_tokens,), of a row's columns."""
-        if self.ids is None:
-            return {}
-        ids = self.ids.cpu()  # the host waits for the device
-        texts = {row: ids[row][columns(row)].numpy() for row in rows}
-        return {row: torch.from_numpy(repeat_counts(text)) for row, text in texts.items()}
+    def with_repeats(self, rows: Sequence[Row], columns: Callable[[int], Columns]) -> list[Row]:
+        """Return rows with their repeats, if their scorers read them."""
+        reads = [row.method.policy.scorer.reads_repeats for row in rows]
+        ids = self.ids.cpu() if self.ids is not None and any(reads) else None  # the host waits
+        result = []
+        for number, row in enumerate(rows):
+            repeats = None
+            if ids is not None and reads[number]:
+                counts = repeat_counts(ids[number][columns(number)].numpy())
+                repeats = torch.from_numpy(counts) if counts.max(initial=1) > 1 else None
+            result.append(replace(row, repeats=repeats))
+        return result
 
     def _places(self, arguments: Mapping[str, Any], batch: Batch) -> Tensor:
         features, before = arguments.get(names.IMAGE_FEATURES), self.features if batch.seen else []
@@ -137,6 +142,7 @@ def begin(cache: Any, running: Running, arguments: Mapping[str, Any]) -> None:
         cache.prompt_read.add(arguments, batch)
         _check_room(cache, rows, prompts - seen)
     cache.prompt_read.note_ids(arguments, batch)
+    rows = cache.prompt_read.with_repeats(rows, door.columns)
     windows = (wanted_queries(row.method.policy, row.prompt, whole=row.holds) for row in rows)
     running.n_queries = running.n_queries_after = max(windows, default=0)
     heads = cache.methods[0].profile.shape.n_kv_heads
@@ -164,6 +170,7 @@ def begin(cache: Any, running: Running, arguments: Mapping[str, Any]) -> None:
             widths=rounded or first.method.halves(),
             remember=not batch.completes or first.goes_on_observing,
             more=not batch.completes,
+            repeats=repeats_of(rows, group),
         )
         for eviction, targets in eviction_of_all.by_layers(goals):
             cache.tell("planned", targets)

@@ -90,7 +90,7 @@ class Method(Way):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Row:
-    """One text of a batch."""
+    """One text of a batch; `repeats` are `repeat_counts` of its prompt, (n_tokens,), if any."""
 
     method: Method
     profile: BudgetProfile
@@ -100,6 +100,7 @@ class Row:
     evicted_at: int = 0
     ranked_at: int = 0
     scattered: bool = False
+    repeats: Tensor | None = None
 
     @property
     def after(self) -> EvictionPolicy:
@@ -121,6 +122,11 @@ class Row:
     def widths(self) -> Widths:
         """Widths of rounded layers."""
         return self.method.widths(self.profile)
+
+
+def repeats_of(rows: Sequence[Row], among: Sequence[int]) -> dict[int, Tensor]:
+    """Return known repeats of some rows."""
+    return {number: known for number in among if (known := rows[number].repeats) is not None}
 
 
 def scattered_rows(arguments: Mapping[str, Any], n_rows: int) -> list[bool]:

@@ -35,8 +35,8 @@ class Surrogate(Scorer):
     """Exponential of a linear map of key and value, by layer and KV head.
 
     The maps are fitted once for a model, to the log of ``reconstruction``. The prediction depends
-    only on entry and position: chunks make no difference, decoded tokens have one too. Scores of a
-    prompt that is read are divided by the root of `repeats`: later tokens need one of them.
+    only on entry and position: chunks make no difference, decoded tokens have one too. Scores are
+    divided by the root of `repeats`, since later tokens need one of them.
 
     Parameters
     ----------

@@ -9,6 +9,7 @@ from prompt_runs import run, states_seen
 from surrogates import fit_surrogate
 
 from kvalloc.extensions.making import make_cache
+from kvalloc.extensions.saved import load_cache, save_cache
 from kvalloc.formats.fitted import FittedSurrogate
 from kvalloc.prompts.texts import Prompt
 from kvalloc.scorers import get_scorer
@@ -186,3 +187,16 @@ def test_a_prompt_that_failed_counts_for_no_other(model, file):
         with torch.no_grad():
             model(inputs_embeds=model.model.embed_tokens(tiny.prompt(CONTEXT)), cache=cache)
     assert tiny.same_kept(*caches)
+
+
+def test_a_saved_cache_keeps_counting(model, file, tmp_path):
+    policy, path = f"surrogate:file={file}", tmp_path / "saved.safetensors"
+    cache = make_cache(model, tiny.make_profile(model, CONTEXT, 0.4), policy=policy)
+    run(model, torch.cat([repeating(CONTEXT), tiny.prompt(CONTEXT, seed=9)]), cache)
+    save_cache(cache, path)
+    loaded = load_cache(path, model)
+    assert cache.rows[0].repeats.equal(loaded.rows[0].repeats)
+    for one in (cache, loaded):
+        run(model, tiny.prompt(40, 2, seed=77), one)
+        one.end_turn()
+    assert tiny.same_kept(cache, loaded)
