@@ -236,6 +236,7 @@ class Eviction:
         counts = torch.ones(len(rows), int(self.tokens[rows[0]]), dtype=torch.long, device="cpu")
         for place, row in enumerate(rows.tolist()):
             if (known := self.repeats.get(row)) is not None:  # later tokens count once
+                known = known[: counts.shape[1]]
                 counts[place, : len(known)] = known
         counts = counts.to(positions.device)[:, None].expand(-1, positions.shape[1], -1)
         return counts.gather(2, positions.long().clamp_(max=counts.shape[2] - 1))
