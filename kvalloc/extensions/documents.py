@@ -250,6 +250,8 @@ def _loaded(
         )
     if cache.batch != 1:
         raise InputError(f"{name} holds {cache.batch} texts at once; save a cache of each")
+    if cache.door.visible is not None:
+        raise InputError(f"{name} holds padding, which would stand amid the text; read it without")
     return name, cache
 
 

@@ -204,6 +204,11 @@ def test_what_cannot_be_blended_is_refused_in_one_line(tmp_path, monkeypatch):
     empty = kvalloc.make_cache(model, tiny.make_profile(model, 60))
     two = kvalloc.make_cache(model, tiny.make_profile(model, 60))
     run(model, tiny.prompt(60, 2), two)
+    padded = kvalloc.make_cache(model, tiny.make_profile(model, 60))
+    with torch.no_grad():
+        mask = torch.ones(1, 60, dtype=torch.long)
+        mask[:, :5] = 0
+        model(tiny.prompt(60), attention_mask=mask, past_key_values=padded)
     unknown = document(model, texts()[0])
     unknown.read_ids = None
     save_cache(own[0], tmp_path / "chat.kv", notes={"chat": True})
@@ -214,6 +219,7 @@ def test_what_cannot_be_blended_is_refused_in_one_line(tmp_path, monkeypatch):
         (by_width, {}, "other widths"),
         ([empty], {}, "no complete prompt"),
         ([two], {}, "2 texts at once"),
+        ([padded], {}, "holds padding"),
         ([tmp_path / "chat.kv"], {}, "chat form"),
         ([unknown], ask, "which tokens"),
         ([unknown], {**ask, "ids": [[1, 2]]}, "60 tokens, and 2 are given"),
