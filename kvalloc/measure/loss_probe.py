@@ -29,7 +29,7 @@ from kvalloc.runtime.policies.base import Limits
 from kvalloc.runtime.quantization import quantised_values
 from kvalloc.runtime.second_read import PromptLayer
 from kvalloc.runtime.selection import chosen_widths, evictable, gathered, keep_best, put_at
-from kvalloc.scorers.repeats import with_repeats
+from kvalloc.scorers.repeats import repeat_counts, with_repeats
 
 if TYPE_CHECKING:
     from kvalloc.accounting import IntArray
@@ -235,11 +235,12 @@ class LossProbe:
 
     def _prefill(self) -> Tensor:
         seen: set[int] = set()
+        counts = repeat_counts(self.prompt_ids.cpu().numpy())
 
         def handler(states: AttentionStates, compute: Compute) -> tuple[Tensor, Tensor | None]:
             seen.add(states.layer)
             if states.layer in self._shape.full_layers:
-                states = with_repeats(states, self.prompt_ids.cpu().numpy())
+                states = with_repeats(states, counts)
                 self.scores[states.layer] = self._policy.scores(states, sinks=self._sinks)[0]
                 if self._policy.combines:
                     last = self._policy.query_rows(self.n_tokens)

@@ -32,7 +32,7 @@ from kvalloc.models.loading import require_run_packages
 from kvalloc.models.structure import input_device
 from kvalloc.prompts.texts import Document, Prompt
 from kvalloc.scorers import Scorer, get_scorer
-from kvalloc.scorers.repeats import with_repeats
+from kvalloc.scorers.repeats import repeat_counts, with_repeats
 from kvalloc.shape import ModelShape
 from kvalloc.units import Option, keywords_of
 
@@ -282,7 +282,7 @@ def _measure_sample(job: Job, model: Any, index: int, advance: Advance) -> Measu
     arrays = {name: np.zeros(size) for name, size in job.sizes().items() if name != "losses"}
     arrays["curves"].fill(1.0)  # of sliding layers, which keep what they always keep
     masses, error = arrays["masses"], arrays["interpolation_error"]
-    first, end = job.sinks, ids.size - job.scorer.window
+    first, end, counts = job.sinks, ids.size - job.scorer.window, repeat_counts(ids)
 
     observed: Observed | None = None
 
@@ -293,7 +293,7 @@ def _measure_sample(job: Job, model: Any, index: int, advance: Advance) -> Measu
             observed = job.scorer.observe(states, sinks=job.sinks)
             return
         observed = None
-        states = with_repeats(states, ids)
+        states = with_repeats(states, counts)
         scores = job.scorer.score(states, sinks=job.sinks)[0, :, first:end].float().cpu().numpy()
         what = f"the scores of {job.shape.model_id} in layer {layer}, sample {index}"
         check_finite(what, scores, low=0)

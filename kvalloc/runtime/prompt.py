@@ -75,22 +75,17 @@ class ReadTokens:
             positions = torch.cat([before, positions.expand(n_axes, -1, -1)], dim=2)
         self.positions = positions
 
-    def note_ids(self, arguments: Mapping[str, Any], batch: Batch) -> None:
-        """Note token ids, if all of the prompt's are known."""
-        ids, before = arguments.get("input_ids"), self.ids
-        self.ids = None
-        if not isinstance(ids, Tensor) or ids.shape != (batch.rows, batch.new):
-            return
-        if not batch.seen:
-            self.ids = ids.clone()
-        elif before is not None and len(before) == batch.rows and before.shape[1] >= batch.seen:
-            self.ids = torch.cat([before[:, : batch.seen], ids.to(before.device)], dim=1)
-
-    def with_repeats(self, rows: Sequence[Row], columns: Callable[[int], Columns]) -> list[Row]:
-        """Return rows with their repeats, if their scorers read them."""
+    def counted(
+        self,
+        rows: Sequence[Row],
+        arguments: Mapping[str, Any],
+        batch: Batch,
+        columns: Callable[[int], Columns],
+    ) -> list[Row]:
+        """Return rows with their repeats, where scorers read them and all ids are known."""
         reads = [row.method.policy.scorer.reads_repeats for row in rows]
-        ids = self.ids.cpu() if self.ids is not None and any(reads) else None  # the host waits
-        result = []
+        self.ids = self._ids(arguments, batch) if any(reads) else None
+        result, ids = [], None if self.ids is None else self.ids.cpu()  # the host waits
         for number, row in enumerate(rows):
             repeats = None
             if ids is not None and reads[number]:
@@ -98,6 +93,16 @@ class ReadTokens:
                 repeats = torch.from_numpy(counts) if counts.max(initial=1) > 1 else None
             result.append(replace(row, repeats=repeats))
         return result
+
+    def _ids(self, arguments: Mapping[str, Any], batch: Batch) -> Tensor | None:
+        ids, before = arguments.get("input_ids"), self.ids
+        if not isinstance(ids, Tensor) or ids.shape != (batch.rows, batch.new):
+            return None
+        if not batch.seen:
+            return ids.clone()
+        if before is None or len(before) != batch.rows or before.shape[1] < batch.seen:
+            return None
+        return torch.cat([before[:, : batch.seen], ids.to(before.device)], dim=1)
 
     def _places(self, arguments: Mapping[str, Any], batch: Batch) -> Tensor:
         features, before = arguments.get(names.IMAGE_FEATURES), self.features if batch.seen else []
@@ -135,19 +140,18 @@ def begin(cache: Any, running: Running, arguments: Mapping[str, Any]) -> None:
     prompts, seen = door.prompt_tokens(batch), door.tokens(batch)
     rows = [replace(row, prompt=n) for row, n in zip(rows, prompts.tolist(), strict=True)]
     rows = with_scattered(rows, arguments)
+    rows = cache.prompt_read.counted(rows, arguments, batch, door.columns)
     for row in rows:
         refusals.check_positions(row.method.policy, scattered=row.scattered)
     whole = [number for number, row in enumerate(rows) if row.holds]
     if any(rows[number].method.policy.scorer.later for number in whole):
         cache.prompt_read.add(arguments, batch)
         _check_room(cache, rows, prompts - seen)
-    cache.prompt_read.note_ids(arguments, batch)
-    rows = cache.prompt_read.with_repeats(rows, door.columns)
     windows = (wanted_queries(row.method.policy, row.prompt, whole=row.holds) for row in rows)
     running.n_queries = running.n_queries_after = max(windows, default=0)
     heads = cache.methods[0].profile.shape.n_kv_heads
-    entries = np.zeros((batch.rows, len(cache.layers), heads), dtype=np.int64)
-    entries += batch.lengths[:, None, None]
+    size = batch.rows, len(cache.layers), heads
+    entries = np.broadcast_to(batch.lengths[:, None, None], size).copy()
     entries += cache.kept_tokens_by_row if batch.seen else 0
     padded = seen < batch.seen + batch.new
     for group in alike(rows, [n for n, row in enumerate(rows) if not row.holds]):

@@ -26,9 +26,9 @@ def repeat_counts(ids: IntArray) -> IntArray:
     return counts
 
 
-def with_repeats(states: AttentionStates, ids: IntArray) -> AttentionStates:
-    """Return a prompt's states with repetitions of its tokens, (n_tokens,)."""
+def with_repeats(states: AttentionStates, counts: IntArray) -> AttentionStates:
+    """Return a prompt's states with its `repeat_counts`, (n_tokens,)."""
     import torch
 
-    counts = torch.from_numpy(repeat_counts(ids)).to(states.keys.device)
-    return replace(states, repeats=counts.expand(states.keys.shape[:3]))
+    repeats = torch.from_numpy(counts).to(states.keys.device)
+    return replace(states, repeats=repeats.expand(states.keys.shape[:3]))
