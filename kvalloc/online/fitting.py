@@ -91,8 +91,7 @@ def fit(
     model : transformers.PreTrainedModel or Engine
     tokenizer : transformers.PreTrainedTokenizerBase
     texts : iterable of str, Document or Prompt, optional
-        As for `kvalloc.profile`; by default made prompts: prose, lists, code, facts and the model's
-        own answers.
+        As for `kvalloc.profile`; by default made prompts of five kinds.
     output : str or Path, optional
         By default in the cache folder. ``OUTPUT.partial`` has finished measurements meanwhile.
     resume, model_id : optional

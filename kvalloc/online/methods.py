@@ -36,7 +36,7 @@ from kvalloc.online.solved import (
 )
 from kvalloc.scorers import Scorer, get_scorer
 from kvalloc.scorers.later_pass import CARRIED_TOKENS, SHOWN_FIRST
-from kvalloc.scorers.lookahead import latest_votes
+from kvalloc.scorers.lookahead import LATEST_VOTES, latest_votes
 from kvalloc.shape import ModelShape
 from kvalloc.units import gap_text
 
@@ -45,8 +45,8 @@ BITS_FROM = {1.0: 16, 0.42: 8, 0.15: 85, 0.07: 5, 0.0: 4}
 file (SmolLM2-135M; below 7% also Qwen2.5-Coder-0.5B)."""
 
 PIECE, NEARBY = 256, 0
-"""Prompt tokens in one piece of the second read, and the tokens around them that they see: more
-take longer and lose no less."""
+"""Prompt tokens in a piece of the second read, and tokens around them that they see: more take
+longer and lose no less."""
 
 SECOND_READ_FROM = 0.8
 """Measured loss of a second read over solved budgets' loss, below which a prompt is read twice:
@@ -302,12 +302,12 @@ class Solved(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class SecondRead(Method):
-    """A second read ranks, and values are fitted.
+    """A second read and latest queries rank.
 
     Attributes
     ----------
     measured : bool
-        Whether `fit` measured that it loses less than solved budgets.
+        Whether `fit` measured that it loses less.
     """
 
     cost = 2.5
@@ -319,7 +319,8 @@ class SecondRead(Method):
     @property
     def scorer(self) -> Scorer:
         """Return its scorer."""
-        return get_scorer("reconstruction", chunk=PIECE, nearby=NEARBY, window=WINDOW)
+        votes = LATEST_VOTES if self.setting.rotates else 0
+        return get_scorer("reconstruction", chunk=PIECE, nearby=NEARBY, window=WINDOW, votes=votes)
 
     @property
     def policy(self) -> Policy:

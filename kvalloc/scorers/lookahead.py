@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvalloc.models.attention import AttentionStates
@@ -15,11 +15,10 @@ if TYPE_CHECKING:
 
 LATEST_VOTES, AHEAD_TOKENS = 128, 8
 """Number of latest queries that rank kept and new entries, and positions from the end to which they
-are moved. Unmoved, they lose four times as much at 20% of the bytes (SmolLM2-135M)."""
+are moved. Unmoved, they lose four times as much (SmolLM2-135M, 20%)."""
 
 TURN_VOTES = 256
-"""Number of latest queries that rank entries at the end of a turn, which may be longer than
-`LATEST_VOTES`."""
+"""The same at the end of a turn, which may be longer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,3 +79,14 @@ class Lookahead(PooledScorer):
 def latest_votes(*, window: int, rotates: bool) -> Lookahead:
     """Return the scorer by attention of the latest queries."""
     return Lookahead(window=window, ahead=AHEAD_TOKENS if rotates else 0)
+
+
+def with_votes(
+    scores: Tensor, states: AttentionStates, *, votes: int, weight: float, window: int, sinks: int
+) -> Tensor:
+    """Return scores, or the latest queries' weighted attention if larger."""
+    import torch
+
+    voting = latest_votes(window=window, rotates=states.rotation.fixed is None)
+    largest = replace(voting, votes=votes).score(states, sinks=sinks)
+    return torch.maximum(scores, largest.mul_(weight))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
 from kvalloc.models.attention import AttentionStates, Observed
 from kvalloc.scorers.attention_rows import attention_logits, attention_softmax, row_blocks
-from kvalloc.scorers.base import Count, OddWidth, Positive
+from kvalloc.scorers.base import Above0, Count, OddWidth, Positive
 from kvalloc.scorers.later_pass import SMALLEST_CHUNK, Later, LaterStep
+from kvalloc.scorers.lookahead import with_votes
 from kvalloc.scorers.pooled import PooledScorer, Reduction
 
 if TYPE_CHECKING:
@@ -23,9 +24,8 @@ _BLOCK_ELEMENTS = 1 << 23
 class Reconstruction(PooledScorer):
     """Largest attention to an entry while the model repeats the prompt, teacher-forced.
 
-    The prompt comes again, in pieces, over its full cache. The maximum is over queries of the
-    entry's repeated piece and the KV head's query heads. The softmax is over the piece's entries,
-    sinks and later tokens so far.
+    It comes in pieces. The maximum is over queries of the entry's repeated piece and the KV head's
+    query heads. The softmax is over the piece's entries, sinks and later tokens so far.
 
     Parameters
     ----------
@@ -36,6 +36,8 @@ class Reconstruction(PooledScorer):
     window, pool : int
         See `Scorer` and `PooledScorer`.
     group_reduce : {"max", "mean"}
+    votes, votes_weight : int, float
+        As in `Surrogate`; no votes in the method.
 
     References
     ----------
@@ -55,6 +57,13 @@ class Reconstruction(PooledScorer):
     window: Positive = 8
     pool: OddWidth = 1
     group_reduce: Reduction = "max"
+    votes: Count = 0
+    votes_weight: Above0 = 2.0
+
+    @property
+    def rotates(self) -> bool:  # type: ignore[override]
+        """Whether queries vote."""
+        return self.votes > 0
 
     @property
     def later(self) -> Later:
@@ -90,4 +99,12 @@ class Reconstruction(PooledScorer):
         largest = self.later_notes(states).columns
         assert largest is not None  # `observe_later` made it
         of_groups = largest.view(len(largest), states.keys.shape[1], -1, states.keys.shape[2])
-        return self.pooled(of_groups, states, sinks=sinks)
+        scores = self.pooled(of_groups, states, sinks=sinks)
+        if self.votes:
+            votes: dict[str, Any] = {"votes": self.votes, "weight": self.votes_weight}
+            scores = with_votes(scores, states, **votes, window=self.window, sinks=sinks)
+        return scores
+
+    def query_rows(self, n_tokens: int) -> int:
+        """See `Scorer.query_rows`."""
+        return self.votes

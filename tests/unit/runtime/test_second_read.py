@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import runtime_oracle as tiny
 import torch
-from prompt_runs import run
+from prompt_runs import run, states_seen
 from scorer_oracle import full_attention
 from transformers import DynamicCache
 
@@ -14,6 +14,7 @@ from kvalloc.errors import InputError
 from kvalloc.extensions.making import make_cache
 from kvalloc.models.attention import intercept_attention
 from kvalloc.models.loading import shape_of
+from kvalloc.scorers import get_scorer
 from kvalloc.scorers.later_pass import CARRIED_TOKENS
 
 CONTEXT = 90
@@ -73,7 +74,7 @@ def reconstruction_scores(model, ids, layer, nearby=CONTEXT):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-@pytest.mark.parametrize("options", [{}, {"nearby": 6}])
+@pytest.mark.parametrize("options", [{}, {"nearby": 6}, {"votes": 7, "votes_weight": 3.0}])
 def test_the_scores_are_those_of_plain_forwards(family, options):
     model = tiny.tiny_model(family, "eager")
     ids = tiny.prompt(CONTEXT)
@@ -81,7 +82,14 @@ def test_the_scores_are_those_of_plain_forwards(family, options):
     cache = make_cache(model, profile)
     run(model, ids, cache)
     for layer in profile.shape.full_layers:
-        scores = reconstruction_scores(model, ids, layer, **options)
+        scores = reconstruction_scores(model, ids, layer, options.get("nearby", CONTEXT))
+        if number := options.get("votes"):
+            voting = get_scorer("lookahead", window=tiny.WINDOW, votes=number)
+            votes = voting.score(states_seen(model, ids)[layer], sinks=tiny.SINKS)[0].numpy()
+            weighted = options["votes_weight"] * votes
+            assert (weighted > scores).any()
+            assert (weighted < scores).any()
+            scores = np.maximum(scores, weighted)
         for head in range(2):
             best = int(profile.budgets[layer, head]) - tiny.SINKS - tiny.WINDOW
             wanted = np.argsort(-scores[head], kind="stable")[:best].tolist()
