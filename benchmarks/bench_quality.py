@@ -172,8 +172,8 @@ def report(
             continue
         ranges = "/".join(reached(subset))
         print(f"\n{100 * share:g}% of the bytes: KL at positions {ranges}, nats per token")
-        other_rows = [row for row in rows if row["share"] is None and not is_full(row)]
-        other_rows = [row for row in other_rows if row["cell"] in cells]
+        other_rows = [row for row in rows if row["share"] is None and row["cell"] in cells]
+        other_rows = [row for row in other_rows if not is_full(row)]
         other_rows = [row for row in other_rows if row not in subset]  # plain rounding, for the eye
         print("\n".join(position_table([*subset, *other_rows], cells)))
         if shown := tail_table([*subset, *other_rows], cells):

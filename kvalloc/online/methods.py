@@ -45,8 +45,9 @@ BITS_FROM = {1.0: 16, 0.42: 8, 0.15: 85, 0.07: 5, 0.0: 4}
 file (SmolLM2-135M; below 7% also Qwen2.5-Coder-0.5B)."""
 
 PIECE, NEARBY = 256, 0
-"""Prompt tokens in a piece of the second read, and tokens around them that they see: more take
-longer and lose no less."""
+"""Prompt tokens in a piece of the second read, and tokens around them that they see. More take
+longer, and SmolLM2-135M loses no less at 600 tokens. With pieces of 1,024 Qwen2.5-Coder-0.5B loses
+half at 3% on three of four prompts of 1,000 tokens, and 1.9 times on the other."""
 
 SECOND_READ_FROM = 0.8
 """Measured loss of a second read over solved budgets' loss, below which a prompt is read twice:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
@@ -101,8 +101,14 @@ class Reconstruction(PooledScorer):
         of_groups = largest.view(len(largest), states.keys.shape[1], -1, states.keys.shape[2])
         scores = self.pooled(of_groups, states, sinks=sinks)
         if self.votes:
-            votes: dict[str, Any] = {"votes": self.votes, "weight": self.votes_weight}
-            scores = with_votes(scores, states, **votes, window=self.window, sinks=sinks)
+            scores = with_votes(
+                scores,
+                states,
+                votes=self.votes,
+                weight=self.votes_weight,
+                window=self.window,
+                sinks=sinks,
+            )
         return scores
 
     def query_rows(self, n_tokens: int) -> int:

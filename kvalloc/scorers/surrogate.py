@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -143,8 +143,14 @@ class Surrogate(Scorer):
             )
         scores = self.without_protected(scores.clamp_(*_LOG_RANGE).exp_(), states, sinks=sinks)
         if self.votes:
-            votes: dict[str, Any] = {"votes": self.votes, "weight": self.votes_weight}
-            scores = with_votes(scores, states, **votes, window=self.window, sinks=sinks)
+            scores = with_votes(
+                scores,
+                states,
+                votes=self.votes,
+                weight=self.votes_weight,
+                window=self.window,
+                sinks=sinks,
+            )
         if states.repeats is not None:
             scores = scores / states.repeats.sqrt()
         return scores

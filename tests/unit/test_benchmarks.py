@@ -258,6 +258,7 @@ def test_points_lost_are_those_of_the_same_prompts(ours, of_kvzip, limit, met):
     rows += scored("KVzip", 0.125, of_kvzip or ())
     result = points_lost(rows, 0.125, ["vt"])
     assert result["figure"] == f"{1 - sum(ours) / 2:.3f}"
+    assert float(result["low"]) <= float(result["figure"]) <= float(result["high"])
     assert result["wanted"] == f"{limit:.3f}"
     assert (result["verdict"] == "met") == met
     assert points_lost(rows, 0.25, ["vt"]) is None
